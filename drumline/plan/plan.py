@@ -1,0 +1,94 @@
+"""The Plan: what will happen, every number resolved. Workers read `plan.json` and nothing else. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from drumline.config.schema import Config
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Mesh(Frozen):
+    """Degrees of each way of spreading, outermost first. Their product is the world size."""
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+
+class BatchPlan(Frozen):
+    """global_samples = micro_batch × accumulation × data_ranks, all in samples (packs, where packing is on)."""
+
+    global_samples: int
+    micro_batch: int
+    accumulation: int
+    eval_micro_batch: int
+
+    def rule(self, data_ranks: int) -> str:
+        """The product rule with its numbers, for the plan line."""
+        return f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {data_ranks} data ranks"
+
+
+class DataPlan(Frozen):
+    """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
+
+    train_cache: str
+    eval_cache: str | None = None
+    train_samples: int = 0
+    train_tokens: int = 0
+    eval_samples: int = 0
+
+
+class Predicted(Frozen):
+    """What the planner expects; null where it does not know yet."""
+
+    parameters: int | None = None
+    state_bytes_per_rank: int | None = Field(None, description="Weights, gradients and moments, bytes.")
+    flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
+    peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
+
+
+class Plan(Frozen):
+    """One run, resolved. `config` is what the human said, with every default filled in."""
+
+    version: Literal[1] = 1
+    config: Config
+    run_dir: str
+    mesh: Mesh
+    engine: Literal["native"]
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    batch: BatchPlan
+    lr: float = Field(description="Peak rate after lr_scaling.")
+    steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")
+    warmup_steps: int = 0
+    data: DataPlan | None
+    model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
+    predicted: Predicted
+    why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        return cls.model_validate(json.loads(path.read_text()))
