@@ -1,0 +1,71 @@
+"""Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave."""
+
+from __future__ import annotations
+
+from drumline.config.schema import BatchConfig
+from drumline.errors import PlanError
+from drumline.plan.plan import BatchPlan
+
+# With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
+# matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
+TOKENS_AT_ONCE = 4096
+
+
+def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None) -> tuple[BatchPlan, list[str]]:
+    """The batch of the run and one line for each number that was chosen for the user.
+
+    Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
+    """
+    why: list[str] = []
+    total = _global_samples(batch, max_length)
+    micro, accumulation = batch.micro_batch, batch.accumulation
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        total = micro * accumulation * data_ranks
+        why.append(f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}")
+    elif micro and accumulation:
+        if micro * accumulation * data_ranks != total:
+            raise PlanError(
+                f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {data_ranks} data ranks"
+                f" = {micro * accumulation * data_ranks}",
+                where="batch",
+                fix="leave one of the three out, or make both sides equal",
+            )
+    elif micro:
+        accumulation = _divide(total, micro * data_ranks, f"micro_batch {micro} × {data_ranks} data ranks")
+    elif accumulation:
+        micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
+    else:
+        per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
+        micro = max(m for m in range(1, per_rank + 1) if per_rank % m == 0 and (m == 1 or m * max_length <= TOKENS_AT_ONCE))
+        accumulation = per_rank // micro
+        why.append(f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once")
+    assert micro and accumulation
+    plan = BatchPlan(global_samples=total, micro_batch=micro, accumulation=accumulation, eval_micro_batch=eval_micro_batch or micro)
+    return plan, why
+
+
+def _global_samples(batch: BatchConfig, max_length: int) -> int | None:
+    if batch.global_tokens is None:
+        return batch.global_samples
+    samples, rest = divmod(batch.global_tokens, max_length)
+    if rest or not samples:
+        near = sorted({max(1, samples) * max_length, (samples + 1) * max_length})
+        raise PlanError(
+            f"global_tokens {batch.global_tokens} is not a multiple of data.max_length {max_length}",
+            where="batch.global_tokens",
+            fix=f"nearest: {' or '.join(map(str, near))}",
+        )
+    return samples
+
+
+def _divide(total: int, by: int, names: str) -> int:
+    quotient, rest = divmod(total, by)
+    if rest or not quotient:
+        near = sorted({max(1, quotient) * by, (quotient + 1) * by})
+        raise PlanError(
+            f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}",
+            where="batch",
+            fix=f"nearest global batch: {' or '.join(map(str, near))}",
+        )
+    return quotient

@@ -1,0 +1,80 @@
+"""A Plan in words: the one line above the progress display, and the whole of it for --dry-run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumline.plan.plan import Plan
+
+
+def size(bytes_: float) -> str:
+    """Bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(bytes_) < 1024:
+            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.2f} {unit}"
+        bytes_ /= 1024
+    return f"{bytes_:.2f} TiB"
+
+
+def count(number: float) -> str:
+    """A count the way models are named: 134.5M, 8.03B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:g}"
+
+
+def strategy_name(plan: Plan) -> str:
+    """What the plan runs, `auto` resolved: single or ddp."""
+    kind = plan.config.strategy.kind
+    return kind if kind != "auto" else ("single" if plan.mesh.world_size == 1 else "ddp")
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan on one line."""
+    predicted, world = plan.predicted, plan.mesh.world_size
+    model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
+    parts = [
+        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {count(predicted.parameters)}" if predicted.parameters else ""),
+        f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world} × {plan.device}",
+        plan.precision,
+        plan.batch.rule(plan.mesh.data_ranks),
+        f"{plan.steps if plan.steps is not None else '?'} steps",
+        f"lr {plan.lr:g} {plan.config.schedule.kind}",
+    ]
+    if predicted.state_bytes_per_rank:
+        parts.append(f"weights+gradients+moments {size(predicted.state_bytes_per_rank)} a rank")
+    return " · ".join(parts)
+
+
+def explain(plan: Plan) -> str:
+    """The whole plan: its numbers, and why they were chosen where the user left it open."""
+    data = plan.data
+    mesh = plan.mesh
+    rows = [
+        ("run folder", plan.run_dir),
+        ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
+        ("mesh", f"pp {mesh.pp} × replicate {mesh.replicate} × shard {mesh.shard} × cp {mesh.cp} × tp {mesh.tp} = {mesh.world_size} ranks"),
+        ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
+        ("batch", plan.batch.rule(mesh.data_ranks)),
+        ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
+        ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
+        (
+            "data",
+            f"{data.train_samples} training samples ({count(data.train_tokens)} tokens), {data.eval_samples} held out"
+            if data
+            else "not prepared yet: `drumline prepare` or `drumline train` does it",
+        ),
+    ]
+    predicted = plan.predicted
+    if predicted.state_bytes_per_rank:
+        rows.append(("state a rank", f"{size(predicted.state_bytes_per_rank)} of weights, gradients and moments"))
+    if predicted.flops_per_token:
+        rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
+    lines = [f"{name:<14} {value}" for name, value in rows]
+    return "\n".join(lines + [f"{'because':<14} {line}" for line in plan.why])
+
+
+def default_run_dir(config_path: Path) -> str:
+    """runs/<name of the YAML>, below the current folder."""
+    return str(Path("runs") / config_path.stem)

@@ -1,0 +1,153 @@
+"""Config × model facts × machine → Plan. Pure: nothing is read, written or started here."""
+
+from __future__ import annotations
+
+import math
+
+from drumline.cluster.catalog import peak_flops
+from drumline.cluster.detect import Machine
+from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
+from drumline.errors import PlanError
+from drumline.plan.batch import resolve_batch
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import BatchPlan, DataPlan, Mesh, Plan, Predicted
+
+# Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
+# al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
+STATE_BYTES = {"adamw": 4 + 4 + 8, "sgd": 4 + 4 + 4}
+
+
+def resolve(
+    config: Config,
+    *,
+    run_dir: str,
+    machine: Machine,
+    world_size: int | None,
+    facts: ModelFacts | None,
+    model_path: str | None,
+    data: DataPlan | None,
+) -> Plan:
+    """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run.
+
+    Raises PlanError where the numbers do not go together.
+    """
+    why: list[str] = []
+    device = _device(config, machine)
+    world = _world_size(config, machine, device, world_size)
+    mesh = _mesh(config, world, why)
+    precision = _precision(config, machine, device, why)
+    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch)
+    why += batch_why
+    if data is not None and data.train_samples < mesh.data_ranks:
+        raise PlanError(
+            f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
+            + (f" (packs of {config.data.max_length} tokens)" if config.data.packing else ""),
+            where="data.train",
+            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        )
+    steps = _steps(config, batch, data)
+    return Plan(
+        config=config,
+        run_dir=run_dir,
+        mesh=mesh,
+        engine="native",
+        device=device,
+        backend="nccl" if device == "cuda" else "gloo",
+        precision=precision,
+        batch=batch,
+        lr=_learning_rate(config.optimizer, mesh, batch, why),
+        steps=steps,
+        warmup_steps=_warmup(config.schedule, steps),
+        data=data,
+        model_path=model_path,
+        predicted=_predict(config, machine, device, precision, facts),
+        why=why,
+    )
+
+
+def _device(config: Config, machine: Machine) -> str:
+    wanted = config.run.device
+    if wanted == "cuda" and machine.device != "cuda":
+        raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
+    return machine.device if wanted == "auto" else wanted
+
+
+def _world_size(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+    if launched is not None:
+        return launched
+    nproc = config.launch.nproc
+    if config.strategy.kind == "single" and nproc is None:
+        return 1
+    if device == "cuda":
+        found = len(machine.devices)
+        if nproc is not None and nproc > found:
+            raise PlanError(
+                f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {', '.join(d.name for d in machine.devices)}",
+                where="launch.nproc",
+                fix=f"use --nproc {found}, or run.device=cpu",
+            )
+        return nproc or found
+    return nproc or 1
+
+
+def _mesh(config: Config, world: int, why: list[str]) -> Mesh:
+    kind = config.strategy.kind
+    if kind == "single" and world != 1:
+        raise PlanError(f"strategy single runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1")
+    if kind == "auto":
+        why.append("strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model")
+    return Mesh(replicate=world)
+
+
+def _precision(config: Config, machine: Machine, device: str, why: list[str]) -> str:
+    kind = config.precision.kind
+    if kind != "auto":
+        if kind == "bf16" and device == "cuda" and not machine.bf16:
+            raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
+        return kind
+    chosen = "bf16" if device == "cuda" and machine.bf16 else "fp32"
+    why.append(f"precision {chosen}: " + ("the GPU has bfloat16; master weights stay fp32" if chosen == "bf16" else f"the default on {device}"))
+    return chosen
+
+
+def _steps(config: Config, batch: BatchPlan, data: DataPlan | None) -> int | None:
+    if config.run.steps is not None:
+        return config.run.steps
+    return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)
+
+
+def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
+    """Samples of the whole run. `epochs` ends on the last sample (the last batch is filled up with weightless rows); `steps` on a full batch."""
+    if config.run.steps is not None:
+        return config.run.steps * batch.global_samples
+    return max(1, round(config.run.epochs * data.train_samples))
+
+
+def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:
+    if optimizer.lr_scaling == "none":
+        return optimizer.lr
+    if optimizer.lr_base_samples is not None:
+        ratio, base = batch.global_samples / optimizer.lr_base_samples, f"{batch.global_samples} / {optimizer.lr_base_samples} samples"
+    else:
+        ratio, base = mesh.data_ranks / optimizer.lr_base_devices, f"{mesh.data_ranks} / {optimizer.lr_base_devices} devices"
+    factor = ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio)
+    why.append(f"learning rate {optimizer.lr:g} × {factor:.4g} = {optimizer.lr * factor:.4g}: {optimizer.lr_scaling} scaling by {base}")
+    return optimizer.lr * factor
+
+
+def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
+
+
+def _predict(config: Config, machine: Machine, device: str, precision: str, facts: ModelFacts | None) -> Predicted:
+    peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
+    if facts is None:
+        return Predicted(peak_flops_per_device=peak)
+    return Predicted(
+        parameters=facts.parameters,
+        state_bytes_per_rank=facts.parameters * STATE_BYTES[config.optimizer.kind],
+        flops_per_token=facts.flops_per_token,
+        peak_flops_per_device=peak,
+    )
