@@ -1,0 +1,59 @@
+"""Next-token learning: `pretrain` (every token) and `sft` (the tokens that the data marks)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drumline.algorithms.base import LossOut
+from drumline.algorithms.losses import cross_entropy, linear_cross_entropy
+
+
+class NextToken:
+    """Cross-entropy summed over the targets that carry loss; divided by their count it is the mean negative log-likelihood.
+
+    `exact` counts the sequences (documents inside packs) whose every learned token is the model's first choice: greedy decoding
+    from the prompt would give just this answer. Pretraining has no answers and leaves it out.
+    """
+
+    def __init__(self, chunk: int, answers: bool) -> None:
+        self.chunk = chunk
+        self.answers = answers
+
+    def objective(self, outputs: Any, batch: Any) -> LossOut:
+        loss_sum, _ = self._loss(outputs, batch)
+        return LossOut(loss_sum)
+
+    def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
+        loss_sum, correct_N = self._loss(outputs, batch)
+        targets_N = batch.targets_BT.reshape(-1)
+        sums = {"tokens": (targets_N != -100).sum(), "correct": correct_N.sum()}
+        if self.answers:
+            sums |= _exact(correct_N, targets_N, batch.position_ids_BT)
+        return LossOut(loss_sum, sums)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        tokens = max(1.0, sums["tokens"])
+        figures = {"loss": sums["loss"] / tokens, "token_accuracy": sums["correct"] / tokens}
+        if self.answers:
+            figures["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
+        return figures
+
+    def _loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sum, and for each of the B·T places whether the first choice is the target (False where there is none)."""
+        targets_N = batch.targets_BT.reshape(-1)
+        if outputs.logits_BTV is not None:
+            return cross_entropy(outputs.logits_BTV.flatten(0, 1), targets_N)
+        return linear_cross_entropy(outputs.hidden_BTD.flatten(0, 1), outputs.weight_VD, outputs.bias_V, targets_N, self.chunk)
+
+
+def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0."""
+    sequence_N = (position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+    learned_N = targets_N != -100
+    number = int(sequence_N[-1]) + 1
+    learned_S = torch.zeros(number, dtype=torch.long, device=targets_N.device).index_add_(0, sequence_N, learned_N.long())
+    wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, (learned_N & ~correct_N).long())
+    has_targets_S = learned_S > 0
+    return {"sequences": has_targets_S.sum(), "exact": (has_targets_S & (wrong_S == 0)).sum()}

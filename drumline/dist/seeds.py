@@ -1,0 +1,32 @@
+"""Random numbers as a function of (seed, step, rank): there is no generator state to save, and a resumed step draws what it would have drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+
+import numpy as np
+import torch
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit seed from any parts; equal parts give equal seeds, others independent ones."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """Seed python, numpy and torch (all devices) for one step of one data rank. Ranks that share a model share it."""
+    value = derive(seed, step, data_rank)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
+
+def deterministic() -> None:
+    """Only kernels that give the same bits each time. Call before CUDA starts (cuBLAS reads its variable then)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True

@@ -1,0 +1,16 @@
+"""One name for each tensor of a model, whatever wraps it: what checkpoints and exports are keyed by."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.<fqn>` → live tensor for each parameter (tied ones once, under the first name) and each persistent buffer."""
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[f"model.{prefix + '.' if prefix else ''}{name}"] = buffer
+    return tensors

@@ -1,0 +1,110 @@
+"""The seam between the training loop and whatever spreads a model. The loop sees only this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+Sums = dict[str, float]
+
+
+class Engine(Protocol):
+    """Owns the model, its gradients and its optimizer on this rank."""
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        """Accumulate the gradients of Σ loss / denominator over all ranks' micro-batches. Returns this rank's sums, `loss` among them."""
+        ...
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """This rank's sums without gradients; the model is left in training mode."""
+        ...
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the accumulated gradients, before clipping; the same on all ranks."""
+        ...
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clip by the norm given, update the weights, and forget the gradients."""
+        ...
+
+    def skip(self) -> None:
+        """Forget the gradients; the weights stay."""
+        ...
+
+    def rescales(self) -> bool:
+        """True where a non-finite gradient is an overflow of fp16 that `skip` answers with a smaller loss scale."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live weights and optimizer state under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`); loading writes into them."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What else must survive, as JSON."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave. Called after the tensors were filled."""
+        ...
+
+    def exposed_communication(self) -> float:
+        """Seconds of the last forward_backward in which this rank only waited for others' gradients."""
+        ...
+
+
+class FakeEngine:
+    """An engine without a model, for tests of the loop: one weight w, loss Σ (w − token)² / 2 over a micro-batch's learned targets.
+
+    `fail_at` maps a count of forward_backward calls to the loss returned there, to play NaN.
+    """
+
+    def __init__(self, fail_at: dict[int, float] | None = None) -> None:
+        self.weight = torch.zeros((), dtype=torch.float64)
+        self.gradient = 0.0
+        self.calls = 0
+        self.skipped = 0
+        self.fail_at = fail_at or {}
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        sums = self.evaluate(micro_batches, objective)
+        self.gradient = sum(float((self.weight - _learned(b)).sum()) for b in micro_batches) / denominator
+        self.calls += 1
+        if self.calls in self.fail_at:
+            sums["loss"] = self.gradient = self.fail_at[self.calls]
+        return sums
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        losses = [float(((self.weight - _learned(b)) ** 2).sum() / 2) for b in micro_batches]
+        return {"loss": sum(losses), "tokens": 1.0, "correct": 0.0}
+
+    def grad_norm(self) -> float:
+        return abs(self.gradient)
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        self.weight -= lr * self.gradient
+
+    def skip(self) -> None:
+        self.gradient = 0.0
+        self.skipped += 1
+
+    def rescales(self) -> bool:
+        return False
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"model.weight": self.weight}
+
+    def state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+    def exposed_communication(self) -> float:
+        return 0.0
+
+
+def _learned(batch: Any) -> torch.Tensor:
+    targets = batch.targets_BT
+    return targets[targets != -100].double()

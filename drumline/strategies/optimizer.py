@@ -1,0 +1,55 @@
+"""The optimizer over a model's parameters, its state made before the first step and named canonically."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from drumline.config.schema import OptimizerConfig
+
+
+def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD. Weight decay on parameters of two dimensions or more; the learning rate is set at each step."""
+    learned = [p for p in named.values() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if options.kind == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=options.fused)
+    _materialise(optimizer)
+    return optimizer
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state as it likes it (a step of zero gradients at rate zero), then set it back to before any step.
+
+    So a checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what
+    SGD's first step starts from.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+        rate, group["lr"] = group["lr"], torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        group["restore"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("restore")
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """`optim.<parameter name>.<slot>` → the live tensor, for every parameter that has state."""
+    return {
+        f"optim.{name}.{slot}": value
+        for name, parameter in named.items()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }

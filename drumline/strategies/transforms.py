@@ -1,0 +1,57 @@
+"""Ways of changing a model in place, applied in one order (see `native.prepare`):
+
+activation checkpointing first, since it re-enters a block's forward; compile next, around the block as it will be run again;
+the data-parallel wrapper last, around everything, so that it sees the parameters as they will be used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drumline.config.schema import CompileConfig, DDPStrategy, MemoryConfig
+from drumline.errors import PlanError
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that Hugging Face models declare as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def apply_activation_checkpointing(model: Any, memory: MemoryConfig) -> None:
+    """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees."""
+    if memory.activation_checkpointing == "none":
+        return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise PlanError(
+            f"{type(model).__name__} has no activation checkpointing",
+            where="memory.activation_checkpointing",
+            fix="set it to none, or use a smaller micro-batch",
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def apply_compile(model: nn.Module, options: CompileConfig) -> None:
+    """torch.compile each block in place (names of parameters stay): equal blocks share one compilation."""
+    if not options.enabled:
+        return
+    for block in blocks(model) or [model]:
+        block.compile(mode=options.mode)
+
+
+def apply_ddp(module: nn.Module, options: DDPStrategy) -> DistributedDataParallel:
+    """Replicate: gradients are averaged over ranks while backward still runs (Li et al. 2020)."""
+    wrapped = DistributedDataParallel(
+        module,
+        bucket_cap_mb=options.bucket_cap_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
+        broadcast_buffers=options.broadcast_buffers,
+    )
+    # Its own clocks around each step's communication; 1 = every step.
+    wrapped._set_ddp_runtime_logging_sample_rate(1)
+    return wrapped
