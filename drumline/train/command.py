@@ -1,0 +1,67 @@
+"""What the commands of the CLI do, in order. Each step lives elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from drumline.config.load import load, to_yaml
+from drumline.errors import UserError
+from drumline.launch.environment import launched_by
+from drumline.plan.explain import explain, plan_line
+from drumline.report.bars import bars
+from drumline.report.progress import Progress
+
+
+def train(config_path: Path, overrides: list[str], *, resume: str | None, allow: tuple[str, ...], dry_run: bool) -> int:
+    """`drumline train`: plan, launch, watch. Returns the exit code."""
+    loaded = load(config_path, overrides)
+    if launched_by() is not None and not dry_run:
+        from drumline.train.launched import train as train_launched
+
+        return train_launched(loaded, resume, allow)
+    from drumline.train.setup import Request, claim_run_dir, make_plan
+
+    console = Console(stderr=True)
+    request = Request(loaded, resume=resume, allow=allow)
+    with bars(console) as on_progress:
+        plan = make_plan(request, on_progress=on_progress, dry_run=dry_run)
+    if dry_run:
+        print(to_yaml(plan.config))
+        print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
+        return 0
+    plan_path, start = claim_run_dir(plan, request)
+    from drumline.launch.local import launch
+
+    with Progress(Console()) as progress:
+        return launch(plan, plan_path, start, progress.on_event)
+
+
+def prepare(config_path: Path, overrides: list[str]) -> None:
+    """`drumline prepare`: tokenise and pack, outside of any launch."""
+    from drumline.data.prepare import prepare as prepare_data
+    from drumline.models.package import resolve
+    from drumline.train.setup import describe
+
+    loaded = load(config_path, overrides)
+    with bars(Console(stderr=True)) as on_progress:
+        model_path = resolve(loaded.config.model, on_progress)
+        prepared = prepare_data(loaded.config, loaded.config.model.tokenizer or model_path or "", loaded.base_dir, on_progress)
+    data = describe(prepared)
+    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens  {data.train_cache}")
+    if data.eval_cache:
+        print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
+
+
+def export(run: Path, to: Path, which: str, dtype: str) -> None:
+    """`drumline export`: a Hugging Face folder, reloaded and compared."""
+    from drumline.models.export import export as write
+
+    choice = int(which) if which.isdigit() else which
+    if choice not in ("last", "best") and not isinstance(choice, int):
+        raise UserError(f"which {which!r}", fix="last, best, or the number of a step")
+    with bars(Console(stderr=True)) as on_progress:
+        result = write(run, to, choice, on_progress, dtype=dtype)
+    print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}", file=sys.stdout)

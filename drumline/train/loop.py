@@ -1,0 +1,234 @@
+"""The training loop. It sees an Engine, an Algorithm and streams of batches; not the model, not the strategy."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from drumline.algorithms.base import Algorithm
+from drumline.checkpoint.save import Checkpointer, SaveResult
+from drumline.data.stream import GlobalBatch
+from drumline.dist.reduce import Gather
+from drumline.dist.seeds import seed_step
+from drumline.errors import ConfigError, DrumlineError, Preempted, TrainingStopped
+from drumline.plan.plan import Plan
+from drumline.plan.schedule import learning_rate
+from drumline.strategies.engine import Engine
+from drumline.train.state import Goodput, TrainState
+
+# A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
+MAX_RESCALES = 20
+
+
+class Asked(Protocol):
+    """A flag that signal handlers set: the number of the signal, or 0."""
+
+    @property
+    def requested(self) -> int: ...
+
+
+@dataclass
+class Loop:
+    """One run on one rank. All ranks walk the same path: what decides is summed over ranks first."""
+
+    plan: Plan
+    engine: Engine
+    algorithm: Algorithm
+    stream: Iterable[GlobalBatch]
+    held_out: Callable[[], Iterable[GlobalBatch]] | None
+    checkpointer: Checkpointer
+    emit: Callable[..., None]
+    gather: Gather
+    asked: Asked
+    memory_bytes: Callable[[], int]
+    state: TrainState
+    goodput: Goodput
+    data_rank: int = 0
+    seen_step: int = 0
+    saved_step: int = -1
+    metric: float | None = None  # of the weights as they are now; a step makes it unknown
+
+    def run(self) -> None:
+        """Train from `state` to the end of the stream. Raises Preempted when asked to stop, TrainingStopped by policy."""
+        config = self.plan.config
+        if self.state.step == 0 and config.eval.at_start:
+            self.evaluate()
+        batches = iter(self.stream)
+        while True:
+            drawn = time.time()
+            batch = next(batches, None)
+            if batch is None:
+                break
+            self._train_step(batch, time.time() - drawn)
+            step = self.state.step
+            best = config.eval.every and step % config.eval.every == 0 and self.evaluate()
+            if (config.checkpoint.every and step % config.checkpoint.every == 0) or (best and config.checkpoint.keep_best):
+                self.save()
+            self._report_saves(self.checkpointer.poll())
+        if not config.eval.every or self.state.step % config.eval.every:
+            self.evaluate()
+        if self.saved_step != self.state.step:
+            self.save()
+        self._finish_saves()
+
+    def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
+        started = time.time()
+        self.goodput.first_step()
+        step = self.state.step
+        local = {"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)}
+        agreed = self._agree(local)
+        denominator = max(1.0, agreed["weight"])
+        seed_step(self.plan.config.run.seed, step, self.data_rank)
+        sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
+        grad_norm = self.engine.grad_norm()
+        comm_s = self.engine.exposed_communication()
+        sums |= {"data_s": data_s, "comm_s": comm_s}
+        total, memory = self.gather(sums, float(self.memory_bytes()))
+        loss = total["loss"] / denominator
+        lr = learning_rate(
+            step, peak=self.plan.lr, steps=self.plan.steps or 1, warmup=self.plan.warmup_steps, schedule=self.plan.config.schedule
+        )
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self.engine.step(lr, grad_norm)
+            self.state.skips = 0
+            self.metric = None
+        self.state.step, self.state.position = step + 1, batch.position
+        self.state.tokens += int(agreed["tokens"])
+        seconds = time.time() - started
+        self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
+        if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
+            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, total, memory)
+        if not finite:
+            self._not_finite(batch, loss, grad_norm)
+
+    def _log_step(
+        self, batch: GlobalBatch, loss: float, lr: float, grad_norm: float, tokens: float, seconds: float, total: dict[str, float], memory: list[float]
+    ) -> None:
+        world = self.gather.world_size
+        samples = int((batch.sample_ids >= 0).sum())
+        predicted = self.plan.predicted
+        rate = tokens / seconds
+        mfu = None
+        if predicted.flops_per_token and predicted.peak_flops_per_device:
+            mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world)
+        data_s, comm_s = total["data_s"] / world, total["comm_s"] / world
+        data = self.plan.data
+        self.emit(
+            "step",
+            step=self.state.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=int(tokens),
+            samples=samples,
+            tokens_per_s=rate,
+            samples_per_s=samples / seconds,
+            mfu=mfu,
+            seconds=seconds,
+            data_s=data_s,
+            compute_s=max(0.0, seconds - data_s - comm_s),
+            comm_s=comm_s,
+            memory_bytes=[int(m) for m in memory],
+            epoch=self.state.position / data.train_samples if data and data.train_samples else 0.0,
+        )
+
+    def _not_finite(self, batch: GlobalBatch, loss: float, grad_norm: float) -> None:
+        """The weights were not touched. Skip, rescale (fp16) or stop; always with an event that names the samples."""
+        health = self.plan.config.health
+        rescale = self.engine.rescales() and math.isfinite(loss)
+        policy = "rescale" if rescale else health.on_nan
+        self.state.skips += 1
+        self.emit(
+            "nonfinite", step=self.state.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=[int(i) for i in batch.sample_ids if i >= 0]
+        )
+        self.engine.skip()
+        limit = MAX_RESCALES if rescale else health.max_skips
+        if policy == "stop" or self.state.skips > limit:
+            what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
+            if policy != "stop":
+                what += f", the {self.state.skips}th such step in a row"
+            self._finish_saves()
+            raise TrainingStopped(
+                what,
+                where="health.on_nan",
+                fix="look at the samples in the `nonfinite` event of events.jsonl; lower optimizer.lr, or health.on_nan=skip to pass over such steps",
+            )
+
+    def evaluate(self) -> bool:
+        """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""
+        if self.held_out is None:
+            return False
+        started = time.time()
+        with self.goodput.spend("eval"):
+            sums: dict[str, float] = {}
+            samples = 0
+            for batch in self.held_out():
+                self._agree({})
+                part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
+                sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
+                samples += int((batch.sample_ids >= 0).sum())
+            total, _ = self.gather(sums)
+        figures = self.algorithm.metrics(total)
+        options = self.plan.config.eval
+        if options.metric not in figures:
+            raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(figures)}")
+        self.metric = figures[options.metric]
+        self.emit("eval", step=self.state.step, **figures, samples=samples, seconds=time.time() - started)
+        best, sign = self.state.best, 1.0 if options.mode == "min" else -1.0
+        # The untrained weights are the base line, not a candidate: a run exports something that it trained.
+        better = self.state.step > 0 and (best is None or sign * self.metric < sign * best)
+        if better:
+            self.state.best = self.metric
+        return better
+
+    def save(self) -> None:
+        """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
+        with self.goodput.spend("save"):
+            self._report_saves(self.checkpointer.wait())
+            state = {
+                "trainer": self.state.dump(),
+                "engine": self.engine.state(),
+                "config": self.plan.config.model_dump(mode="json"),
+                "world_size": self.gather.world_size,
+                "global_samples": self.plan.batch.global_samples,
+            }
+            self.checkpointer.save(self.state.step, self.engine.tensors(), state, self.metric)
+        self.saved_step = self.state.step
+
+    def _agree(self, local: dict[str, float]) -> dict[str, float]:
+        """Sum over ranks, and with it whether any rank was asked to stop: then all save at this same step and leave."""
+        total, signals = self.gather(local, float(self.asked.requested))
+        number = int(max(signals))
+        if number:
+            if self.saved_step != self.state.step:
+                self.save()
+            self._finish_saves()
+            name = signal.Signals(number).name
+            self.emit("preempt", step=self.state.step, signal=name)
+            raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
+        return total
+
+    def _finish_saves(self) -> None:
+        results = self.checkpointer.wait()
+        self._report_saves(results)
+        if results and results[-1].error:
+            raise DrumlineError(f"the last checkpoint could not be written: {results[-1].error}", where=self.plan.run_dir)
+
+    def _report_saves(self, results: list[SaveResult]) -> None:
+        for result in results:
+            if result.error and result.step == self.saved_step:
+                self.saved_step = -1
+            self.emit(
+                "save",
+                step=result.step,
+                path=str(result.path) if result.path else None,
+                seconds=result.seconds,
+                bytes=result.bytes,
+                blocked_seconds=result.blocked_seconds,
+                error=result.error,
+            )

@@ -1,0 +1,147 @@
+"""From what the user typed to a plan on disk: everything that happens once, before any rank starts and outside any collective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.checkpoint.load import newest, read_state
+from drumline.cluster.detect import detect, free_bytes
+from drumline.config.load import Loaded, differences, to_yaml
+from drumline.config.schema import Config
+from drumline.data import prepare as data_prepare
+from drumline.data.cache import TokenCache
+from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.models import load as models
+from drumline.models.package import resolve as resolve_model
+from drumline.plan.explain import default_run_dir, size
+from drumline.plan.plan import DataPlan, Plan
+from drumline.plan.resolve import resolve
+
+OnProgress = Callable[[str, int, int | None], None]
+CHECKPOINTS = "checkpoints"
+# An fp32 checkpoint holds a weight and AdamW's two moments; a run keeps at least one while it writes the next.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+
+
+@dataclass(frozen=True)
+class Request:
+    """One `drumline train`: the config, how many processes were launched already (None: we launch), and where to go on from."""
+
+    loaded: Loaded
+    world_size: int | None = None
+    resume: str | None = None
+    allow: tuple[str, ...] = ()
+
+
+def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
+    """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
+    config, base = request.loaded.config, request.loaded.base_dir
+    model_path = resolve_model(config.model, on_progress)
+    hf_config = models.load_config(model_path, config.model)
+    tokenizer = models.load_tokenizer(model_path, config.model)
+    models.check_fits(hf_config, tokenizer, config.data.max_length)
+    tokenizer_path = config.model.tokenizer or model_path or ""
+    if dry_run:
+        prepared = data_prepare.cached(config, tokenizer_path, base)
+    else:
+        prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress)
+    return resolve(
+        config,
+        run_dir=config.run.dir or default_run_dir(request.loaded.path),
+        machine=detect(),
+        world_size=request.world_size,
+        facts=models.facts(hf_config),
+        model_path=model_path,
+        data=None if prepared is None else describe(prepared),
+    )
+
+
+def describe(prepared: data_prepare.Prepared) -> DataPlan:
+    """What the token caches hold."""
+    train = TokenCache.open(prepared.train)
+    held_out = TokenCache.open(prepared.eval) if prepared.eval else None
+    return DataPlan(
+        train_cache=str(prepared.train),
+        eval_cache=str(prepared.eval) if prepared.eval else None,
+        train_samples=len(train),
+        train_tokens=int(train.lengths.sum()),
+        eval_samples=len(held_out) if held_out else 0,
+    )
+
+
+def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
+    """Make the run folder ours and write config.yaml and plan.json into it. Returns plan.json and the checkpoint to go on from.
+
+    Raises EnvironmentFault (another run is there, not writable, too little space) or CheckpointError (nothing to resume from,
+    or a config that differs in what matters).
+    """
+    run_dir = Path(plan.run_dir)
+    start = resume_from(run_dir, request, plan.config)
+    if request.resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
+        raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…")
+    try:
+        (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(plan.config))
+        plan_path = run_dir / "plan.json"
+        plan.save(plan_path)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…") from error
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * (plan.predicted.parameters or 0)
+    free = free_bytes(run_dir)
+    if free < needed:
+        raise EnvironmentFault(
+            f"one checkpoint needs about {size(needed)}, {size(free)} are free", where=str(run_dir), fix="free space, or choose another disk with run.dir=…"
+        )
+    return plan_path, start
+
+
+def resume_from(run_dir: Path, request: Request, config: Config) -> str | None:
+    """The checkpoint folder that `--resume` means; None: start at step 0 (also when `--resume` finds nothing in the run folder yet)."""
+    if request.resume is None:
+        return None
+    if request.resume == "newest":
+        found = newest(run_dir / CHECKPOINTS, verify=config.checkpoint.verify)
+        if found.path is None and found.skipped:
+            raise CheckpointError(
+                "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped),
+                where=str(run_dir / CHECKPOINTS),
+                fix="no checkpoint is whole: start again in another folder with run.dir=…",
+            )
+        path = found.path
+    else:
+        path = _named(Path(request.resume), config)
+    if path is None:
+        return None
+    _check_config(path, config, request.allow)
+    return str(path)
+
+
+def _named(path: Path, config: Config) -> Path:
+    """A checkpoint folder, or the newest one of a run folder."""
+    if (path / CHECKPOINTS).is_dir():
+        found = newest(path / CHECKPOINTS, verify=config.checkpoint.verify)
+        if found.path is not None:
+            return found.path
+    from drumline.checkpoint.load import check
+
+    check(path, verify=config.checkpoint.verify)
+    return path
+
+
+def _check_config(path: Path, config: Config, allow: tuple[str, ...]) -> None:
+    old = Config.model_validate(read_state(path)["config"])
+    refused = [d for d in differences(old, config) if d.matters and "all" not in allow and not any(d.key == a or d.key.startswith(a + ".") for a in allow)]
+    if refused:
+        raise CheckpointError(
+            "the config differs in what the run depends on: " + "; ".join(f"{d.key} {d.old!r} → {d.new!r}" for d in refused),
+            where=str(path),
+            fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
+        )
+
+
+def worker_threads(nproc: int) -> int:
+    """Threads for each rank's kernels: the cores shared out."""
+    return max(1, (os.cpu_count() or 1) // nproc)

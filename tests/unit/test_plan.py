@@ -1,0 +1,147 @@
+"""The batch arithmetic, the schedule and what the planner refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from drumline.cluster.detect import Device, Machine
+from drumline.config.schema import BatchConfig, Config, ScheduleConfig
+from drumline.errors import PlanError
+from drumline.plan.batch import resolve_batch
+from drumline.plan.explain import count, explain, plan_line, size
+from drumline.plan.plan import DataPlan, Plan
+from drumline.plan.resolve import resolve
+from drumline.plan.schedule import learning_rate
+
+CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
+TWO_H100 = Machine(devices=[Device("NVIDIA H100 80GB HBM3", 80 * 2**30)] * 2, cores=16, memory_bytes=2**37, device="cuda", bf16=True)
+DATA = DataPlan(train_cache="c", train_samples=100, train_tokens=5000)
+
+
+def config(**sections: object) -> Config:
+    return Config.model_validate({"data": {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 128}, **sections})
+
+
+def plan(machine: Machine = CPU, world_size: int | None = None, data: DataPlan | None = DATA, **sections: object) -> Plan:
+    return resolve(config(**sections), run_dir="r", machine=machine, world_size=world_size, facts=None, model_path="m", data=data)
+
+
+@pytest.mark.parametrize(
+    ("batch", "data_ranks", "expected"),
+    [
+        ({"global_samples": 16, "micro_batch": 2}, 2, (16, 2, 4)),
+        ({"global_samples": 16, "accumulation": 2}, 2, (16, 4, 2)),
+        ({"global_samples": 16, "micro_batch": 2, "accumulation": 4}, 2, (16, 2, 4)),
+        ({"global_tokens": 128 * 8}, 4, (8, 2, 1)),
+        ({"micro_batch": 3, "accumulation": 5}, 2, (30, 3, 5)),
+        ({}, 3, (3, 1, 1)),
+        ({"global_samples": 128}, 1, (128, 32, 4)),
+        ({"global_samples": 34}, 2, (34, 17, 1)),
+    ],
+)
+def test_batch_follows_the_product_rule(batch: dict[str, int], data_ranks: int, expected: tuple[int, int, int]) -> None:
+    resolved, _ = resolve_batch(BatchConfig(**batch), data_ranks, 128, None)
+    assert (resolved.global_samples, resolved.micro_batch, resolved.accumulation) == expected
+    assert resolved.global_samples == resolved.micro_batch * resolved.accumulation * data_ranks
+
+
+@pytest.mark.parametrize(
+    ("batch", "data_ranks", "says"),
+    [
+        ({"global_samples": 10, "micro_batch": 4}, 2, ["10 samples", "4 × 2 data ranks", "8 or 16"]),
+        ({"global_samples": 3}, 2, ["3 / 2 = 1.50", "2 or 4"]),
+        ({"global_samples": 1}, 4, ["nearest global batch: 4"]),
+        ({"global_tokens": 1000}, 1, ["1000", "128", "896 or 1024"]),
+        ({"global_samples": 16, "micro_batch": 2, "accumulation": 2}, 2, ["= 8", "leave one"]),
+    ],
+)
+def test_batch_says_the_arithmetic_and_the_nearest(batch: dict[str, int], data_ranks: int, says: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        resolve_batch(BatchConfig(**batch), data_ranks, 128, None)
+    assert all(part in error.value.line() for part in says), error.value.line()
+
+
+def test_both_globals_are_refused() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        BatchConfig(global_samples=2, global_tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"lr": 1e-3}, 1e-3),
+        ({"lr": 1e-3, "lr_scaling": "linear"}, 4e-3),
+        ({"lr": 1e-3, "lr_scaling": "sqrt"}, 2e-3),
+        ({"lr": 1e-3, "lr_scaling": "sqrt", "lr_base_devices": 4}, 1e-3),
+        ({"lr": 1e-3, "lr_scaling": "linear", "lr_base_samples": 2}, 4e-3),
+    ],
+)
+def test_learning_rate_scales_against_its_base(optimizer: dict[str, object], expected: float) -> None:
+    resolved = plan(world_size=4, optimizer=optimizer, batch={"global_samples": 8})
+    assert resolved.lr == pytest.approx(expected)
+    assert any("scaling" in line for line in resolved.why) == ("lr_scaling" in optimizer)
+
+
+def test_steps_cover_every_sample_of_the_epochs() -> None:
+    assert plan(batch={"global_samples": 16}).steps == math.ceil(100 / 16)
+    assert plan(batch={"global_samples": 16}, run={"epochs": 2.5}).steps == math.ceil(250 / 16)
+    assert plan(batch={"global_samples": 16}, run={"steps": 3}).steps == 3
+    assert plan(data=None).steps is None
+
+
+def test_auto_picks_and_says_why() -> None:
+    one, two = plan(), plan(TWO_H100)
+    assert (one.mesh.world_size, one.precision, one.backend) == (1, "fp32", "gloo")
+    assert (two.mesh.replicate, two.precision, two.backend, two.device) == (2, "bf16", "nccl", "cuda")
+    assert two.predicted.peak_flops_per_device and two.predicted.peak_flops_per_device > 5e14
+    assert any(line.startswith("strategy auto: ddp") for line in two.why)
+
+
+@pytest.mark.parametrize(
+    ("machine", "sections", "says"),
+    [
+        (TWO_H100, {"launch": {"nproc": 4}}, ["4 processes", "2 GPUs found", "--nproc 2"]),
+        (CPU, {"run": {"device": "cuda"}}, ["no GPU was found"]),
+        (CPU, {"strategy": "single", "launch": {"nproc": 2}}, ["single runs one process", "ddp"]),
+    ],
+)
+def test_impossible_plans_are_refused(machine: Machine, sections: dict[str, object], says: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(machine, **sections)
+    assert all(part in error.value.line() for part in says), error.value.line()
+
+
+def test_more_processes_than_samples() -> None:
+    with pytest.raises(PlanError, match="4 data ranks but only 3 training samples"):
+        plan(world_size=4, data=DataPlan(train_cache="c", train_samples=3))
+
+
+def test_plan_survives_its_file(tmp_path) -> None:
+    resolved = plan(world_size=2, strategy={"kind": "ddp", "bucket_cap_mb": 1})
+    resolved.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == resolved
+
+
+def test_words_hold_the_numbers() -> None:
+    resolved = plan(world_size=2, batch={"global_samples": 8, "micro_batch": 2})
+    assert "8 samples = 2 micro-batch × 2 accumulation × 2 data ranks" in plan_line(resolved)
+    assert "replicate 2" in explain(resolved) and "100 training samples" in explain(resolved)
+    assert (size(3 * 2**30), count(134_515_008)) == ("3.00 GiB", "134.5M")
+
+
+def course(kind: str, steps: int = 10, warmup: int = 0, **options: float) -> list[float]:
+    schedule = ScheduleConfig(kind=kind, **options)
+    return [learning_rate(s, peak=1.0, steps=steps, warmup=warmup, schedule=schedule) for s in range(steps)]
+
+
+def test_schedules() -> None:
+    assert course("constant") == [1.0] * 10
+    assert course("linear") == pytest.approx([1 - s / 10 for s in range(10)])
+    assert course("cosine")[5] == pytest.approx(0.5) and course("cosine")[0] == 1.0
+    assert course("cosine", min_ratio=0.2)[-1] > 0.2
+    assert course("wsd", decay_ratio=0.2)[:8] == [1.0] * 8 and course("wsd", decay_ratio=0.2)[9] == pytest.approx(0.5)
+    warm = course("constant", warmup=4)
+    assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 < rate <= 1 for kind in ("linear", "cosine", "wsd", "constant") for rate in course(kind, warmup=3))
