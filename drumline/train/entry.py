@@ -1,0 +1,127 @@
+"""What each rank runs: `python -m drumline.train.entry PLAN_JSON [--resume PATH|newest]`. It reads the plan and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drumline.dist.start import Ranks, die_with_parent, start, stop
+from drumline.errors import DrumlineError, Preempted, TrainingStopped
+from drumline.plan.explain import plan_line, strategy_name
+from drumline.plan.plan import Plan
+from drumline.report.events import EventLog, read
+from drumline.train.failure import recording
+from drumline.train.loop import Asked, Loop
+from drumline.train.signals import StopFlag
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The worker process of our own launcher."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--parent", type=int, help="die when this process is gone")
+    options = parser.parse_args(arguments)
+    if options.parent:
+        die_with_parent(options.parent)
+    with recording():
+        run(Plan.load(options.plan), options.resume)
+
+
+def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> None:
+    """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
+    started = time.time()
+    events_path = Path(plan.run_dir) / "events.jsonl"
+    with StopFlag() as asked:
+        ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
+        past = read(events_path) if events_path.exists() else []
+        speaker = Speaker(plan, listener) if ranks.rank == 0 else None
+        emit = speaker.emit if speaker else silent
+        loop: Loop | None = None
+        end = {"status": "failed", "exit_code": 1}
+        try:
+            loop = train_on(plan, ranks, resume, emit=emit, asked=asked, past=past, started=started)
+            end = {"status": "finished", "exit_code": 0}
+        except (Preempted, TrainingStopped) as stopped:
+            end = {"status": "preempted" if isinstance(stopped, Preempted) else "stopped", "exit_code": stopped.exit_code}
+            raise
+        except DrumlineError as error:
+            end["exit_code"] = error.exit_code
+            raise
+        finally:
+            stop()
+            if speaker:
+                if end["status"] == "finished":
+                    speaker.export()
+                speaker.close(end, loop)
+
+
+def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Callable[..., None], asked: Asked, past: list[dict[str, Any]], started: float) -> Loop:
+    """Build and run one plan in the process group that is there. Returns the loop, trained."""
+    from drumline.train.build import build
+
+    emit(
+        "run_start",
+        world_size=ranks.world_size,
+        steps=plan.steps,
+        parameters=plan.predicted.parameters,
+        strategy=strategy_name(plan),
+        device=plan.device,
+        run_dir=plan.run_dir,
+        resumed_from=resume,
+        plan_line=plan_line(plan),
+    )
+    loop = build(plan, ranks, resume, emit, asked, past, started)
+    loop.run()
+    return loop
+
+
+def silent(kind: str, **fields: Any) -> None:
+    """The emit of every rank but the first."""
+
+
+class Speaker:
+    """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, and a listener."""
+
+    def __init__(self, plan: Plan, listener: Listener | None) -> None:
+        from drumline.train.sinks import open_sinks
+
+        run_dir = Path(plan.run_dir)
+        self.plan, self.listener = plan, listener
+        self.log = EventLog(run_dir / "events.jsonl")
+        self.sinks = open_sinks(plan.config.run.report_to, run_dir, plan.config.model_dump(mode="json"), run_dir.name)
+        self.last_step = 0
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        event = self.log.emit(kind, **fields)
+        self.last_step = fields.get("step") or self.last_step
+        for sink in self.sinks:
+            sink.event(event)
+        if self.listener:
+            self.listener(event)
+
+    def export(self) -> None:
+        """The Hugging Face folder at the end of a finished run."""
+        which = self.plan.config.checkpoint.export
+        if which == "none":
+            return
+        from drumline.models.export import export
+
+        run_dir = Path(self.plan.run_dir)
+        result = export(run_dir, run_dir / "export", which)
+        self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)
+
+    def close(self, end: dict[str, Any], loop: Loop | None) -> None:
+        goodput = loop.goodput.report() if loop else {}
+        self.emit("run_end", step=loop.state.step if loop else self.last_step, goodput=goodput, **end)
+        for sink in self.sinks:
+            sink.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Real runs for tests: rows and YAML on disk, `drumline` as a process, and ranks over gloo in one process group for many plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+WORDS = "drum line rank step beat march keep time one two three four left right sum mean loss shard mesh seed".split()
+
+
+def chat_rows(number: int, seed: int = 0, longest: int = 12) -> list[dict[str, Any]]:
+    """Prompt and completion rows of uneven length, the same for the same seed."""
+    draw = random.Random(seed)
+
+    def text() -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))
+
+    return [{"prompt": f"{text()}?", "completion": f"{text()}."} for _ in range(number)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_config(folder: Path, model: Path, *, rows: int = 40, held_out: int = 6, **sections: Any) -> Path:
+    """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key."""
+    write_rows(folder / "train.jsonl", chat_rows(rows))
+    write_rows(folder / "eval.jsonl", chat_rows(held_out, seed=1))
+    config: dict[str, Any] = {
+        "model": {"id": str(model)},
+        "algorithm": {"kind": "sft", "loss_chunk": 32},
+        "data": {
+            "train": [{"kind": "file", "path": "train.jsonl"}],
+            "eval": [{"kind": "file", "path": "eval.jsonl"}],
+            "max_length": 96,
+            "workers": 1,
+            "cache_dir": str(folder / "cache"),
+        },
+        "batch": {"global_samples": 4, "micro_batch": 2},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"kind": "cosine", "warmup_steps": 1},
+        "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": 4},
+        "checkpoint": {"every": 2, "export": "none"},
+    }
+    for name, values in sections.items():
+        config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+@dataclass
+class Finished:
+    """What a process left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+
+def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) -> Finished:
+    """Run the command line to its end; its whole process group is killed when the time is up."""
+    process = start_drumline(*arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"drumline {arguments} ran over {timeout} s:\n{out}\n{err}") from None
+    return Finished(process.returncode, out, err)
+
+
+def start_drumline(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """The same, left running."""
+    command = [sys.executable, "-m", "drumline", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=cwd, start_new_session=True)
+
+
+def events(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [e for e in lines if kind is None or e["kind"] == kind]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step → loss, the last word on each step."""
+    return {e["step"]: e["loss"] for e in events(run_dir, "step")}
+
+
+def weights(run_dir: Path) -> dict[str, Any]:
+    """Every tensor of the newest checkpoint, read back whole."""
+    import torch
+
+    from drumline.checkpoint.load import check, load, newest
+
+    found = newest(run_dir / "checkpoints", verify=True)
+    assert found.path is not None, found.skipped
+    tensors = {name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for name, t in check(found.path, verify=False).tensors.items()}
+    load(found.path, tensors)
+    return tensors
+
+
+def survivors(marker: str) -> list[int]:
+    """Processes whose command line holds `marker`: a run folder names all of a run's."""
+    import psutil
+
+    me = os.getpid()
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if process.info["pid"] != me and any(marker in part for part in process.info["cmdline"] or ()):
+            found.append(process.info["pid"])
+    return found
