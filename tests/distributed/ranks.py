@@ -1,0 +1,59 @@
+"""Run many plans in one process group: `python -m tests.distributed.ranks PLAN...`, once for each rank.
+
+Starting Python, torch and gloo costs seconds; training a tiny model costs little. So a test starts its ranks once and hands
+them every plan of that world size.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.harness import ENV
+
+
+def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
+    """Train every plan (files, in order) on `world_size` real processes over gloo. Raises AssertionError with the rank's output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "tests.distributed.ranks", *map(str, plans)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True))
+    try:
+        for rank, process in enumerate(processes):
+            out, _ = process.communicate(timeout=timeout)
+            assert process.returncode == 0, f"rank {rank} exited with {process.returncode}:\n{out[-4000:]}"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def main(paths: list[str]) -> None:
+    from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+    from drumline.report.events import EventLog
+    from drumline.train.entry import silent, train_on
+    from drumline.train.signals import StopFlag
+
+    ranks = start("cpu", "gloo", 60.0)
+    with StopFlag() as asked:
+        for path in map(Path, paths):
+            plan = Plan.load(path)
+            emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else silent
+            train_on(plan, ranks, None, emit=emit, asked=asked, past=[], started=time.time())
+    stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

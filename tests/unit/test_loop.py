@@ -1,0 +1,160 @@
+"""The loop against the fake engine: what it saves, skips, agrees on and says."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drumline.algorithms.tokens import NextToken
+from drumline.checkpoint.load import newest, read_state
+from drumline.checkpoint.save import Checkpointer
+from drumline.config.schema import Config
+from drumline.data.batches import TokenBatch
+from drumline.data.stream import GlobalBatch
+from drumline.dist.reduce import Gather
+from drumline.dist.seeds import derive, seed_step
+from drumline.errors import ConfigError, Preempted, TrainingStopped
+from drumline.plan.plan import BatchPlan, DataPlan, Mesh, Plan, Predicted
+from drumline.strategies.engine import FakeEngine
+from drumline.train.loop import Loop
+from drumline.train.state import Goodput, TrainState
+
+STEPS = 6
+
+
+class Flag:
+    def __init__(self) -> None:
+        self.requested = 0
+
+
+def plan(tmp_path: Path, **sections: Any) -> Plan:
+    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "algorithm": "pretrain", **sections})
+    return Plan(
+        config=config, run_dir=str(tmp_path), mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
+        batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=0.1, steps=STEPS,
+        data=DataPlan(train_cache="", train_samples=12), model_path=None, predicted=Predicted(),
+    )  # fmt: skip
+
+
+def batch(step: int) -> GlobalBatch:
+    rows = []
+    for value in (1, 3):
+        targets = torch.tensor([[value, -100]])
+        rows.append(TokenBatch(torch.zeros_like(targets), targets, torch.arange(2)[None], 1))
+    return GlobalBatch(rows, np.array([2 * step, 2 * step + 1]), 2 * (step + 1), 2)
+
+
+def loop(tmp_path: Path, engine: FakeEngine | None = None, steps: range = range(STEPS), held_out: bool = True, **sections: Any) -> tuple[Loop, list[dict]]:
+    said: list[dict] = []
+    made = plan(tmp_path, **sections)
+    built = Loop(
+        plan=made,
+        engine=engine or FakeEngine(),
+        algorithm=NextToken(0, answers=False),
+        stream=(batch(s) for s in steps),
+        held_out=(lambda: iter([batch(0)])) if held_out else None,
+        checkpointer=Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False),
+        emit=lambda kind, **fields: said.append({"kind": kind, **fields}),
+        gather=Gather(0, 1, "cpu"),
+        asked=Flag(),
+        memory_bytes=lambda: 7,
+        state=TrainState(),
+        goodput=Goodput(time.time()),
+    )
+    return built, said
+
+
+def of(said: list[dict], kind: str) -> list[dict]:
+    return [e for e in said if e["kind"] == kind]
+
+
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    built, said = loop(tmp_path, checkpoint={"every": 2}, eval={"every": 3}, schedule="constant")
+    built.run()
+    assert [e["step"] for e in of(said, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in of(said, "eval")] == [0, 3, 6]
+    # Steps 2, 4, 6 by `every`; 3 because its figures were the best so far (6 is both).
+    assert [e["step"] for e in of(said, "save")] == [2, 3, 4, 6]
+    w, expected = 0.0, []
+    for _ in range(STEPS):
+        expected.append(((w - 1) ** 2 + (w - 3) ** 2) / 2 / 2)
+        w -= 0.1 * (w - 2)
+    assert [e["loss"] for e in of(said, "step")] == pytest.approx(expected)
+    last = of(said, "step")[-1]
+    assert (last["tokens"], last["samples"], last["memory_bytes"], last["epoch"]) == (2, 2, [7], 1.0)
+    found = newest(tmp_path / "checkpoints", verify=True)
+    assert found.path and read_state(found.path)["trainer"] == {"step": 6, "position": 12, "tokens": 12, "best": built.state.best, "skips": 0}
+
+
+def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path) -> None:
+    engine = FakeEngine(fail_at={2: math.nan})
+    built, said = loop(tmp_path, engine, health={"on_nan": "skip"}, schedule="constant")
+    built.run()
+    (event,) = of(said, "nonfinite")
+    assert (event["step"], event["policy"], event["sample_ids"]) == (2, "skip", [2, 3])
+    assert engine.skipped == 1
+    assert float(engine.weight) == pytest.approx(2 - 2 * 0.9 ** (STEPS - 1))
+
+
+@pytest.mark.parametrize(("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)])
+def test_stop_by_policy(tmp_path: Path, health: dict[str, Any], events: int) -> None:
+    engine = FakeEngine(fail_at=dict.fromkeys(range(1, 9), math.inf))
+    built, said = loop(tmp_path, engine, health=health)
+    with pytest.raises(TrainingStopped, match="inf"):
+        built.run()
+    assert len(of(said, "nonfinite")) == events
+    assert not of(said, "save") and float(engine.weight) == 0.0
+
+
+def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
+    built, said = loop(tmp_path, held_out=False)
+    step = built._train_step
+
+    def then_ask(*arguments: Any) -> None:
+        step(*arguments)
+        built.asked.requested = signal.SIGTERM if built.state.step == 3 else 0  # type: ignore[misc]
+
+    built._train_step = then_ask  # type: ignore[method-assign]
+    with pytest.raises(Preempted, match="SIGTERM"):
+        built.run()
+    assert [e["step"] for e in of(said, "save")] == [3]
+    assert of(said, "preempt") == [{"kind": "preempt", "step": 3, "signal": "SIGTERM"}]
+    found = newest(tmp_path / "checkpoints", verify=True)
+    assert found.path and read_state(found.path)["trainer"]["position"] == 6
+
+
+def test_unknown_metric_names_those_there_are(tmp_path: Path) -> None:
+    built, _ = loop(tmp_path, eval={"metric": "bleu"})
+    with pytest.raises(ConfigError, match="loss, token_accuracy"):
+        built.run()
+
+
+def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_step(1, 2, 3)
+    first = draw()
+    draw()
+    seed_step(1, 2, 3)
+    assert draw() == first
+    others = {derive(1, 2, 3), derive(1, 2, 4), derive(1, 3, 3), derive(2, 2, 3), derive("1", 23)}
+    assert len(others) == 5 and all(0 <= value < 2**63 for value in others)
+
+
+def test_goodput_adds_up() -> None:
+    clock = Goodput(time.time() - 10)
+    clock.seconds["restore"] = 2.0
+    clock.first_step()
+    clock.seconds["productive"] += 1.0
+    report = clock.report()
+    assert report["startup"] == pytest.approx(8, abs=0.5)
+    assert sum(report.values()) - report["elapsed"] == pytest.approx(max(report["elapsed"], 11), abs=0.5)
