@@ -1,0 +1,114 @@
+"""Bytes on a disk that must survive a power cut: hashed while they are written, flushed to the device, opened without following links."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+WRITE_BUFFER = 1 << 20  # bytes
+
+
+class FileRecord(BaseModel):
+    """What a file must be to be the one that was written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    bytes: int
+    sha256: str
+
+
+class HashingFile(io.BufferedWriter):
+    """A new file that hashes what goes through it (the hash is of what was meant, not of what a disk made of it) and that
+    is on the device once closed.
+
+    The file may not exist yet. `failure` keeps the first OSError, since torch.save turns one into a message without its errno.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
+        self.path = path
+        self.failure: OSError | None = None
+        self._hash, self._bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        with self._noting_failure():
+            count = super().write(data)
+        self._hash.update(data)
+        self._bytes += count
+        return count
+
+    def flush(self) -> None:
+        with self._noting_failure():
+            super().flush()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self.flush()
+            with self._noting_failure():
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    def record(self) -> FileRecord:
+        return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            self.failure = self.failure or error
+            raise
+
+
+def write_durable(path: Path, data: bytes) -> FileRecord:
+    """Write a new file and flush it to the device. Raises OSError."""
+    with HashingFile(path) as file:
+        file.write(data)
+    return file.record()
+
+
+def replace_durable(path: Path, text: str) -> None:
+    """Give a small text file new content: readers see the old or the new, whole. Raises OSError."""
+    fresh = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+    write_durable(fresh, text.encode())
+    fresh.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a plain file for reading. Raises OSError when it is missing, a link, a folder or a device."""
+    # Non-blocking, so that a named pipe put in a file's place cannot hold us.
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path.name} is not a plain file")
+    return open(handle, "rb")
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a whole file and say what it is. Raises OSError."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())

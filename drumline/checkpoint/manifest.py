@@ -1,0 +1,102 @@
+"""What a checkpoint is: a folder `step-00000020` whose manifest.json, written last, names every file and every tensor in it.
+
+    step-00000020/
+        __<rank>_<n>.distcp   tensors, in the format of torch.distributed.checkpoint
+        .metadata             which tensor lies where (of the same)
+        state.json            the run's own state: position, schedule, config
+        manifest.json         {"sha256": of the rest, "manifest": Manifest}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drumline.checkpoint.files import FileRecord, open_regular, write_durable
+from drumline.errors import CheckpointError
+
+MANIFEST, STATE, INDEX = "manifest.json", "state.json", ".metadata"
+UNFINISHED, TRASH = ".tmp-", ".trash-"
+SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
+FOLDER_NAME = re.compile(r"step-(\d{8,})")
+
+
+class TensorRecord(BaseModel):
+    """A whole (unsharded) tensor: its shape, and its dtype as torch spells it (`float32`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    shape: list[int]
+    dtype: str
+
+
+class Manifest(BaseModel):
+    """The contents of a committed checkpoint.
+
+    `serial` counts the saves of a run folder: it, not the step, tells which is newest after a run was taken up from an
+    older step. `metric` is the value that `best` is chosen by.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    step: int
+    serial: int
+    metric: float | None
+    drumline: str
+    torch: str
+    world_size: int
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a folder's name stands for; None when it is not a checkpoint's name."""
+    match = FOLDER_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json with its own checksum, durably. Raises OSError."""
+    content = manifest.model_dump()
+    write_durable(folder / MANIFEST, json.dumps({"sha256": _checksum(content), "manifest": content}, indent=1).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read manifest.json and prove it unchanged. Raises CheckpointError naming the file and the reason."""
+    place = str(folder / MANIFEST)
+    try:
+        with open_regular(folder / MANIFEST) as file:
+            outer = json.load(file)
+        content = outer["manifest"]
+        if outer["sha256"] != _checksum(content):
+            raise CheckpointError("changed since it was written (its own checksum differs)", where=place)
+        manifest = Manifest.model_validate(content)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=place) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"not a manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=place) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError("not a manifest: damaged or of another program", where=place) from error
+    named = step_of(folder.name)
+    if named is not None and named != manifest.step:
+        raise CheckpointError(f"is of step {manifest.step}, the folder's name says {named}", where=place)
+    return manifest
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,93 @@
+"""Which checkpoints of a run folder stay. Only rank 0 acts here, and only after the new checkpoint is durable."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from drumline.checkpoint.files import replace_durable, sync_folder
+from drumline.checkpoint.manifest import TRASH, UNFINISHED, Manifest, folder_name, read_manifest, step_of
+from drumline.errors import CheckpointError
+
+LATEST, BEST = "latest", "best"
+
+
+class Retention:
+    """The committed checkpoints under `root`: the newest `keep` and, if wanted, the best by metric stay; pointers name both."""
+
+    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"]) -> None:
+        self.root, self.keep, self.keep_best, self.mode = root, keep, keep_best, mode
+        self.known: dict[int, Manifest] = {}
+
+    def open(self) -> None:
+        """Make the folder, remove what dead runs left half-done, and learn what is there. Raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for entry in list(self.root.iterdir()):
+            if entry.name.startswith((UNFINISHED, TRASH)):
+                remove(entry)
+            elif step_of(entry.name) is not None:
+                try:
+                    manifest = read_manifest(entry)
+                except CheckpointError:
+                    # Not ours to delete: `newest` names it, and a later save of its step replaces it.
+                    continue
+                self.known[manifest.step] = manifest
+
+    def next_serial(self) -> int:
+        return 1 + max((manifest.serial for manifest in self.known.values()), default=0)
+
+    def commit(self, unfinished: Path, manifest: Manifest) -> Path:
+        """Give a finished folder its name, durably; one that has the name already makes way. Raises OSError."""
+        final = self.root / folder_name(manifest.step)
+        sync_folder(unfinished)
+        replaced = self._to_trash(final) if final.exists() else None
+        try:
+            unfinished.rename(final)
+        except OSError:
+            if replaced:
+                replaced.rename(final)
+            raise
+        sync_folder(self.root)
+        self.known[manifest.step] = manifest
+        if replaced:
+            remove(replaced)
+        return final
+
+    def settle(self, newest: Manifest) -> None:
+        """Move the pointers to the committed newest, then remove what need not stay. Raises OSError."""
+        self.known = {step: known for step, known in self.known.items() if (self.root / folder_name(step)).is_dir()}
+        replace_durable(self.root / LATEST, folder_name(newest.step) + "\n")
+        best = self.best()
+        if best:
+            replace_durable(self.root / BEST, folder_name(best.step) + "\n")
+        by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
+        stay = {manifest.step for manifest in by_age[-self.keep :]}
+        if best and self.keep_best:
+            stay.add(best.step)
+        for step in sorted(set(self.known) - stay):
+            remove(self._to_trash(self.root / folder_name(step)))
+            del self.known[step]
+
+    def best(self) -> Manifest | None:
+        """The best checkpoint by metric, the earlier one of equals; None when none has a metric."""
+        rated = [manifest for manifest in self.known.values() if manifest.metric is not None and math.isfinite(manifest.metric)]
+        sign = 1 if self.mode == "min" else -1
+        return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)
+
+    def _to_trash(self, folder: Path) -> Path:
+        """Take a checkpoint's name away in one move, so that a half-removed one is never taken for a whole."""
+        trash = self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
+        folder.rename(trash)
+        sync_folder(self.root)
+        return trash
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all in it, a file or a link. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,176 @@
+"""torch.distributed.checkpoint's file layer with what it lacks: checksums and the true errno when writing; when reading,
+an index that cannot run code and file names that cannot leave the folder."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from drumline.checkpoint.files import FileRecord, HashingFile, open_regular
+from drumline.checkpoint.manifest import INDEX, SHARD_NAME, Manifest, TensorRecord
+from drumline.errors import CheckpointError
+
+# One process without a process group is a case like any other, not worth a warning at each save.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+
+
+class Files(FileSystem):
+    """Files of one folder. What is written is hashed and flushed (`records`, by file name); links are not followed."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        path = Path(path)
+        if mode == "rb":
+            with open_regular(path) as stream:
+                yield cast(io.IOBase, stream)
+            return
+        assert mode == "wb", mode
+        try:
+            file = HashingFile(path)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        try:
+            with file:
+                yield file
+            self.records[path.name] = file.record()
+        finally:
+            self.failure = self.failure or file.failure
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        # Rank 0 has made the folder. A rank that does not see it writes to another disk.
+        if not Path(path).is_dir():
+            raise FileNotFoundError(2, "not visible from this host: checkpoints need a file system that all hosts share", str(path))
+
+
+class Writer(FileSystemWriter):
+    """Writes this rank's part of a save into a folder that is there already; `files` says what was written."""
+
+    def __init__(self, folder: Path) -> None:
+        # Files flushes each file itself, as it closes.
+        super().__init__(folder, sync_files=False)
+        self.files = Files()
+        self.fs = self.files
+
+    def storage_meta(self) -> StorageMeta | None:
+        # It would hold the path of the temporary folder, which is no part of the checkpoint.
+        return None
+
+
+class Reader(FileSystemReader):
+    """Reads tensors by an index that `read_index` has proved harmless."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self.fs = Files()
+        self.index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index
+
+
+ALLOWED = {
+    **{
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            dcp_metadata.Metadata,
+            dcp_metadata.MetadataIndex,
+            dcp_metadata.TensorStorageMetadata,
+            dcp_metadata.TensorProperties,
+            dcp_metadata.ChunkStorageMetadata,
+            dcp_metadata.StorageMeta,
+            dcp_metadata._MEM_FORMAT_ENCODING,
+            _StorageInfo,
+        )
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes an index is made of, and no other: a pickle that names anything else is refused before it runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return ALLOWED[module, name]
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint index")
+
+
+def read_index(folder: Path, manifest: Manifest) -> Metadata:
+    """Read .metadata without running anything in it, and prove that it describes the manifest's tensors in the manifest's files.
+
+    Raises CheckpointError naming the file and the reason.
+    """
+    place = str(folder / INDEX)
+    try:
+        with open_regular(folder / INDEX) as file:
+            index = _IndexUnpickler(file).load()
+        reason = _doubt(index, manifest)
+    except Exception as error:  # a hostile pickle may raise anything
+        raise CheckpointError(f"refused: {error}", where=place) from error
+    if reason:
+        raise CheckpointError(f"refused: {reason}", where=place)
+    return cast(Metadata, index)
+
+
+def written_tensors(folder: Path) -> dict[str, TensorRecord]:
+    """The whole tensors of a folder that dcp.save has just written, by its own index."""
+    with open_regular(folder / INDEX) as file:
+        return tensor_records(_IndexUnpickler(file).load())
+
+
+def tensor_records(index: Metadata) -> dict[str, TensorRecord]:
+    """The whole tensors an index describes. Only tensors may be in it."""
+    records = {}
+    for name, entry in index.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise TypeError(f"{name} is not a tensor")
+        records[name] = TensorRecord(shape=list(entry.size), dtype=dtype_name(entry.properties.dtype))
+    return records
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _doubt(index: Any, manifest: Manifest) -> str | None:
+    """What speaks against an index; None when nothing does."""
+    if type(index) is not Metadata:
+        return "not an index"
+    if tensor_records(index) != manifest.tensors:
+        return "its tensors are not those of the manifest"
+    for key, info in index.storage_data.items():
+        if type(key) is not dcp_metadata.MetadataIndex or type(info) is not _StorageInfo:
+            return "not an index"
+        path = info.relative_path
+        if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
+            return f"{key.fqn} is said to lie in {path!r}, which is no file of this checkpoint"
+        if type(info.offset) is not int or type(info.length) is not int:
+            return f"{key.fqn} has no place in its file"
+        if min(info.offset, info.length) < 0 or info.offset + info.length > manifest.files[path].bytes:
+            return f"{key.fqn} is said to lie beyond the end of {path}"
+        if info.transform_descriptors is not None:
+            return f"{key.fqn} asks for a transform"
+    return None
