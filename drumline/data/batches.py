@@ -1,0 +1,63 @@
+"""Token batches: rows of segments, padded to one width. B rows, T tokens."""
+
+# ruff: noqa: N815 - names carry shapes
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from drumline.data.cache import Segment
+
+IGNORE = -100  # a target that carries no loss, as torch's cross_entropy has it
+FILLER_WIDTH = 2
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch; all tensors int64 [B, T].
+
+    `targets_BT` is shifted already: the token that follows, or IGNORE where nothing is learned, at the end of a segment and in padding.
+    `position_ids_BT` counts from 0 in each segment, and attention must not cross a place where it starts anew. There is no attention mask:
+    padding stands on the right, where causal attention lets no real token see it, and goes on counting from the last segment, so that a
+    batch without packing has rows 0, 1, 2, … and keeps the fast path of attention. `weight`: how many targets are learned.
+    """
+
+    input_ids_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    weight: int
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The batch on `device`; copies do not block the host."""
+        return replace(
+            self,
+            input_ids_BT=self.input_ids_BT.to(device, non_blocking=True),
+            targets_BT=self.targets_BT.to(device, non_blocking=True),
+            position_ids_BT=self.position_ids_BT.to(device, non_blocking=True),
+        )
+
+
+def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
+    """Put rows of segments side by side, padded with `pad_id` to `width` tokens, or to the longest row where it is None.
+
+    A row that is None is a filler: padding alone, no target, for the places of the last batch that no sample is left for.
+    """
+    assert rows, "a batch has rows"
+    lengths = [FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows]
+    width = max(lengths) if width is None else width
+    assert max(lengths) <= width, f"a row of {max(lengths)} tokens does not fit a batch of width {width}"
+    ids = np.full((len(rows), width), pad_id, np.int64)
+    targets = np.full((len(rows), width), IGNORE, np.int64)
+    positions = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
+    for index, row in enumerate(rows):
+        start = 0
+        for tokens, learn in row or ():
+            stop = start + len(tokens)
+            ids[index, start:stop] = tokens
+            targets[index, start : stop - 1] = np.where(learn[1:] != 0, tokens[1:].astype(np.int64), IGNORE)
+            positions[index, start:] = np.arange(width - start)
+            start = stop
+    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), weight=int((targets != IGNORE).sum()))

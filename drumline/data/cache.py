@@ -1,0 +1,170 @@
+"""Prepared tokens on disk, read through memory maps.
+
+A cache is a folder that appears whole, under the hash of all it was made from:
+
+    tokens.bin    uint16 or uint32, all tokens of all rows in a line
+    learn.bin     uint8, 1 where the token is a target
+    segments.npy  int64[S, 2], token ranges [start, stop): a row, or the piece of one that a pack holds
+    samples.npy   int64[N + 1], sample i is segments samples[i]..samples[i + 1]
+    lengths.npy   int32[N], tokens of each sample
+    learned.npy   int64[N], targets of each sample after the shift by one inside each segment
+    info.json     counts, settings, and the sizes of the files above: written last
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.errors import DataError, EnvironmentFault
+
+VERSION = 1  # raise it when the same input gives other files
+Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
+
+_STALE_SECONDS = 24 * 3600.0
+
+
+class TokenCache:
+    """A prepared dataset. Opening it reads a few kilobytes, whatever its size; any number of processes share its pages."""
+
+    def __init__(self, folder: Path, info: dict[str, Any]) -> None:
+        self.folder = folder
+        self.info = info
+        self._tokens = _map(folder / "tokens.bin", np.dtype(info["dtype"]))
+        self._learn = _map(folder / "learn.bin", np.dtype(np.uint8))
+        self._segments = np.load(folder / "segments.npy", mmap_mode="r", allow_pickle=False)
+        self._samples = np.load(folder / "samples.npy", mmap_mode="r", allow_pickle=False)
+        self.lengths: npt.NDArray[np.int32] = np.load(folder / "lengths.npy", mmap_mode="r", allow_pickle=False)
+        self.learned: npt.NDArray[np.int64] = np.load(folder / "learned.npy", mmap_mode="r", allow_pickle=False)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> TokenCache:
+        """Open a finished cache. Raises DataError where there is none, or files lack bytes."""
+        folder = Path(folder)
+        info = read_info(folder)
+        if info is None:
+            fix = "run `drumline prepare` again"
+            raise DataError("not a prepared dataset, or files of it are missing or cut short", where=str(folder), fix=fix)
+        return cls(folder, info)
+
+    def __len__(self) -> int:
+        return len(self._samples) - 1
+
+    def segments(self, sample: int) -> list[Segment]:
+        """The segments of a sample: tokens and learn flags, views of the files. Attention and positions start anew at each."""
+        first, last = self._samples[sample : sample + 2].tolist()
+        return [(self._tokens[start:stop], self._learn[start:stop]) for start, stop in self._segments[first:last].tolist()]
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def read_info(folder: Path) -> dict[str, Any] | None:
+    """`info.json` of a finished cache; None where there is none, or a file has not the size noted in it."""
+    try:
+        info = json.loads((folder / "info.json").read_text())
+        sizes = {name: (folder / name).stat().st_size for name in info["files"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return info if sizes == info["files"] else None
+
+
+def write_layout(
+    folder: Path, segments: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], learned_of_segment: npt.NDArray[np.int64]
+) -> dict[str, int]:
+    """Write the four index files beside tokens.bin and learn.bin. Samples without a target are left out. Returns counts for info.json."""
+    lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
+    learned = np.add.reduceat(learned_of_segment, samples[:-1])
+    keep = learned > 0
+    if not keep.all():
+        per_sample = np.diff(samples)
+        segments = segments[np.repeat(keep, per_sample)]
+        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(per_sample[keep])))
+        lengths, learned = lengths[keep], learned[keep]
+    np.save(folder / "segments.npy", segments)
+    np.save(folder / "samples.npy", samples)
+    np.save(folder / "lengths.npy", lengths.astype(np.int32))
+    np.save(folder / "learned.npy", learned.astype(np.int64))
+    return {
+        "samples": len(lengths),
+        "segments": len(segments),
+        "tokens": int(lengths.sum()),
+        "learned": int(learned.sum()),
+        "longest": int(lengths.max(initial=0)),
+    }
+
+
+def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
+    """Give the cache in `temporary` its name. info.json and the files are on disk before it has it.
+
+    Where another process was faster its cache stays: both were made from the same input. A damaged one is replaced.
+    """
+    names = sorted(path.name for path in temporary.iterdir())
+    info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
+    (temporary / "info.json").write_text(json.dumps(info, indent=2) + "\n")
+    for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
+        _sync(path)
+    if folder.exists() and read_info(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if read_info(folder) is None:
+            raise
+        shutil.rmtree(temporary)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def temporary_folder(root: Path) -> Iterator[Path]:
+    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process left go after a day.
+
+    Raises EnvironmentFault where `root` cannot be written or the disk is full.
+    """
+    fix = "free some space there, or set data.cache_dir"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_stale(root)
+        folder = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
+    try:
+        yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror}", where=str(root), fix=fix) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(root: Path) -> None:
+    """Remove temporary folders in which nothing was written for a day."""
+    for old in root.glob(".tmp-*"):
+        try:
+            newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+        except FileNotFoundError:
+            continue  # its owner is just done
+        if time.time() - newest > _STALE_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)

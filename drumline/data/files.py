@@ -1,0 +1,157 @@
+"""Read rows from files: what stands in them, and on which line.
+
+Readers stream, so a file may be larger than memory (a `.json` array excepted). Each yields `(origin, values)`, where `origin` is
+`path:line`, or `path row N` (from 1) where a format has no lines. A `.txt` file holds documents parted by blank lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drumline.errors import DataError
+
+Raw = tuple[str, dict[str, Any]]
+
+
+def find(pattern: str, base_dir: Path) -> list[Path]:
+    """The files that a path or glob names, in alphabetical order. Raises DataError where there is none."""
+    full = str(base_dir / Path(pattern).expanduser())
+    names = [full] if Path(full).is_file() else sorted(glob.glob(full, recursive=True))  # noqa: PTH207 - it leaves hidden files out
+    paths = [Path(name) for name in names if Path(name).is_file()]
+    if not paths:
+        kind = "no file matches" if glob.has_magic(pattern) else "no such file:"
+        raise DataError(f"{kind} {full}", where="data source", fix="paths are relative to the folder of the YAML")
+    return paths
+
+
+def read_file(path: Path, name: str) -> Iterator[Raw]:
+    """Rows of one file; `name` is how messages call it. Raises DataError with the line for what cannot be parsed."""
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        known = " ".join(sorted(_READERS))
+        raise DataError(f"unknown kind of file {path.suffix!r}", where=name, fix=f"Drumline reads {known}")
+    try:
+        yield from reader(path, name)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror or error}", where=name) from error
+
+
+def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
+    """Line number (from 1) and text, its newline kept. Decoded line by line, so that bad UTF-8 has a line."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            try:
+                yield number, raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}",
+                    where=f"{name}:{number}",
+                    fix="save the file as UTF-8",
+                ) from error
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    """One JSON object from `text`."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise DataError(f"not JSON: {at}", where=where, fix="each line must be one JSON object") from error
+    if not isinstance(value, dict):
+        raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
+    return value
+
+
+def _jsonl(path: Path, name: str) -> Iterator[Raw]:
+    for number, line in _lines(path, name):
+        if line.strip():
+            where = f"{name}:{number}"
+            yield where, _object(line, where)
+
+
+def _json(path: Path, name: str) -> Iterator[Raw]:
+    """An array of objects; or objects line by line, as many `.json` files in fact are."""
+    first = next((line.lstrip()[0] for _, line in _lines(path, name) if line.strip()), "")
+    if first != "[":
+        yield from _jsonl(path, name)
+        return
+    text = "".join(line for _, line in _lines(path, name))
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=f"{name}:{error.lineno}") from error
+    for number, value in enumerate(values, 1):
+        where = f"{name} row {number}"
+        if not isinstance(value, dict):
+            raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
+        yield where, value
+
+
+def _table(path: Path, name: str, delimiter: str) -> Iterator[Raw]:
+    """CSV or TSV with a header line. Quoted fields may hold newlines; a row's line is the one it starts on."""
+    csv.field_size_limit(2**31 - 1)  # Python's own limit, 128 KiB, is shorter than many a document
+    reader = csv.reader((line for _, line in _lines(path, name)), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for fields in reader:
+            where, line = f"{name}:{line}", reader.line_num + 1
+            if not fields:
+                continue
+            if header is None:
+                header = fields
+                if len(set(header)) < len(header):
+                    raise DataError(f"the header names a column twice: {', '.join(header)}", where=where)
+            elif len(fields) != len(header):
+                fix = "quote fields that hold the separator"
+                raise DataError(f"{len(fields)} fields, but the header has {len(header)}", where=where, fix=fix)
+            else:
+                yield where, dict(zip(header, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"not a table: {error}", where=f"{name}:{line}") from error
+
+
+def _parquet(path: Path, name: str) -> Iterator[Raw]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield f"{name} row {number}", values
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"not a Parquet file: {error}", where=name) from error
+
+
+def _text(path: Path, name: str) -> Iterator[Raw]:
+    """Documents parted by blank lines."""
+    start, document = 0, ""
+    for number, line in _lines(path, name):
+        if line.strip():
+            start = start if document else number
+            document += line
+        elif document:
+            yield f"{name}:{start}", {"text": document.strip("\n")}
+            document = ""
+    if document:
+        yield f"{name}:{start}", {"text": document.strip("\n")}
+
+
+_READERS = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": lambda path, name: _table(path, name, ","),
+    ".tsv": lambda path, name: _table(path, name, "\t"),
+    ".parquet": _parquet,
+    ".txt": _text,
+}

@@ -1,0 +1,100 @@
+"""What a prepared dataset was made from, as one hash: the name of its cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from drumline.config.schema import Config, FileSource, HubSource, Source, TasksSource
+from drumline.data.cache import VERSION
+from drumline.data.files import find
+from drumline.data.sources import call_hub, no_reasoning_gym
+from drumline.errors import ConfigError, DataError, ModelError
+
+# Files that decide what a tokenizer does, in any of the formats transformers loads.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+)
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path) -> str:
+    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval."""
+    data = config.data
+    parts: dict[str, Any] = {
+        "version": VERSION,
+        "sources": [_source(source, base_dir) for source in sources],
+        "tokenizer": _tokenizer(config, tokenizer_path, base_dir),
+        "algorithm": config.algorithm.kind,
+        "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
+        "role": role,
+        "holdout": 0 if role == "eval" else data.holdout,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _source(source: Source, base_dir: Path) -> dict[str, Any]:
+    """Settings of a source, and the content behind them. Where files lie does not count."""
+    settings = source.model_dump(exclude={"path"})
+    if isinstance(source, FileSource):
+        return {**settings, "content": [(path.suffix, hash_file(path)) for path in find(source.path, base_dir)]}
+    if isinstance(source, HubSource):
+        import datasets
+
+        # The folder that `datasets` caches the dataset under: it tells apart revisions and data files.
+        builder = call_hub(source, datasets.load_dataset_builder)
+        return {**settings, "content": Path(builder.cache_dir).parts[-3:]}
+    if isinstance(source, TasksSource):
+        try:
+            return {**settings, "content": metadata.version("reasoning-gym")}
+        except metadata.PackageNotFoundError as error:
+            raise no_reasoning_gym() from error
+    folder = base_dir / Path(source.path).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("cache-"))
+    return {**settings, "content": [(str(path.relative_to(folder)), hash_file(path)) for path in files]}
+
+
+def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
+    """The tokenizer's files by content; of a hub id, those of its downloaded snapshot."""
+    folder = Path(tokenizer_path)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            found = cached_file(tokenizer_path, "tokenizer_config.json", revision=config.model.revision)
+        except OSError as error:
+            raise ModelError(f"no tokenizer: {str(error).splitlines()[0]}", where=tokenizer_path) from error
+        assert found is not None
+        folder = Path(found).parent
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    files = {name: hash_file(folder / name) for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)}
+    template = template_path(config, base_dir)
+    return {"files": files, "chat_template": hash_file(template) if template else None}
+
+
+def template_path(config: Config, base_dir: Path) -> Path | None:
+    """`model.chat_template` as a full path. Raises ConfigError where it is no file."""
+    if config.model.chat_template is None:
+        return None
+    path = base_dir / Path(config.model.chat_template).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}", where="model.chat_template", fix="paths are relative to the folder of the YAML")
+    return path

@@ -1,0 +1,72 @@
+"""Which rows share a training sequence."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
+    """Group whole rows into sequences of at most `capacity` tokens; each row is in exactly one group.
+
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest groups possible, plus 4): rows from the longest down, each into the
+    fullest group that still has room. Groups are kept by their free room, the distinct rooms in a sorted list, so a row costs two binary
+    searches: O(n log n). Ties go by row index, so the same lengths give the same groups everywhere. Rows in a group, and groups by their
+    first row, come in row order.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if not len(sizes):
+        return []
+    assert sizes.min() > 0 and sizes.max() <= capacity, "rows must fit: truncate first"
+    groups: list[list[int]] = []
+    rooms: list[int] = []  # distinct free rooms, ascending
+    holders: dict[int, list[int]] = {}  # room → groups that have it, last in first out
+    order = np.argsort(-sizes, kind="stable")
+    for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            group, room = len(groups), capacity
+            groups.append([row])
+        else:
+            room = rooms[at]
+            group = holders[room].pop()
+            groups[group].append(row)
+            if not holders[room]:
+                del rooms[at], holders[room]
+        left = room - size
+        if left:
+            if left not in holders:
+                insort(rooms, left)
+                holders[left] = []
+            holders[left].append(group)
+    for members in groups:
+        members.sort()
+    groups.sort(key=lambda members: members[0])
+    return groups
+
+
+def cut(starts: IntArray, stops: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """Join documents end to end and cut the stream at every `capacity` tokens: for pretraining.
+
+    Documents are ranges [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and
+    `offsets` int64[N + 1]: sequence i is segments offsets[i]..offsets[i + 1]. A document that a cut goes through continues as a new
+    segment. All sequences but the last hold exactly `capacity` tokens.
+    """
+    ends = np.cumsum(stops - starts)
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
+    bounds = np.union1d(ends, np.arange(0, total, capacity, dtype=np.int64))
+    bounds = bounds if bounds[0] == 0 else np.concatenate((np.zeros(1, np.int64), bounds))
+    firsts, lasts = bounds[:-1], bounds[1:]
+    document = np.searchsorted(ends, firsts, side="right")
+    shift = starts[document] - (ends[document] - (stops - starts)[document])
+    segments = np.stack((firsts + shift, lasts + shift), axis=1)
+    sequences = -(-total // capacity)
+    offsets = np.searchsorted(firsts, np.arange(sequences, dtype=np.int64) * capacity)
+    return segments, np.append(offsets, len(segments)).astype(np.int64)

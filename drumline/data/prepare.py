@@ -1,0 +1,228 @@
+"""From sources to a token cache: read, tokenise on several processes, hold out, pack, write.
+
+Rows are tokenised once, in order, into flat files; holding out and packing then only move ranges of them. A large input is dealt in chunks
+to processes started afresh ("spawn": the caller may hold threads of torch and tokenizers, which a fork would not survive), so a script
+that calls `prepare` needs `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.config.schema import Config, Source
+from drumline.data.cache import commit, read_info, temporary_folder, write_layout
+from drumline.data.fingerprint import cache_key, template_path
+from drumline.data.packing import cut, pack
+from drumline.data.sources import Row, describe, expected_rows, read_rows
+from drumline.data.workers import Chunk, Job, encode_all
+from drumline.errors import ConfigError, DataError
+
+Progress = Callable[[str, int, "int | None"], None]
+Picks = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Folders of token caches, for TokenCache.open."""
+
+    train: Path
+    eval: Path | None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One pass over some sources, and the caches to make of it: `folder`, and `holdout_folder` where rows are held out."""
+
+    config: Config
+    sources: list[Source]
+    folder: Path
+    holdout_folder: Path | None
+
+    @property
+    def done(self) -> bool:
+        return all(folder is None or read_info(folder) is not None for folder in (self.folder, self.holdout_folder))
+
+
+def prepare(config: Config, tokenizer_path: str, base_dir: Path, on_progress: Progress | None = None) -> Prepared:
+    """Make the caches of `config.data`, or find them made. `on_progress(phase, rows done, rows in all where known)`.
+
+    Phases: "hash" (of the input), "tokenise", "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that
+    cannot be written.
+    """
+    progress = on_progress or (lambda phase, done, total: None)
+    progress("hash", 0, None)
+    tasks = _tasks(config, tokenizer_path, base_dir)
+    for task in tasks:
+        if not task.done:
+            _make(task, tokenizer_path, base_dir, progress)
+    return _prepared(tasks)
+
+
+def cached(config: Config, tokenizer_path: str, base_dir: Path) -> Prepared | None:
+    """What `prepare` would find already made; None where it would have to work."""
+    tasks = _tasks(config, tokenizer_path, base_dir)
+    return _prepared(tasks) if all(task.done for task in tasks) else None
+
+
+def _prepared(tasks: list[_Task]) -> Prepared:
+    return Prepared(tasks[0].folder, tasks[1].folder if len(tasks) > 1 else tasks[0].holdout_folder)
+
+
+def cache_root(config: Config) -> Path:
+    """`data.cache_dir`, or drumline/data in the user's cache."""
+    if config.data.cache_dir is not None:
+        return Path(config.data.cache_dir).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline" / "data"
+
+
+def _tasks(config: Config, tokenizer_path: str, base_dir: Path) -> list[_Task]:
+    data, root = config.data, cache_root(config)
+    if data.eval and data.holdout:
+        raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
+
+    def folder(sources: list[Source], role: str) -> Path:
+        return root / cache_key(config, sources, role, tokenizer_path, base_dir)
+
+    tasks = [_Task(config, data.train, folder(data.train, "train"), folder(data.train, "holdout") if data.holdout else None)]
+    if data.eval:
+        tasks.append(_Task(config, data.eval, folder(data.eval, "eval"), None))
+    return tasks
+
+
+# ------------------------------------------------------------------------------------------------------------ one pass
+
+
+@dataclass
+class _Stage:
+    """All usable rows in flat files, in source order."""
+
+    folder: Path
+    dtype: np.dtype[Any]
+    rows: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    unlearned: int = 0
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    learned: array[int] = field(default_factory=lambda: array("q"))
+    digests: list[bytes] = field(default_factory=list)
+
+    def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
+        tokens.write(chunk.tokens.astype(self.dtype).tobytes())
+        learn.write(chunk.learn.tobytes())
+        self.rows += chunk.rows
+        self.truncated += chunk.truncated
+        self.too_long += chunk.too_long
+        self.unlearned += chunk.unlearned
+        self.lengths.extend(chunk.lengths)
+        self.learned.extend(chunk.learned)
+        self.digests.extend(chunk.digests)
+
+
+def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
+    root = task.folder.parent
+    with temporary_folder(root) as staging, temporary_folder(root) as aside:
+        stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
+        progress("pack", 0, len(stage.lengths))
+        held, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
+        if task.holdout_folder is not None:
+            _copy_rows(stage, held, aside)
+            sizes = np.asarray(stage.lengths, np.int64)[held]
+            _finish(task, stage, aside, task.holdout_folder, np.cumsum(sizes) - sizes, held)
+        sizes = np.asarray(stage.lengths, np.int64)
+        _finish(task, stage, staging, task.folder, (np.cumsum(sizes) - sizes)[kept], kept)
+        progress("pack", len(stage.lengths), len(stage.lengths))
+
+
+def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, progress: Progress) -> _Stage:
+    """Tokenise every row of the sources into `folder`. Raises DataError where no row is left to learn from."""
+    config = task.config
+    template = template_path(config, base_dir)
+    model = config.model.model_copy(update={"chat_template": str(template) if template else None})
+    job = Job(tokenizer_path, model, config.algorithm.kind, config.data)
+    expected = [expected_rows(source) for source in task.sources]
+    total = None if None in expected else sum(filter(None, expected))
+    stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))
+    rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir) for source in task.sources)
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:
+        for chunk in encode_all(job, rows, config.data.workers):
+            stage.add(chunk, tokens, learn)
+            progress("tokenise", stage.rows, total)
+    if not stage.lengths:
+        where = ", ".join(map(describe, task.sources))
+        if stage.too_long == stage.rows:
+            fix = "raise it, or set data.truncation to right or left"
+            raise DataError(f"all {stage.rows} rows are longer than data.max_length {config.data.max_length}", where=where, fix=fix)
+        fix = "check that rows have assistant turns within data.max_length, or set data.learn_on: all"
+        raise DataError(f"none of the {stage.rows} rows has a token to learn: all labels are masked", where=where, fix=fix)
+    return stage
+
+
+def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
+    """Row numbers held out and kept, ascending. Held out are the `holdout` usable rows whose content hashes lowest: adding, moving or
+    doubling other rows hardly changes which, and no seed is needed."""
+    count = len(stage.lengths)
+    if holdout >= count:
+        fix = "hold out fewer, or give data.eval"
+        raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
+    held = nsmallest(holdout, range(count), key=lambda row: (stage.digests[row], row)) if holdout else []
+    mask = np.zeros(count, bool)
+    mask[held] = True
+    return np.flatnonzero(mask), np.flatnonzero(~mask)
+
+
+def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
+    """Copy some rows of the stage, end to end, into token files of their own."""
+    sizes = np.asarray(stage.lengths, np.int64)
+    starts = np.cumsum(sizes) - sizes
+    for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
+        source = np.memmap(stage.folder / name, dtype=dtype, mode="r")
+        with (folder / name).open("wb") as file:
+            for row in rows.tolist():
+                file.write(source[starts[row] : starts[row] + sizes[row]].tobytes())
+
+
+def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:
+    """Lay rows, which start at `starts` in the files of `temporary`, out in samples, and give the cache its name."""
+    config = task.config
+    sizes = np.asarray(stage.lengths, np.int64)[rows]
+    learned = np.asarray(stage.learned, np.int64)[rows]
+    if not config.data.packing:
+        segments, samples = np.stack((starts, starts + sizes), axis=1), np.arange(len(rows) + 1, dtype=np.int64)
+    elif config.algorithm.kind == "pretrain":
+        segments, samples = cut(starts, starts + sizes, config.data.max_length)
+        learned = segments[:, 1] - segments[:, 0] - 1
+    else:
+        groups = pack(sizes, config.data.max_length)
+        order = np.fromiter(chain.from_iterable(groups), np.int64, len(rows))
+        segments, learned = np.stack((starts, starts + sizes), axis=1)[order], learned[order]
+        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(group) for group in groups]))).astype(np.int64)
+    counts = write_layout(temporary, segments, samples, learned)
+    if not counts["samples"]:
+        raise DataError("no sample has a token to learn", where=", ".join(map(describe, task.sources)), fix="raise data.max_length")
+    info = {
+        "hash": folder.name,
+        "sources": [describe(source) for source in task.sources],
+        "dtype": stage.dtype.name,
+        "packing": config.data.packing,
+        "max_length": config.data.max_length,
+        "rows": len(rows),
+        "rows_read": stage.rows,
+        "held_out": len(stage.lengths) - len(rows) if temporary == stage.folder else 0,
+        "truncated": stage.truncated,
+        "dropped": stage.too_long + stage.unlearned,
+        "dropped_too_long": stage.too_long,
+        "dropped_unlearned": stage.unlearned,
+        **counts,
+        "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.data.packing else None,
+    }
+    commit(temporary, folder, info)

@@ -1,0 +1,244 @@
+"""Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks.
+
+Whatever the source, a row comes out in one of three forms, its columns renamed to
+
+    messages               list of {"role": str, "content": str, …}: a conversation
+    prompt, completion     text, or lists of messages: only the completion is learned
+    text                   a document
+
+The form is the one that `columns` maps; with no mapping, the first of these whose columns the row has.
+"""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from drumline.config.schema import Columns, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.data.files import Raw, find, read_file
+from drumline.errors import DataError, EnvironmentFault
+
+FORMS = (("messages",), ("prompt", "completion"), ("text",))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, its columns under canonical names. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`."""
+
+    origin: str
+    values: dict[str, Any]
+
+
+def read_rows(source: Source, base_dir: Path) -> Iterator[Row]:
+    """The rows of `source`, at most `source.limit`, in its own order; file paths are relative to `base_dir`.
+
+    Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
+    """
+    count = 0
+    for origin, values in islice(_raw(source, base_dir), source.limit):
+        count += 1
+        yield Row(origin, _normalise(origin, values, source.columns, count))
+    if not count:
+        raise DataError("the dataset is empty: it has no rows", where=describe(source))
+
+
+def expected_rows(source: Source) -> int | None:
+    """How many rows will come, where that is known without reading."""
+    if isinstance(source, TasksSource):
+        return min(source.size, source.limit or source.size)
+    return None
+
+
+def describe(source: Source) -> str:
+    """A short name of the source, for messages."""
+    if isinstance(source, FileSource | SavedSource):
+        return source.path
+    return f"hub/{source.id}" if isinstance(source, HubSource) else "tasks/" + ",".join(source.tasks)
+
+
+def _raw(source: Source, base_dir: Path) -> Iterator[Raw]:
+    if isinstance(source, FileSource):
+        for path in find(source.path, base_dir):
+            yield from read_file(path, str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path))
+    elif isinstance(source, TasksSource):
+        yield from _tasks(source)
+    else:
+        name = describe(source)
+        rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
+        for number, values in enumerate(rows, 1):
+            yield f"{name} row {number}", values
+
+
+# ------------------------------------------------------------------------------------------------------------- columns
+
+
+def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int) -> dict[str, Any]:
+    """Pick the row's form, rename its columns and check their types."""
+    mapped = {part for part in ("messages", "prompt", "completion", "text") if getattr(columns, part) is not None}
+    names = {part: getattr(columns, part) or part for form in FORMS for part in form}
+    forms = [form for form in FORMS if mapped & set(form)] or [form for form in FORMS if all(part in values for part in form)]
+    there = ", ".join(values) or "none"
+    if not forms:
+        what = f"row {number} has no messages, prompt and completion, or text; its columns are: {there}"
+        raise DataError(what, where=origin, fix="map them with `columns`")
+    if len(forms) > 1 and mapped:
+        raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
+    result: dict[str, Any] = {}
+    for part in forms[0]:
+        name = names[part]
+        if name not in values:
+            fix = f"map it with `columns.{part}`"
+            raise DataError(f"row {number} has no column {name!r}; its columns are: {there}", where=origin, fix=fix)
+        result[part] = _checked(part, name, values[name], origin, number)
+    if "task" in values:
+        result["task"] = values["task"]
+    return result
+
+
+def _checked(part: str, name: str, value: Any, origin: str, number: int) -> Any:
+    """`value` if it is what `part` needs: text, or messages where those may stand."""
+    if isinstance(value, str) and part != "messages":
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"row {number}: column {name!r} holds a lone surrogate, which is no text", where=origin) from error
+        return value
+    if part == "text" or not isinstance(value, list) or not value:
+        found = "null" if value is None else "an empty list" if value == [] else type(value).__name__
+        wants = {"text": "text", "messages": "a list of messages"}.get(part, "text or a list of messages")
+        raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
+    for index, message in enumerate(value):
+        _check_message(message, f"{name}[{index}]", origin, number)
+    # A table pads messages with keys that only others have; templates must see an absent key as absent.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _check_message(message: Any, label: str, origin: str, number: int) -> None:
+    if not isinstance(message, dict):
+        raise DataError(f"row {number}: {label} is {type(message).__name__}, not {{role, content}}", where=origin)
+    for key in ("role", "content"):
+        if isinstance(message.get(key), str) or (key == "content" and message.get("tool_calls")):
+            continue
+        keys = ", ".join(map(str, message)) or "none"
+        raise DataError(f"row {number}: {label} has no text under {key!r}; its keys are: {keys}", where=origin)
+    content = message.get("content")
+    if isinstance(content, str):
+        _checked("text", f"{label}.content", content, origin, number)
+
+
+# ----------------------------------------------------------------------------------------------------- tasks, datasets
+
+
+def _tasks(source: TasksSource) -> Iterator[Raw]:
+    """Deal `size` rows over the tasks in turn: question → prompt, answer → completion, the task's name kept."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise no_reasoning_gym() from error
+    sets = []
+    for index, (name, options) in enumerate(source.tasks.items()):
+        share = source.size // len(source.tasks) + (index < source.size % len(source.tasks))
+        where = f"tasks/{name}"
+        if {"size", "seed"} & options.keys():
+            raise DataError("size and seed are keys of the source, not of a task", where=where)
+        try:
+            sets.append((name, share, reasoning_gym.create_dataset(name, size=max(share, 1), seed=source.seed, **options)))
+        except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
+            fix = "see its gallery for names and options"
+            raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
+    for number in range(max(share for _, share, _ in sets)):
+        for name, share, dataset in sets:
+            if number >= share:
+                continue
+            item = dataset[number]
+            if not isinstance(item["answer"], str):
+                raise DataError("this task has no written answer to learn", where=f"tasks/{name}:{number + 1}", fix="leave it out")
+            columns = {"prompt": item["question"], "completion": item["answer"], "task": name}
+            yield f"tasks/{name}:{number + 1}", columns
+
+
+def no_reasoning_gym() -> EnvironmentFault:
+    return EnvironmentFault("reasoning-gym is not installed", where="data source of kind tasks", fix="pip install 'drumline[tasks]'")
+
+
+def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    folder = base_dir / Path(source.path).expanduser()
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        fix = "give a folder written by save_to_disk"
+        raise DataError(f"not a saved dataset: {_first_line(error)}", where=str(folder), fix=fix) from error
+    return iter(_one_split(loaded, source.split, str(folder)))
+
+
+def _one_split(loaded: Any, split: str | None, where: str) -> Any:
+    """The dataset itself, or the split asked for where there are several."""
+    if not isinstance(loaded, dict):
+        if split is not None:
+            raise DataError(f"holds one dataset without splits, so no split {split!r}", where=where, fix="leave `split` out")
+        return loaded
+    if split is None and len(loaded) == 1:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        raise DataError(f"holds the splits {', '.join(loaded)}, but `split` is {split or 'not set'}", where=where)
+    return loaded[split]
+
+
+def load_hub(source: HubSource) -> Iterator[dict[str, Any]]:
+    """Rows of a hub dataset. Offline, what `datasets` has in its cache is used at once."""
+    import datasets
+
+    rows = call_hub(source, datasets.load_dataset, split=source.split, streaming=source.streaming)
+    try:
+        yield from rows
+    except Exception as error:  # a stream reads and parses remote files as it goes
+        raise DataError(f"the hub dataset broke off: {_first_line(error)}", where=describe(source)) from error
+
+
+def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
+    """`function` (load_dataset or load_dataset_builder) on the source; every failure of it as one DataError."""
+    import datasets
+
+    where = describe(source)
+    offline = _go_offline_when_cut_off()
+    try:
+        return function(source.id, name=source.name, revision=source.revision, **arguments)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        fix = "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
+        raise DataError(f"the hub dataset cannot be had: {_first_line(error)}", where=where, fix=fix) from error
+    except (ConnectionError, TimeoutError) as error:
+        fix = "check the id and the connection, or use a local copy: kind: file or saved"
+        state = "this machine is offline and the dataset is not in its cache" if offline else _first_line(error)
+        raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
+    except Exception as error:  # a boundary: data files of strangers fail in any way (their parsers, their columns, their splits)
+        raise DataError(f"the hub dataset cannot be loaded: {_first_line(error)}", where=where) from error
+
+
+def _go_offline_when_cut_off() -> bool:
+    """Whether there is no hub to be reached. If its name does not resolve, say so to both libraries: they would retry for 23 s."""
+    import datasets
+    import huggingface_hub.constants as hub
+
+    if hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
+        return True
+    if urllib.request.getproxies():
+        return False  # a proxy resolves names for us
+    try:
+        socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
+    except OSError:
+        hub.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
+        return True
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

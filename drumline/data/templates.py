@@ -1,0 +1,215 @@
+"""From a row to tokens, and which of them are learned.
+
+Chats go through the model's chat template. An assistant turn is learned from the first token of its content to its end-of-turn token;
+its header and everything said by others is context. Templates give no such mask unless they mark it with `{% generation %}`, so otherwise
+it is found in the rendered text: the turn starts where the conversation before it, rendered with the generation prompt, ends, and ends
+where the conversation up to and with it ends. Both renderings must be prefixes of the whole; where a template renders a turn differently
+once others follow (reasoning that is dropped from old turns), the turn's content is looked for behind its header instead.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.config.schema import DataConfig
+from drumline.data.sources import Row
+from drumline.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """`tokens` int32[n]; `learn` uint8[n]: 1 where the token is a target. The first token never is one: nothing predicts it."""
+
+    tokens: npt.NDArray[np.int32]
+    learn: npt.NDArray[np.uint8]
+
+    @property
+    def learned(self) -> int:
+        """Targets after the shift by one."""
+        return int(self.learn[1:].sum())
+
+
+def truncate(example: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str) -> Example | None:
+    """`example` cut to `max_length` tokens at its end (right) or start (left); None where it is dropped. Raises DataError
+    under `error`."""
+    size = len(example.tokens)
+    if size <= max_length:
+        return example
+    if policy == "drop":
+        return None
+    if policy == "error":
+        fix = "raise data.max_length, or set data.truncation to right, left or drop"
+        raise DataError(f"{size} tokens, longer than data.max_length {max_length}", where=origin, fix=fix)
+    keep = slice(max_length) if policy == "right" else slice(size - max_length, size)
+    return Example(example.tokens[keep], example.learn[keep])
+
+
+class Encoder:
+    """Encodes rows with one tokenizer. For `pretrain`, and for `learn_on: all`, every token is learned."""
+
+    def __init__(self, tokenizer: Any, algorithm_kind: Literal["sft", "pretrain"], data: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.learn_all = algorithm_kind == "pretrain" or data.learn_on == "all"
+        self.has_template = bool(tokenizer.chat_template)
+        template = tokenizer.chat_template
+        text = template if isinstance(template, str) else " ".join((template or {}).values())
+        self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+
+    def encode(self, row: Row) -> Example:
+        """The whole row as tokens, not yet truncated. Raises DataError that names the row."""
+        values = row.values
+        if "text" in values:
+            return self._plain("", values["text"], row.origin)
+        if "messages" in values:
+            if not self.has_template:
+                fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
+                raise DataError("`messages` need a chat template and this tokenizer has no chat template", where=row.origin, fix=fix)
+            return self._chat(values["messages"], 0, row.origin)
+        prompt, completion = values["prompt"], values["completion"]
+        if self.has_template:
+            before = _as_messages(prompt, "user")
+            return self._chat(before + _as_messages(completion, "assistant"), len(before), row.origin)
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            fix = "set model.chat_template to a Jinja file"
+            raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
+        return self._plain(prompt, completion, row.origin)
+
+    # ------------------------------------------------------------------------------------------------------ plain text
+
+    def _plain(self, prompt: str, text: str, origin: str) -> Example:
+        """`prompt`, `text` and the end-of-sequence token; all but the prompt is learned. A tokenizer that opens texts with BOS does so.
+
+        The two are tokenised apart: when the model is used its prompt too ends in tokens of its own.
+        """
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            fix = "set model.tokenizer to one that has"
+            raise DataError("this tokenizer has no end-of-sequence token to close a text with", where=origin, fix=fix)
+        before = self._ids(prompt, special=True) if prompt else []
+        while before and before[-1] == eos and len(before) > 1:
+            before.pop()
+        after = self._ids(text, special=not prompt)
+        if not after or after[-1] != eos:
+            after.append(eos)
+        learn = np.ones(len(before) + len(after), np.uint8)
+        if not self.learn_all:
+            learn[: len(before)] = 0
+        return Example(np.asarray(before + after, np.int32), learn)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"])
+
+    # ----------------------------------------------------------------------------------------------------------- chats
+
+    def _chat(self, messages: Messages, first: int, origin: str) -> Example:
+        """The rendered conversation; assistant turns from message `first` on are learned."""
+        roles = [message["role"] for message in messages]
+        if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
+            marked = self._render(messages, origin, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
+        text = self._render(messages, origin)
+        tokens = _Tokens(self.tokenizer, text)
+        ids = np.asarray(tokens.ids, np.int32)
+        if self.learn_all:
+            return Example(ids, np.ones(len(ids), np.uint8))
+        learn = np.zeros(len(ids), np.uint8)
+        for index in range(first, len(messages)):
+            if roles[index] == "assistant":
+                start, stop, whole = self._span(messages, index, text, origin)
+                learn[slice(*self._close(tokens, tokens.at(start, origin), tokens.at(stop, origin), whole))] = 1
+        return Example(ids, learn)
+
+    def _span(self, messages: Messages, index: int, text: str, origin: str) -> tuple[int, int, bool]:
+        """Characters [start, stop) of `text` that assistant turn `index` says; whether what closes the turn is within."""
+        last = index == len(messages) - 1
+        through = text if last else self._render(messages[: index + 1], origin)
+        before = self._render(messages[:index], origin) if index else ""
+        head = self._render(messages[:index], origin, add_generation_prompt=True) if index else self._first_head(text, origin)
+        whole = text.startswith(through)
+        if whole and len(before) < len(head) < len(through) and text.startswith(head):
+            return len(head), len(through), True
+        # The template lacks a generation prompt, or renders this turn differently here: look for what was said.
+        said = str(messages[index].get("content", "")).strip()
+        floor = _shared(text, head)
+        at = -1
+        if said and text.startswith(before):
+            at = text.rfind(said, floor, len(through)) if whole else text.find(said, floor)
+        if at < 0:
+            fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
+            raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=origin, fix=fix)
+        stop = at + len(said)
+        while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
+            at -= 1
+        return at, stop, False
+
+    def _first_head(self, text: str, origin: str) -> str:
+        """What stands before the content of an assistant turn that opens the conversation: nothing can be rendered before it."""
+        opening = [{"role": "user", "content": "?"}]
+        bare, prompted = self._render(opening, origin), self._render(opening, origin, add_generation_prompt=True)
+        header = prompted[len(bare) :] if prompted.startswith(bare) else ""
+        at = text.find(header)
+        return text[: at + len(header)] if header and at >= 0 else ""
+
+    def _close(self, tokens: _Tokens, start: int, stop: int, whole: bool) -> tuple[int, int]:
+        """Let tokens [start, stop) of a turn end with its end-of-turn token: without the line break that templates put behind it."""
+        if not whole:
+            return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
+        ends = [k for k in range(start, stop) if tokens.ids[k] in self.special]
+        if ends and not self.tokenizer.decode(tokens.ids[ends[-1] + 1 : stop]).strip():
+            stop = ends[-1] + 1
+        return start, stop
+
+    def _render(self, messages: Messages, origin: str, **options: Any) -> Any:
+        """`apply_chat_template`; text unless options say otherwise. Raises DataError for what the template refuses."""
+        import jinja2
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template refuses this conversation: {error}", where=origin) from error
+
+
+class _Tokens:
+    """The tokens of a rendered text, and where in it they start."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+        encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+        self.ids: list[int] = list(encoded["input_ids"])
+        self.starts: npt.NDArray[np.int64] | None = None
+        if tokenizer.is_fast:
+            spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+            # Some tokenizers leave blanks out of their offsets: a token starts no later than the one before it ends.
+            before = np.concatenate((np.zeros(1, np.int64), spans[:-1, 1]))[: len(spans)]
+            self.starts = np.maximum.accumulate(np.minimum(spans[:, 0], before)) if len(spans) else before
+
+    def at(self, char: int, origin: str) -> int:
+        """Index of the first token that holds a character from `char` on."""
+        if self.starts is not None:
+            index = int(np.searchsorted(self.starts, char))
+            straddles = index > 0 and char < len(self.text) and (index == len(self.ids) or self.starts[index] > char)
+            return index - straddles
+        head = list(self.tokenizer(self.text[:char], add_special_tokens=False)["input_ids"])
+        if self.ids[: len(head)] != head:
+            fix = "use a model whose tokenizer has a fast version, or set data.learn_on: all"
+            raise DataError("this tokenizer joins a turn's header to its content, and gives no offsets to part them", where=origin, fix=fix)
+        return len(head)
+
+
+def _shared(one: str, other: str) -> int:
+    """Length of the longest common prefix."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _as_messages(value: str | Messages, role: str) -> Messages:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value

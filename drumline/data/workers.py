@@ -1,0 +1,154 @@
+"""Tokenise rows, in line or on several processes; chunks come back in the order of the rows."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, islice
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.config.schema import DataConfig, ModelConfig
+from drumline.data.sources import Row
+from drumline.data.templates import Encoder, truncate
+from drumline.errors import EnvironmentFault
+
+# Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.
+IN_LINE_ROWS = 2000
+_CHUNK_ROWS = 256
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class Chunk:
+    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end, and what became of the others."""
+
+    tokens: npt.NDArray[np.int32]
+    learn: npt.NDArray[np.uint8]
+    rows: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    unlearned: int = 0
+    lengths: list[int] = field(default_factory=list)
+    learned: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker needs to know; travels to it by pickle."""
+
+    tokenizer_path: str
+    model: ModelConfig
+    algorithm_kind: Literal["sft", "pretrain"]
+    data: DataConfig
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        from drumline.models.load import load_tokenizer
+
+        return Encoder(load_tokenizer(self.tokenizer_path, self.model), self.algorithm_kind, self.data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "encoder"}
+
+    def vocabulary(self) -> int:
+        """One more than the highest token id."""
+        return len(self.encoder.tokenizer)
+
+    def encode(self, rows: list[Row]) -> Chunk:
+        """Encode, cut to max_length and count. Rows of a packed pretraining run stay whole: the packs are cut instead."""
+        data, chunk = self.data, Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
+        whole = self.algorithm_kind == "pretrain" and data.packing
+        kept = []
+        for row in rows:
+            full = self.encoder.encode(row)
+            example = full if whole else truncate(full, data.max_length, data.truncation, row.origin)
+            if example is None:
+                chunk.too_long += 1
+            elif not example.learned:
+                chunk.unlearned += 1
+            else:
+                chunk.truncated += len(example.tokens) < len(full.tokens)
+                chunk.lengths.append(len(example.tokens))
+                chunk.learned.append(example.learned)
+                if data.holdout:
+                    chunk.digests.append(digest(row))
+                kept.append(example)
+        if kept:
+            chunk.tokens = np.concatenate([example.tokens for example in kept])
+            chunk.learn = np.concatenate([example.learn for example in kept])
+        return chunk
+
+
+def digest(row: Row) -> bytes:
+    """16 bytes of a hash of the row's content, whatever its place."""
+    text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
+    """Chunks of `rows` in order. `workers` None: one per core this process may use, at most 8; few rows are tokenised in line."""
+    first = list(islice(rows, IN_LINE_ROWS))
+    count = workers or min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if len(first) < IN_LINE_ROWS or count == 1:
+        yield from map(job.encode, _chunks(chain(first, rows)))
+        return
+    yield from _encode_on(job, chain(first, rows), count)
+
+
+def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while chunk := list(islice(rows, _CHUNK_ROWS)):
+        yield chunk
+
+
+def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
+    """On `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=_start, initargs=(job, os.getpid()))
+    waiting: deque[Future[Chunk]] = deque()
+    try:
+        for chunk in _chunks(rows):
+            waiting.append(pool.submit(_work, chunk))
+            if len(waiting) >= 4 * count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        fix = "free some memory, or set data.workers lower; a script that calls prepare needs `if __name__ == '__main__'`"
+        raise EnvironmentFault("a process that tokenises died", where="data preparation", fix=fix) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_job: Job | None = None
+
+
+def _start(job: Job, parent: int) -> None:
+    """In a new worker. It leaves Ctrl-C to its parent, dies with it, and its tokenizer keeps to one thread."""
+    global _job
+    _job = job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _work(rows: list[Row]) -> Chunk:
+    assert _job is not None, "the initializer ran"
+    return _job.encode(rows)
