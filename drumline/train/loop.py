@@ -71,9 +71,7 @@ class Loop:
             self._report_saves(self.checkpointer.poll())
         if not config.eval.every or self.state.step % config.eval.every:
             self.evaluate()
-        if self.saved_step != self.state.step:
-            self.save()
-        self._finish_saves()
+        self._save_last()
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         started = time.time()
@@ -152,7 +150,7 @@ class Loop:
             what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
             if policy != "stop":
                 what += f", the {self.state.skips}th such step in a row"
-            self._finish_saves()
+            self._report_saves(self.checkpointer.wait())
             raise TrainingStopped(
                 what,
                 where="health.on_nan",
@@ -205,23 +203,27 @@ class Loop:
         total, signals = self.gather(local, float(self.asked.requested))
         number = int(max(signals))
         if number:
-            if self.saved_step != self.state.step:
-                self.save()
-            self._finish_saves()
+            self._save_last()
             name = signal.Signals(number).name
             self.emit("preempt", step=self.state.step, signal=name)
             raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
         return total
 
-    def _finish_saves(self) -> None:
+    def _save_last(self) -> None:
+        """Leave the run with these very weights on disk. Raises DrumlineError where that fails: the run has nothing to show."""
+        # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
+        self._report_saves(self.checkpointer.wait())
+        if self.saved_step != self.state.step:
+            self.save()
         results = self.checkpointer.wait()
         self._report_saves(results)
-        if results and results[-1].error:
-            raise DrumlineError(f"the last checkpoint could not be written: {results[-1].error}", where=self.plan.run_dir)
+        failed = [r.error for r in results if r.path is None]
+        if failed:
+            raise DrumlineError(f"the last checkpoint could not be written: {failed[-1]}", where=self.plan.run_dir)
 
     def _report_saves(self, results: list[SaveResult]) -> None:
         for result in results:
-            if result.error and result.step == self.saved_step:
+            if result.path is None and result.step == self.saved_step:
                 self.saved_step = -1
             self.emit(
                 "save",
