@@ -56,8 +56,9 @@ class GlobalOrder:
     def _permute(self, values: Words, keys: Words) -> Words:
         """A bijection of [0, 4^half), one for each key."""
         left, right = values >> self._half, values & self._mask
-        for turn in range(1, _FEISTEL_ROUNDS + 1):
-            left, right = right, left ^ (_mix(right + keys + np.uint64(turn) * _GOLDEN) & self._mask)
+        for _ in range(_FEISTEL_ROUNDS):
+            keys = keys + _GOLDEN
+            left, right = right, left ^ (_mix(right + keys) & self._mask)
         return (left << self._half) | right
 
 
