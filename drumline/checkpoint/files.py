@@ -104,7 +104,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(f"{path.name} is not a plain file")
-    return open(handle, "rb")
+    return os.fdopen(handle, "rb")
 
 
 def record_of(path: Path) -> FileRecord:

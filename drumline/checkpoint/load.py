@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drumline.checkpoint.files import open_regular, record_of
 from drumline.checkpoint.manifest import INDEX, MANIFEST, STATE, TRASH, UNFINISHED, Manifest, read_manifest, step_of
-from drumline.checkpoint.ranks import Ranks, RanksError
+from drumline.checkpoint.ranks import Ranks, RanksError, words
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.errors import CheckpointError
 
@@ -98,7 +99,10 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False) -> None:
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # Each rank reads what it needs; the agreement on the outcome is ours.
-        dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
+        try:
+            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as failure:
+            raise CheckpointError(f"cannot be read: {words(failure)}", where=str(path)) from failure
 
     try:
         named = {name for names in ranks.each(fit) for name in names}

@@ -1,10 +1,10 @@
 """What a checkpoint is: a folder `step-00000020` whose manifest.json, written last, names every file and every tensor in it.
 
-    step-00000020/
-        __<rank>_<n>.distcp   tensors, in the format of torch.distributed.checkpoint
-        .metadata             which tensor lies where (of the same)
-        state.json            the run's own state: position, schedule, config
-        manifest.json         {"sha256": of the rest, "manifest": Manifest}
+step-00000020/
+    __<rank>_<n>.distcp   tensors, in the format of torch.distributed.checkpoint
+    .metadata             which tensor lies where (of the same)
+    state.json            the run's own state: position, schedule, config
+    manifest.json         {"sha256": of the rest, "manifest": Manifest}
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ an index that cannot run code and file names that cannot leave the folder."""
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import warnings
@@ -23,6 +24,8 @@ from drumline.errors import CheckpointError
 
 # One process without a process group is a case like any other, not worth a warning at each save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+# dcp logs two debug records for each tensor of each save.
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 class Files(FileSystem):
