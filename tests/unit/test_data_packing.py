@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_cut_keeps_the_stream_and_remembers_where_documents_end() -> None:
     segments, offsets = cut(starts, starts + sizes, 16)
     stream = np.concatenate([np.arange(start, stop) for start, stop in segments])
     assert stream.tolist() == np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]).tolist()
-    packs = [segments[first:last] for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+    packs = [segments[first:last] for first, last in pairwise(offsets)]
     totals = [int((each[:, 1] - each[:, 0]).sum()) for each in packs]
     assert totals[:-1] == [16] * (len(packs) - 1) and 0 < totals[-1] <= 16
     owner = np.searchsorted(starts, segments[:, 0], side="right")

@@ -21,9 +21,15 @@ MARKED = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 # No header for the assistant at all, a blank before its words, end of sequence after them (as Llama 2 and Mistral do).
-BRACKETS = "{% for m in messages %}{% if m['role'] == 'user' %}[USER] {{ m['content'] }} [/USER]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+BRACKETS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[USER] {{ m['content'] }} [/USER]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 # Words as header, no special token anywhere.
-WORDS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+WORDS = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
 # Reasoning is written out in the last turn only (as Qwen3 does), so a turn changes once others follow.
 THINKS_LAST = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
