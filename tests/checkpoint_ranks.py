@@ -1,4 +1,4 @@
-"""Real ranks over gloo for the checkpoint tests: forked from a server that has torch imported, so that a rank starts in tenths of a second."""
+"""Real ranks over gloo for the checkpoint tests, forked from a server that has torch imported: a rank starts in tenths of a second."""
 
 from __future__ import annotations
 

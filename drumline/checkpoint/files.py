@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -89,10 +90,14 @@ def replace_durable(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names inside a folder durable."""
+    """Make renames and new names inside a folder durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems know no such thing for folders; they keep names in their own way.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

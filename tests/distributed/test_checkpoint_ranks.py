@@ -72,7 +72,10 @@ def loaded(root: Path, make: Callable[[bool], dict[str, torch.Tensor]]) -> dict[
 
 
 @BOTH
-@pytest.mark.parametrize("make, writers, readers", [(plain, TWO, ALONE), (plain, ALONE, TWO), (sharded, TWO, ALONE), (sharded, ALONE, TWO), (sharded, THREE, TWO)])
+@pytest.mark.parametrize(
+    "make, writers, readers",
+    [(plain, TWO, ALONE), (plain, ALONE, TWO), (sharded, TWO, ALONE), (sharded, ALONE, TWO), (sharded, THREE, TWO)],
+)
 def test_any_number_of_ranks_reads_what_any_other_wrote(
     tmp_path: Path, make: Callable[[bool], dict[str, torch.Tensor]], writers: int, readers: int, asynchronous: bool
 ) -> None:
@@ -182,6 +185,17 @@ def test_what_one_rank_finds_all_ranks_know(tmp_path: Path) -> None:
     one, other = run(TWO, verdicts, tmp_path / "root")
     assert one == other and one[0] == []
     assert "model.3 has shape [104, 300] in the checkpoint, [104, 301] in this run" in one[1] and one[1].startswith("rank 1: ")
+
+
+def leaves_early(root: Path) -> None:
+    Checkpointer(root, 2, True, "min", True).save(1, {"model.w": torch.ones(4_000_000)}, {}, None)
+
+
+def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
+    run(ALONE, leaves_early, tmp_path)
+    fresh = {"model.w": torch.zeros(4_000_000)}
+    load(tmp_path / "step-00000001", fresh)
+    assert fresh["model.w"].min() == 1
 
 
 def alone(root: Path) -> int:

@@ -68,7 +68,12 @@ def test_training_may_go_on_once_save_has_returned(tmp_path: Path, asynchronous:
 
 def test_tensors_with_strides_and_gradients_are_stored_by_value(tmp_path: Path) -> None:
     wide = torch.arange(12.0).reshape(3, 4)
-    tensors = {"model.t": wide.t(), "model.part": wide[:, 1:3], "model.leaf": torch.nn.Parameter(torch.ones(2)), "model.empty": torch.zeros(0, 3)}
+    tensors = {
+        "model.t": wide.t(),
+        "model.part": wide[:, 1:3],
+        "model.leaf": torch.nn.Parameter(torch.ones(2)),
+        "model.empty": torch.zeros(0, 3),
+    }
     checkpointer = Checkpointer(tmp_path, 1, True, "min", False)
     checkpointer.save(1, tensors, {}, None)
     (result,) = checkpointer.wait()
