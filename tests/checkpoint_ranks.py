@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -9,7 +10,6 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,6 +49,8 @@ def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tupl
     """`work(*arguments)` on `world` ranks of a fresh process group (no group for a world of 0: one process alone)."""
     with tempfile.NamedTemporaryFile(prefix="drumline-store-", delete=True) as file:
         store = file.name
+    # Killed ranks leave it behind.
+    atexit.register(Path(store).unlink, missing_ok=True)
     started = []
     for rank in range(max(world, 1)):
         ours, theirs = FORKS.Pipe(duplex=False)
@@ -95,6 +97,3 @@ def _rank(rank: int, world: int, store: str, pipe: Any, work: Callable[..., Any]
     finally:
         if world and dist.is_initialized():
             dist.destroy_process_group()
-        if rank == 0:
-            with suppress(FileNotFoundError):
-                Path(store).unlink()
