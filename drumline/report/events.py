@@ -34,7 +34,10 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes()[-1:] == b"\n"
+        with path.open("ab+") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 1))
+            torn = size > 0 and file.read(1) != b"\n"
         self._file = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")

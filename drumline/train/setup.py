@@ -53,7 +53,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=detect(),
         world_size=request.world_size,
-        facts=models.facts(hf_config),
+        facts=models.facts(hf_config, config.data.max_length),
         model_path=model_path,
         data=None if prepared is None else describe(prepared),
     )

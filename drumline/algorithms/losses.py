@@ -1,0 +1,81 @@
+"""Cross-entropy, summed: the plain one, and one over a linear head that never makes all logits. Pure tensor functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+IGNORE = -100
+
+
+def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σ −log softmax(logits)[target] over targets != −100, in fp32, and bool[N]: whether the first choice is the target."""
+    loss_sum = F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORE, reduction="sum")
+    return loss_sum, logits_NV.detach().argmax(-1) == targets_N
+
+
+def linear_cross_entropy(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, targets_N: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
+
+    The gradients of hidden, weight and bias are made chunk by chunk in the forward, where the logits are at hand: a loss that is
+    a sum scales them by one number in backward, so nothing need be computed twice (the idea of Cut Cross-Entropy, Wijmans et
+    al. 2025, and of Liger's fused head, Hsu et al. 2024; unlike those this is plain PyTorch). Rows without a target are left out
+    before the product. Under autocast the product runs in its type, as a linear layer would; the softmax and the sums are fp32,
+    and so are the gradients until the end: fp16's loss scale comes too late to save small ones.
+    `chunk` 0: all logits at once. Second derivatives are not there.
+    """
+    if chunk == 0:
+        return cross_entropy(F.linear(hidden_ND, weight_VD, bias_V), targets_N)
+    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk)
+    return loss_sum, correct_N
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, targets_N: torch.Tensor, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = hidden_ND.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        precise = torch.promote_types(dtype, torch.float32)
+        wants = ctx.needs_input_grad
+        learned = (targets_N != IGNORE).nonzero().squeeze(1)
+        weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
+        correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
+        grad_hidden = torch.zeros_like(hidden_ND, dtype=precise) if wants[0] else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=precise) if wants[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=precise) if bias_V is not None and wants[2] else None
+        with torch.autocast(kind, enabled=False):
+            for rows in learned.split(chunk):
+                hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
+                logits = F.linear(hidden, weight, bias).to(precise)
+                correct_N[rows] = logits.argmax(-1) == targets
+                log_norm = logits.logsumexp(-1)
+                loss_sum += (log_norm - logits.gather(1, targets[:, None]).squeeze(1)).sum()
+                if grad_hidden is None and grad_weight is None:
+                    continue
+                # d loss / d logits = softmax − one-hot, written over the logits.
+                grad = logits.sub_(log_norm[:, None]).exp_()
+                grad.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=precise))
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                grad_low = grad.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (grad_low @ weight).to(precise)
+                if grad_weight is not None:
+                    grad_weight += grad_low.T @ hidden
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+        ctx.mark_non_differentiable(correct_N)
+        return loss_sum, correct_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        # In place: a second copy of the weight's gradient would be as large as the logits that were saved.
+        grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return (*grads, None, None)
