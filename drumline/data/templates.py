@@ -22,6 +22,8 @@ from drumline.errors import DataError
 
 Messages = list[dict[str, Any]]
 
+_MARKED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+
 
 @dataclass(frozen=True)
 class Example:
@@ -114,7 +116,7 @@ class Encoder:
         """The rendered conversation; assistant turns from message `first` on are learned."""
         roles = [message["role"] for message in messages]
         if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
-            marked = self._render(messages, origin, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            marked = self._render(messages, origin, **_MARKED)
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
         text = self._render(messages, origin)
         tokens = _Tokens(self.tokenizer, text)
@@ -124,32 +126,32 @@ class Encoder:
         learn = np.zeros(len(ids), np.uint8)
         for index in range(first, len(messages)):
             if roles[index] == "assistant":
-                start, stop, whole = self._span(messages, index, text, origin)
-                learn[slice(*self._close(tokens, tokens.at(start, origin), tokens.at(stop, origin), whole))] = 1
+                start, stop = self._span(messages, index, text, origin)
+                learn[slice(*self._close(tokens, tokens.at(start, origin), tokens.at(stop, origin)))] = 1
         return Example(ids, learn)
 
-    def _span(self, messages: Messages, index: int, text: str, origin: str) -> tuple[int, int, bool]:
-        """Characters [start, stop) of `text` that assistant turn `index` says; whether what closes the turn is within."""
-        last = index == len(messages) - 1
-        through = text if last else self._render(messages[: index + 1], origin)
+    def _span(self, messages: Messages, index: int, text: str, origin: str) -> tuple[int, int]:
+        """Characters [start, stop) of `text` that assistant turn `index` says."""
+        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], origin)
         before = self._render(messages[:index], origin) if index else ""
         head = self._render(messages[:index], origin, add_generation_prompt=True) if index else self._first_head(text, origin)
-        whole = text.startswith(through)
-        if whole and len(before) < len(head) < len(through) and text.startswith(head):
-            return len(head), len(through), True
-        # The template lacks a generation prompt, or renders this turn differently here: look for what was said.
+        whole, headed = text.startswith(through), text.startswith(head)
         said = str(messages[index].get("content", "")).strip()
+        # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
+        wordings = [wording for wording in (said, said.rpartition("</think>")[2].strip()) if wording]
+        if whole and headed and head != before and (not said or any(wording in through[len(head) :] for wording in wordings)):
+            return len(head), len(through)
+        # The template lacks a generation prompt, or renders this turn differently here: look for the words.
         floor = _shared(text, head)
-        at = -1
-        if said and text.startswith(before):
-            at = text.rfind(said, floor, len(through)) if whole else text.find(said, floor)
-        if at < 0:
-            fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
-            raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=origin, fix=fix)
-        stop = at + len(said)
-        while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
-            at -= 1
-        return at, stop, False
+        places = [(text.rfind(each, floor, len(through)) if whole else text.find(each, floor), len(each)) for each in wordings]
+        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))  # the first: a later turn may say the same again
+        if at >= 0 and (headed or text.startswith(before)):
+            stop = at + size
+            while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
+                at -= 1
+            return at, stop
+        fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
+        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=origin, fix=fix)
 
     def _first_head(self, text: str, origin: str) -> str:
         """What stands before the content of an assistant turn that opens the conversation: nothing can be rendered before it."""
@@ -159,14 +161,13 @@ class Encoder:
         at = text.find(header)
         return text[: at + len(header)] if header and at >= 0 else ""
 
-    def _close(self, tokens: _Tokens, start: int, stop: int, whole: bool) -> tuple[int, int]:
-        """Let tokens [start, stop) of a turn end with its end-of-turn token: without the line break that templates put behind it."""
-        if not whole:
-            return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
-        ends = [k for k in range(start, stop) if tokens.ids[k] in self.special]
-        if ends and not self.tokenizer.decode(tokens.ids[ends[-1] + 1 : stop]).strip():
-            stop = ends[-1] + 1
-        return start, stop
+    def _close(self, tokens: _Tokens, start: int, stop: int) -> tuple[int, int]:
+        """Let tokens [start, stop) of a turn end with its end-of-turn token: without the line break that templates put behind it, and
+        with the special token that comes next where the turn has none of its own."""
+        last = next((k for k in range(stop - 1, start - 1, -1) if tokens.ids[k] in self.special), None)
+        if last is not None and not self.tokenizer.decode(tokens.ids[last + 1 : stop]).strip():
+            return start, last + 1
+        return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
 
     def _render(self, messages: Messages, origin: str, **options: Any) -> Any:
         """`apply_chat_template`; text unless options say otherwise. Raises DataError for what the template refuses."""

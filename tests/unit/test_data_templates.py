@@ -38,6 +38,16 @@ THINKS_LAST = (
 )
 # The generation prompt opens a thought that no finished turn has (as DeepSeek-R1 does).
 PROMPTS_THOUGHT = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+# A finished conversation is closed once more (as Phi 3 does), so no part of it is a prefix of the whole without a generation prompt.
+CLOSES_ALL = CHATML.replace("assistant\n' }}{% endif", "assistant\n' }}{% else %}{{ eos_token }}{% endif")
+# Nothing closes a turn but the header of the next (as GLM 4 does).
+OPENS_ONLY = CHATML.replace("'<|im_end|>' + '\n'", "'\n'")
+# What was said is taken from parts, of which text has none (as templates of models that see do).
+PARTS = CHATML.replace("message['content'] +", "(message['content'] | selectattr('text', 'defined') | join) +")
+# Old turns are shown without their reasoning.
+FORGETS = CHATML.replace(
+    "message['content'] +", "(message['content'] if loop.last else message['content'].split('</think>') | last | trim) +"
+)
 STRIPS = CHATML.replace("message['content'] +", "(message['content'] | trim) +")
 
 TURNS = [
@@ -74,8 +84,10 @@ def learned(using: Encoder, **values: Any) -> list[str]:
         (THINKS_LAST, ["a<|im_end|>", "<think>\n\n</think>\n\nIt is five.<|im_end|>"]),
         (PROMPTS_THOUGHT, ["a<|im_end|>", "It is five.<|im_end|>"]),
         (STRIPS, ["a<|im_end|>", "It is five.<|im_end|>"]),
+        (CLOSES_ALL, ["a<|im_end|>", "It is five.<|im_end|>\n<|im_end|>"]),
+        (OPENS_ONLY, ["a\n<|im_start|>", "It is five.\n"]),
     ],
-    ids=["chatml", "default-system", "no-generation-prompt", "marked", "brackets", "words", "thinks-last", "prompts-thought", "strips"],
+    ids=["chatml", "default-system", "no-prompt", "marked", "brackets", "words", "thinks", "prompts-thought", "strips", "closes", "opens"],
 )
 def test_only_what_the_assistant_says_is_learned(template: str, expected: list[str]) -> None:
     assert learned(encoder(template), messages=TURNS) == expected
@@ -85,6 +97,12 @@ def test_only_what_the_assistant_says_is_learned(template: str, expected: list[s
 def test_a_conversation_that_the_assistant_opens(template: str) -> None:
     turns = [{"role": "assistant", "content": "Hello!"}, *TURNS[:2]]
     assert [text.strip() for text in learned(encoder(template), messages=turns)] == ["Hello!<|im_end|>", "a<|im_end|>"]
+
+
+def test_reasoning_that_later_turns_hide() -> None:
+    turns = [TURNS[0], {"role": "assistant", "content": "<think>\n2 + 3\n</think>\n\nFive."}]
+    assert learned(encoder(FORGETS), messages=turns) == ["<think>\n2 + 3\n</think>\n\nFive.<|im_end|>"]
+    assert learned(encoder(FORGETS), messages=turns + turns)[0] == "Five.<|im_end|>"
 
 
 def test_blanks_and_line_breaks_around_the_content() -> None:
@@ -172,6 +190,8 @@ def test_no_end_of_sequence_token() -> None:
 
 
 def test_a_template_that_hides_what_was_said() -> None:
+    with pytest.raises(DataError, match=r"does not render what messages\[1\] says in its place"):
+        encoder(PARTS).encode(Row("chat.jsonl:9", {"messages": TURNS}))
     shouts = encoder(THINKS_LAST.replace("m['content'] +", "(m['content'] if loop.last else 'left out') +"))
     with pytest.raises(DataError) as caught:
         shouts.encode(Row("chat.jsonl:9", {"messages": TURNS}))
