@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from drumline.config.schema import Config
@@ -321,9 +323,35 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
     assert Counter(completions(train) + completions(held)) == Counter(range(400))
 
 
-def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:
-    import os
+@pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is Linux's prctl")
+def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tokenizer_dir: str) -> None:
+    write_rows(tmp_path, 30_000)
+    wanted = config(tmp_path, workers=2)
+    (tmp_path / "config.json").write_text(wanted.model_dump_json())
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, pathlib\nfrom drumline.config.schema import Config\nfrom drumline.data.prepare import prepare\n"
+        "if __name__ == '__main__':\n"
+        "    base = pathlib.Path(sys.argv[1]); config = Config.model_validate_json((base / 'config.json').read_text())\n"
+        "    prepare(config, sys.argv[2], base, lambda phase, done, total: print(phase, flush=True))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(tmp_path), tokenizer_dir]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["hash\n", "tokenise\n"]
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) == 2
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+    assert cached(wanted, tokenizer_dir, tmp_path) is None
 
+
+def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:
     for name, age in ((".tmp-1-old", 25 * 3600), (".tmp-2-young", 3600)):
         (tmp_path / name).mkdir()
         past = (tmp_path / name).stat().st_mtime - age
