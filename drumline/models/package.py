@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import secrets
 import shutil
@@ -100,7 +101,9 @@ def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:
 
     quiet()
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
+    # transformers' reader draws a bar of its own there, which nothing turns off.
+    with contextlib.redirect_stderr(io.StringIO()):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
     on_progress(phase, 1, 4)
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **options)
     on_progress(phase, 2, 4)

@@ -20,7 +20,7 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError
-from drumline.models.load import build_model, load_tokenizer
+from drumline.models.load import build_model, load_tokenizer, pad_token_id
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
 from drumline.report.events import series
@@ -32,14 +32,13 @@ from drumline.train.state import Goodput, TrainState
 Emit = Callable[..., None]
 
 
-def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked, past: list[dict[str, Any]], started: float) -> Loop:
-    """Everything of one rank, wired. `past`: the events of the run so far; `started`: when this process began (unix seconds)."""
+def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput) -> Loop:
+    """Everything of one rank, wired. `past`: the events of the run so far."""
     config = plan.config
     if config.run.deterministic:
         deterministic()
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
     device = f"cuda:{ranks.local_rank}" if plan.device == "cuda" else "cpu"
-    goodput = Goodput(started)
     engine = build_engine(plan, device)
     checkpointer = Checkpointer(
         Path(plan.run_dir) / "checkpoints",
@@ -90,8 +89,7 @@ def build_streams(
     """Training batches from `position` on, and a way to go through the held-out set once."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
-    tokenizer = load_tokenizer(plan.model_path, config.model)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = pad_token_id(load_tokenizer(plan.model_path, config.model))
     # Compiled blocks want one shape; otherwise a micro-batch is as wide as its longest row.
     width = config.data.max_length if config.compile.enabled else None
 
@@ -100,9 +98,10 @@ def build_streams(
         order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
         return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, pad, width, prefetch)
 
-    def on_device(batches: Iterable[GlobalBatch]) -> Iterable[GlobalBatch]:
-        for batch in batches:
-            yield GlobalBatch([b.to(device) for b in batch.micro_batches], batch.sample_ids, batch.position, batch.tokens)
+    def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
+        with batches:
+            for batch in batches:
+                yield GlobalBatch([b.to(device) for b in batch.micro_batches], batch.sample_ids, batch.position, batch.tokens)
 
     def held_out() -> Iterable[GlobalBatch]:
         assert data is not None and data.eval_cache is not None

@@ -13,10 +13,12 @@ from drumline.errors import DrumlineError, Preempted, TrainingStopped
 from drumline.plan.explain import plan_line, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
-from drumline.train.failure import recording
-from drumline.train.loop import Asked, Loop
+from drumline.train.failure import note, recording
+from drumline.train.loop import Asked
 from drumline.train.signals import StopFlag
+from drumline.train.state import Goodput
 
+Emit = Callable[..., None]
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -42,27 +44,26 @@ def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> Non
         past = read(events_path) if events_path.exists() else []
         speaker = Speaker(plan, listener) if ranks.rank == 0 else None
         emit = speaker.emit if speaker else silent
-        loop: Loop | None = None
-        end = {"status": "failed", "exit_code": 1}
+        goodput = Goodput(started)
+        error: BaseException | None = None
         try:
-            loop = train_on(plan, ranks, resume, emit=emit, asked=asked, past=past, started=started)
-            end = {"status": "finished", "exit_code": 0}
-        except (Preempted, TrainingStopped) as stopped:
-            end = {"status": "preempted" if isinstance(stopped, Preempted) else "stopped", "exit_code": stopped.exit_code}
-            raise
-        except DrumlineError as error:
-            end["exit_code"] = error.exit_code
+            train_on(plan, ranks, resume, emit=emit, asked=asked, past=past, goodput=goodput)
+            stop()
+            if speaker:
+                speaker.export()
+        except BaseException as raised:
+            # Noted before anything is taken down: the peers' errors that follow are consequences.
+            note(raised)
+            error = raised
             raise
         finally:
             stop()
             if speaker:
-                if end["status"] == "finished":
-                    speaker.export()
-                speaker.close(end, loop)
+                speaker.close(error, goodput)
 
 
-def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Callable[..., None], asked: Asked, past: list[dict[str, Any]], started: float) -> Loop:
-    """Build and run one plan in the process group that is there. Returns the loop, trained."""
+def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput) -> None:
+    """Build and run one plan in the process group that is there."""
     from drumline.train.build import build
 
     emit(
@@ -76,9 +77,7 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Callable[...
         resumed_from=resume,
         plan_line=plan_line(plan),
     )
-    loop = build(plan, ranks, resume, emit, asked, past, started)
-    loop.run()
-    return loop
+    build(plan, ranks, resume, emit, asked, past, goodput).run()
 
 
 def silent(kind: str, **fields: Any) -> None:
@@ -116,9 +115,11 @@ class Speaker:
         result = export(run_dir, run_dir / "export", which)
         self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)
 
-    def close(self, end: dict[str, Any], loop: Loop | None) -> None:
-        goodput = loop.goodput.report() if loop else {}
-        self.emit("run_end", step=loop.state.step if loop else self.last_step, goodput=goodput, **end)
+    def close(self, error: BaseException | None, goodput: Goodput) -> None:
+        """The last event of this process: how it ended."""
+        status = {None: "finished", Preempted: "preempted", TrainingStopped: "stopped"}.get(type(error) if error else None, "failed")
+        code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
+        self.emit("run_end", status=status, exit_code=code, step=self.last_step, goodput=goodput.report())
         for sink in self.sinks:
             sink.close()
 

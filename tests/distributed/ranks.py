@@ -45,13 +45,14 @@ def main(paths: list[str]) -> None:
     from drumline.report.events import EventLog
     from drumline.train.entry import silent, train_on
     from drumline.train.signals import StopFlag
+    from drumline.train.state import Goodput
 
     ranks = start("cpu", "gloo", 60.0)
     with StopFlag() as asked:
         for path in map(Path, paths):
             plan = Plan.load(path)
             emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else silent
-            train_on(plan, ranks, None, emit=emit, asked=asked, past=[], started=time.time())
+            train_on(plan, ranks, None, emit=emit, asked=asked, past=[], goodput=Goodput(time.time()))
     stop()
 
 

@@ -1,0 +1,87 @@
+"""Which rank failed first, and what it said: the root cause once, the others' errors as its consequence."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
+CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed", "NCCL communicator was aborted",
+    "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused", "failed on another rank", "Application timeout",
+)  # fmt: skip
+LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended. `ours`: the launcher killed it after another had failed."""
+
+    rank: int
+    exitcode: int
+    error: dict[str, Any] | None
+    log: Path
+    ours: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        return signal.Signals(-self.exitcode).name if self.exitcode < 0 else None
+
+    @property
+    def message(self) -> str:
+        """One line: what the rank said, or how it died."""
+        if self.error:
+            return str(self.error["message"])
+        return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
+
+    @property
+    def is_consequence(self) -> bool:
+        return self.ours or any(words in self.message for words in CONSEQUENCES)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """What `train.failure` noted of an exception: message, traceback, time, exit_code."""
+    try:
+        noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return noted
+
+
+def root_cause(ends: list[RankEnd]) -> RankEnd:
+    """The rank to blame: one that was killed, then the first that raised something of its own, then whoever failed."""
+    failed = [end for end in ends if end.exitcode != 0]
+    own = [end for end in failed if not end.is_consequence] or [end for end in failed if not end.ours] or failed
+    return min(own, key=lambda end: (end.signal is None, end.error["time"] if end.error else float("inf"), end.rank))
+
+
+def report(cause: RankEnd, ends: list[RankEnd]) -> str:
+    """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line."""
+    lines = [f"rank {cause.rank}: {cause.message}"]
+    if cause.error and cause.error.get("traceback"):
+        lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
+    tail = _tail(cause.log, without=cause.error)
+    if tail:
+        lines += ["", f"last lines of {cause.log}:", *_indent(tail)]
+    others = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
+    if others:
+        lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in others)]
+    return "\n".join(lines)
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _tail(log: Path, without: dict[str, Any] | None) -> list[str]:
+    """The last lines of a log, less the traceback that is shown already."""
+    try:
+        text = log.read_text(errors="replace").rstrip()
+    except OSError:
+        return []
+    if without and without.get("traceback"):
+        text = text.replace(without["traceback"].rstrip(), "").rstrip()
+    return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
