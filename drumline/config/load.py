@@ -37,7 +37,12 @@ def load(path: Path, overrides: list[str]) -> Loaded:
         raise ConfigError("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), fix="give the path of a readable YAML file") from None
-    return Loaded(load_text(text, overrides, str(path)), path, path.parent)
+    config = load_text(text, overrides, str(path))
+    if config.model.chat_template is not None:
+        # Ranks read it from the plan, and no longer know where the YAML was.
+        template = str((path.parent / config.model.chat_template).absolute())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+    return Loaded(config, path, path.parent)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:

@@ -68,6 +68,10 @@ class _Logs(LogsSpecs):
         super().__init__(str(folder))
         self.folder = folder
 
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder.mkdir(parents=True, exist_ok=True)
         files = {end: {rank: str(self.folder / f"rank-{rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
