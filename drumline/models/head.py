@@ -67,6 +67,8 @@ class ForwardWithObjective(nn.Module):
         self.model = model
         self.splits = can_split(model)
 
-    def forward(self, batch: Any, objective: Any) -> Any:
+    def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors in those, and not in a dataclass."""
         parts = split(self.model) if self.splits else None
-        return objective(outputs(self.model, batch, parts), batch)
+        out = objective(outputs(self.model, batch, parts), batch)
+        return out.loss_sum, out.sums

@@ -57,9 +57,9 @@ class NativeEngine:
             last = index == len(micro_batches) - 1
             with contextlib.nullcontext() if last else self._no_sync():
                 with self._autocast():
-                    out = self.module(batch, objective)
-                self.scaler.scale(out.loss_sum * scale).backward()
-            outs.append({"loss": out.loss_sum.detach(), **out.sums})
+                    loss_sum, sums = self.module(batch, objective)
+                self.scaler.scale(loss_sum * scale).backward()
+            outs.append({"loss": loss_sum.detach(), **sums})
         return _total(outs)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
@@ -70,8 +70,8 @@ class NativeEngine:
             outs = []
             with torch.no_grad(), self._autocast():
                 for batch in micro_batches:
-                    out = inner(batch, objective)
-                    outs.append({"loss": out.loss_sum, **out.sums})
+                    loss_sum, sums = inner(batch, objective)
+                    outs.append({"loss": loss_sum, **sums})
             return _total(outs)
         finally:
             self.model.train()
@@ -127,5 +127,5 @@ def _total(outs: list[dict[str, torch.Tensor]]) -> Sums:
     """Sums over micro-batches, brought to the host in one go."""
     if not outs:
         return {}
-    stacked = torch.stack([torch.stack([out[key].double() for key in out]) for out in outs])
+    stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
     return dict(zip(outs[0], stacked.sum(0).tolist(), strict=True))

@@ -53,7 +53,7 @@ ROWS = [
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
     Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
-    Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.1}}),
+    Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
 ]
 
@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row in [REFERENCE, *ROWS]:
             folder = root / slug(row, case)
             folder.mkdir()
-            base = {"batch": {"global_samples": 8, "micro_batch": 4}, "checkpoint": {"every": None, "asynchronous": False, "export": "none"}}
+            base = {"optimizer": {"lr": 3e-3}, "batch": {"global_samples": 8, "micro_batch": 4}, "checkpoint": {"every": None, "asynchronous": False, "export": "none"}}
             path = write_config(folder, model, **merge(base, case.sections, row.sections))
             request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
             plan_path, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
@@ -112,4 +112,4 @@ def test_the_reference_learns(runs: Path) -> None:
     """Parity of runs that stand still would prove nothing."""
     for case in CASES:
         figures = [e["loss"] for e in events(runs / slug(REFERENCE, case) / "run", "eval")]
-        assert figures[-1] < figures[0] - 0.05, case.name
+        assert figures[-1] < figures[0] - 0.02, case.name
