@@ -1,0 +1,69 @@
+"""The house rules on who may import whom, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "drumline"
+
+# room → rooms that it may import, besides itself and `errors`.
+MAY: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "cluster": set(),
+    "report": set(),
+    "plan": {"config", "cluster"},
+    "launch": {"config", "plan", "report"},
+    "dist": {"config", "plan"},
+    "data": {"config", "plan"},
+    "checkpoint": {"config", "plan"},
+    "models": {"config", "plan", "dist", "checkpoint"},
+    "algorithms": {"data"},
+    "strategies": {"config", "plan", "dist", "models"},
+    "rollout": {"config", "plan", "data"},
+    "train": {"config", "cluster", "plan", "launch", "report", "dist", "data", "checkpoint", "models", "algorithms", "strategies", "rollout"},
+    "cli": {"config", "train"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+# Rooms that must be quick to enter: no import of these at module level.
+LIGHT = {"errors", "config", "cluster", "plan", "report", "cli", "__main__", "__init__"}
+HEAVY = {"torch", "transformers", "datasets", "deepspeed", "accelerate", "peft"}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from [node.module] if node.module != "drumline" else [f"drumline.{alias.name}" for alias in node.names]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_keep_to_the_plan(path: Path) -> None:
+    room, tree = room_of(path), ast.parse(path.read_text())
+    for name in imports(tree):
+        top, _, rest = name.partition(".")
+        if top == "drumline" and rest:
+            other = rest.split(".")[0]
+            allowed = MAY[room] | {room, "errors", "__version__"}
+            assert other in allowed, f"{room} imports {other}; it may import {sorted(allowed)}"
+    if room in LIGHT:
+        top_level = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        for name in imports(ast.Module(body=list(top_level), type_ignores=[])):
+            assert name.split(".")[0] not in HEAVY, f"{room} imports {name} at its top"
+
+
+def test_every_room_has_its_rules() -> None:
+    assert {room_of(path) for path in FILES} <= set(MAY)
