@@ -35,7 +35,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_config(folder: Path, model: Path, *, rows: int = 40, held_out: int = 6, **sections: Any) -> Path:
+def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int = 6, **sections: Any) -> Path:
     """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key."""
     write_rows(folder / "train.jsonl", chat_rows(rows))
     write_rows(folder / "eval.jsonl", chat_rows(held_out, seed=1))

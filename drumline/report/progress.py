@@ -15,6 +15,7 @@ from rich.text import Text
 
 REFRESH_PER_SECOND = 4
 PLAIN_STEP_LINES = 20
+MEAN_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -85,7 +86,7 @@ class Progress:
         every = max(1, steps // PLAIN_STEP_LINES)
         if self.live is None and (event["step"] % every == 0 or event["step"] in (1, steps)):
             self._say(
-                f"step {event['step']}/{steps or '?'}  loss {self.losses[-1]:.4f}  lr {event['lr']:.3g}  |g| {_number(event['grad_norm'])}"
+                f"step {event['step']}/{steps or '?'}  loss {self.losses[-1]:.4f} (mean {self._mean(-MEAN_STEPS, None):.3f})  lr {event['lr']:.3g}  |g| {_number(event['grad_norm'])}"
                 f"  {event['tokens_per_s']:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
             )
 
@@ -130,6 +131,8 @@ class Progress:
         run_dir = self.start.get("run_dir", "RUN")
         spent = end["goodput"]
         lines = ["", f"finished {end['step']} steps in {duration(spent.get('elapsed', 0))}"]
+        if len(self.losses) >= 2 * MEAN_STEPS:
+            lines.append(f"  training loss {self._mean(None, MEAN_STEPS):.4f} → {self._mean(-MEAN_STEPS, None):.4f}  (means of the first and last {MEAN_STEPS} steps)")
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
             lines += [f"  held-out {name:<15} {before[name]:.4f} → {after[name]:.4f}" for name in _names(after) if name in before]
@@ -154,7 +157,7 @@ class Progress:
         if not self.step:
             return Group(bar, Text("loading the model; the first step comes next", style="dim"))
         figures = Table.grid(padding=(0, 2))
-        figures.add_row("loss", Text(f"{self.losses[-1]:.4f}  {spark(self.losses)}", style="green"))
+        figures.add_row("loss", Text(f"{self.losses[-1]:.4f}  mean of {MEAN_STEPS} {self._mean(-MEAN_STEPS, None):.4f}  {spark(self.losses)}", style="green"))
         speed = f"{self.step['tokens_per_s']:,.0f} tokens/s · {self.step['samples_per_s']:.2f} samples/s"
         if self.step.get("mfu"):
             speed += f" · MFU {self.step['mfu']:.1%}"
@@ -174,6 +177,11 @@ class Progress:
         if not steps or not self.recent:
             return "–"
         return duration((steps - self.step["step"]) * sum(self.recent) / len(self.recent))
+
+    def _mean(self, start: int | None, stop: int | None) -> float:
+        """Mean loss of some steps: single ones jump with what their few samples happen to be."""
+        shown = self.losses[start:stop]
+        return sum(shown) / len(shown)
 
     def _memory(self) -> str:
         ranks = self.step.get("memory_bytes") or [0]
