@@ -6,6 +6,7 @@ Its own restarts are not used (measured to hang: stale keys in the store) and it
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from drumline.launch.postmortem import RankEnd, read_error
+
+# The agent tells of each start and failure in its own words; the launcher tells it once, in its own.
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 MONITOR_SECONDS = 0.1
 # A rank that raised is given this long to be followed by the one whose error was the cause, before all are killed.

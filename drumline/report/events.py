@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -30,7 +31,10 @@ SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
 
 
 class EventLog:
-    """Appends events to a file. A run that was killed in the middle of a line goes on after it on a new one."""
+    """Appends events to a file. A run that was killed in the middle of a line goes on after it on a new one.
+
+    A full disk costs no event and stops no run: what could not be written waits in memory for the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,18 +42,27 @@ class EventLog:
             size = file.seek(0, 2)
             file.seek(max(0, size - 1))
             torn = size > 0 and file.read(1) != b"\n"
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b"\n" if torn else b""
 
     def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Write one event and return it. Values that JSON lacks are written as null (NaN) or as strings (inf)."""
         missing = set(KINDS[kind]) - set(fields)
         assert not missing, f"event {kind} lacks {missing}"
         event: dict[str, Any] = _plain({"t": time.time(), "kind": kind, **fields})
-        self._file.write(json.dumps(event, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps(event, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        self._write()
         return event
+
+    def _write(self) -> None:
+        while self._waiting:
+            try:
+                written = self._file.write(self._waiting)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                return
+            self._waiting = self._waiting[written or 0 :]
 
 
 def _plain(value: Any) -> Any:

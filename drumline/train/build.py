@@ -11,7 +11,7 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.tokens import NextToken
-from drumline.checkpoint.load import load, newest, read_state
+from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.schema import Config
 from drumline.data.cache import TokenCache
@@ -117,14 +117,20 @@ def build_streams(
 def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
     """Fill the engine from a checkpoint folder, or from the newest whole one (`newest`); a start at step 0 where there is none."""
     began = time.time()
-    path, skipped = Path(resume), []
+    path, skipped, verify = Path(resume), [], plan.config.checkpoint.verify
     if resume == "newest":
-        found = newest(Path(plan.run_dir) / "checkpoints", verify=plan.config.checkpoint.verify)
+        found = newest(Path(plan.run_dir) / "checkpoints", verify)
         skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
+        if found.path is None and skipped:
+            raise CheckpointError(
+                "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped), where=plan.run_dir, fix="start again in another folder with run.dir=…"
+            )
         if found.path is None:
             emit("restore", step=0, path=None, seconds=time.time() - began, skipped=skipped)
             return TrainState()
         path = found.path
+    else:
+        check(path, verify)
     load(path, engine.tensors())
     saved = read_state(path)
     engine.load_state(saved["engine"])

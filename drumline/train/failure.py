@@ -28,7 +28,14 @@ def note(error: BaseException) -> None:
     noted = {"message": message, "traceback": text, "time": time.time(), "exit_code": error.exit_code if isinstance(error, DrumlineError) else 1}
     # The agent reads `message.message` and the call stack; the launcher reads our own part.
     stack = {"py_callstack": text or message, "timestamp": str(int(noted["time"]))}
-    Path(named).write_text(json.dumps({"message": {"message": message, "extraInfo": stack, "drumline": noted}}))
+    whole = Path(named + ".tmp")
+    try:
+        whole.write_text(json.dumps({"message": {"message": message, "extraInfo": stack, "drumline": noted}}))
+        whole.rename(named)  # the agent gives up on a file that is half written
+    except OSError as full:
+        whole.unlink(missing_ok=True)
+        # The exception itself must not be lost to a full disk: it goes to the log, whose end the launcher shows as well.
+        print(f"could not note the failure in {named}: {full}", file=sys.stderr)
 
 
 @contextmanager

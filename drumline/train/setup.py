@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.checkpoint.load import newest, read_state
+from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.detect import detect, free_bytes
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
@@ -99,35 +98,29 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
 
 
 def resume_from(run_dir: Path, request: Request, config: Config) -> str | None:
-    """The checkpoint folder that `--resume` means; None: start at step 0 (also when `--resume` finds nothing in the run folder yet)."""
+    """What `--resume` means to the ranks: `newest` (a start at step 0 where there is nothing yet), a checkpoint folder, or None.
+
+    Only a look at the config that was saved: the ranks verify the checkpoint itself, each a part of it.
+    """
     if request.resume is None:
         return None
     if request.resume == "newest":
-        found = newest(run_dir / CHECKPOINTS, verify=config.checkpoint.verify)
-        if found.path is None and found.skipped:
-            raise CheckpointError(
-                "; ".join(f"{path.name}: {reason}" for path, reason in found.skipped),
-                where=str(run_dir / CHECKPOINTS),
-                fix="no checkpoint is whole: start again in another folder with run.dir=…",
-            )
-        path = found.path
-    else:
-        path = _named(Path(request.resume), config)
-    if path is None:
-        return None
+        found = newest(run_dir / CHECKPOINTS, verify=False, alone=True)
+        if found.path is not None:
+            _check_config(found.path, config, request.allow)
+        return "newest"
+    path = _named(Path(request.resume))
     _check_config(path, config, request.allow)
     return str(path)
 
 
-def _named(path: Path, config: Config) -> Path:
-    """A checkpoint folder, or the newest one of a run folder."""
+def _named(path: Path) -> Path:
+    """A checkpoint folder, or the newest one of a run folder. Raises CheckpointError for anything else."""
     if (path / CHECKPOINTS).is_dir():
-        found = newest(path / CHECKPOINTS, verify=config.checkpoint.verify)
+        found = newest(path / CHECKPOINTS, verify=False, alone=True)
         if found.path is not None:
             return found.path
-    from drumline.checkpoint.load import check
-
-    check(path, verify=config.checkpoint.verify)
+    check(path, verify=False, alone=True)
     return path
 
 
@@ -141,7 +134,3 @@ def _check_config(path: Path, config: Config, allow: tuple[str, ...]) -> None:
             fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
         )
 
-
-def worker_threads(nproc: int) -> int:
-    """Threads for each rank's kernels: the cores shared out."""
-    return max(1, (os.cpu_count() or 1) // nproc)
