@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 IGNORE = -100
+# softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
+FP16_SCALE = 2.0**15
 
 
 def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Σ −log softmax(logits)[target] over targets != −100, in fp32, and bool[N]: whether the first choice is the target."""
-    loss_sum = F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORE, reduction="sum")
+    loss_sum = functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORE, reduction="sum")
     return loss_sum, logits_NV.detach().argmax(-1) == targets_N
 
 
@@ -24,12 +26,12 @@ def linear_cross_entropy(
     The gradients of hidden, weight and bias are made chunk by chunk in the forward, where the logits are at hand: a loss that is
     a sum scales them by one number in backward, so nothing need be computed twice (the idea of Cut Cross-Entropy, Wijmans et
     al. 2025, and of Liger's fused head, Hsu et al. 2024; unlike those this is plain PyTorch). Rows without a target are left out
-    before the product. Under autocast the product runs in its type, as a linear layer would; the softmax and the sums are fp32,
-    and so are the gradients until the end: fp16's loss scale comes too late to save small ones.
-    `chunk` 0: all logits at once. Second derivatives are not there.
+    before the product. Under autocast the product runs in its type, as a linear layer would; softmax, sums and the gradients of
+    the products are fp32. fp16's loss scale is not known yet when gradients are made, so a scale of their own keeps small ones.
+    `chunk` 0: all logits at once. One backward, and no second derivatives.
     """
     if chunk == 0:
-        return cross_entropy(F.linear(hidden_ND, weight_VD, bias_V), targets_N)
+        return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
     loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk)
     return loss_sum, correct_N
 
@@ -42,6 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
         precise = torch.promote_types(dtype, torch.float32)
+        scale = FP16_SCALE if dtype == torch.float16 else 1.0
         wants = ctx.needs_input_grad
         learned = (targets_N != IGNORE).nonzero().squeeze(1)
         weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
@@ -53,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             for rows in learned.split(chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
-                logits = F.linear(hidden, weight, bias).to(precise)
+                logits = functional.linear(hidden, weight, bias).to(precise)
                 correct_N[rows] = logits.argmax(-1) == targets
                 log_norm = logits.logsumexp(-1)
                 loss_sum += (log_norm - logits.gather(1, targets[:, None]).squeeze(1)).sum()
@@ -61,21 +64,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     continue
                 # d loss / d logits = softmax − one-hot, written over the logits.
                 grad = logits.sub_(log_norm[:, None]).exp_()
-                grad.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=precise))
+                grad.scatter_add_(1, targets[:, None], torch.full_like(log_norm[:, None], -1))
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
-                grad_low = grad.to(dtype)
+                low = grad.mul_(scale).to(dtype) if scale != 1.0 else grad.to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = (grad_low @ weight).to(precise)
+                    grad_hidden[rows] = _product(low, weight, precise).div_(scale)
                 if grad_weight is not None:
-                    grad_weight += grad_low.T @ hidden
+                    grad_weight.add_(_product(low.T, hidden, precise), alpha=1 / scale)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(correct_N)
         return loss_sum, correct_N
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        # In place: a second copy of the weight's gradient would be as large as the logits that were saved.
-        grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        # In place: a second copy of the weight's gradient would be as large as the logits that were saved. autograd sees the
+        # change and refuses a second backward.
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
         return (*grads, None, None)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:
+    """a @ b for factors of 16 bits with a result in `precise`: rounding it to 16 bits would lose, and in fp16 overflow, what fp32
+    sums hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
+    if a.dtype == precise:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=precise)
+    return a.to(precise) @ b.to(precise) if a.dtype == torch.float16 else (a @ b).to(precise)

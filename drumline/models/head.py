@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from drumline.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -19,44 +23,96 @@ class Outputs:
     logits_BTV: torch.Tensor | None = None
 
 
-def split(model: Any) -> tuple[nn.Module, nn.Module] | None:
-    """(trunk, head) of a causal LM as the class lays them out; None where it does not have both."""
-    trunk, head = getattr(model, "base_model", None), model.get_output_embeddings()
-    if trunk is None or trunk is model or head is None or getattr(head, "weight", None) is None:
+def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+    """(trunk, head) of a causal LM as the class lays them out; None where it does not have both.
+
+    The head must be a linear layer proper: its weight is used without its forward, which an adapter would lay its own over.
+    """
+    trunk, head = model.get_decoder(), model.get_output_embeddings()
+    if trunk is None or trunk is model or not isinstance(head, nn.Linear):
         return None
     return trunk, head
 
 
-@torch.no_grad()
 def can_split(model: Any) -> bool:
     """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling).
 
-    Found out by trying eight tokens, not by a list of classes. Random state and training mode are left as they were.
+    Found out by trying eight tokens, not by a list of classes, and to the last bit: soft-capping changes the small logits of a fresh
+    model by less than any tolerance. Random state and training mode are left as they were.
     """
     parts = split(model)
     if parts is None:
         return False
     trunk, head = parts
+
+    def is_head_of_trunk(ids_BT: torch.Tensor) -> bool:
+        seen: list[Any] = []
+        hook = trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        try:
+            logits = model(input_ids=ids_BT, use_cache=False).logits
+        finally:
+            hook.remove()
+        # The hidden states of that same run: two runs of a trunk may round differently (atomic sums on GPUs).
+        hidden = [getattr(output, "last_hidden_state", None) for output in seen]
+        if len(hidden) != 1 or hidden[0] is None or hidden[0].shape[-1] != head.in_features:
+            return False
+        by_itself = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
+        return torch.equal(logits, head(hidden[0])) and _close(by_itself, hidden[0])
+
+    return _tried(model, is_head_of_trunk)
+
+
+def require_documents_apart(model: Any) -> None:
+    """Raises ModelError for a model that, told by the positions alone, lets a document of a pack see the one before it.
+
+    Tried on two documents of four tokens: the second must come out the same behind the first as it does by itself.
+    """
+
+    def apart(ids_BT: torch.Tensor) -> bool:
+        positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
+        packed = model(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
+        alone = model(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
+        return _close(packed, alone)
+
+    if not _tried(model, apart):
+        raise ModelError(
+            f"{type(model).__name__} does not keep the documents of a pack apart",
+            where="data.packing",
+            fix="set data.packing: false for this model",
+        )
+
+
+def _tried(model: Any, trial: Callable[[torch.Tensor], bool]) -> bool:
+    """`trial` on eight token ids, int64[1, 8]: in eval mode, without gradients, in full fp32, and not compiled (the odd shape would
+    cost a compilation). Random state, modes and settings are as before afterwards."""
     device = next(model.parameters()).device
-    ids = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    training = model.training
+    ids_BT = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
+    training, tf32 = model.training, torch.backends.cuda.matmul.allow_tf32
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
     model.eval()
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        expected = model(input_ids=ids, use_cache=False).logits
-        got = head(trunk(input_ids=ids, use_cache=False).last_hidden_state)
-        return expected.shape == got.shape and torch.allclose(expected.float(), got.float(), rtol=1e-5, atol=1e-6)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+                return trial(ids_BT)
     finally:
         model.train(training)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Module] | None) -> Outputs:
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to rounding, relative to the largest value: one logit may be near zero by cancellation."""
+    return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
+
+
+def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None) -> Outputs:
     """Run a model on a batch (`input_ids_BT`, `position_ids_BT`). Documents of a pack are told apart by positions that start
     again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
     inputs = {"input_ids": batch.input_ids_BT, "position_ids": batch.position_ids_BT, "use_cache": False}
     if parts is None:
         return Outputs(logits_BTV=model(**inputs).logits)
     trunk, head = parts
-    return Outputs(hidden_BTD=trunk(**inputs).last_hidden_state, weight_VD=head.weight, bias_V=getattr(head, "bias", None))
+    return Outputs(hidden_BTD=trunk(**inputs).last_hidden_state, weight_VD=head.weight, bias_V=head.bias)
 
 
 class ForwardWithObjective(nn.Module):
@@ -72,3 +128,16 @@ class ForwardWithObjective(nn.Module):
         parts = split(self.model) if self.splits else None
         out = objective(outputs(self.model, batch, parts), batch)
         return out.loss_sum, out.sums
+
+
+def canonical_name(fqn: str) -> str:
+    """The Hugging Face name of a parameter of a ForwardWithObjective, from its name there or in whatever wraps it.
+
+    `module.model.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight` → `model.layers.0.mlp.up_proj.weight`. The one `model.`
+    of ForwardWithObjective itself goes too, so give only names that have it.
+    """
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        fqn = fqn.replace(wrapper, "")
+    own = fqn.removeprefix("module.")
+    assert own.startswith("model."), f"{fqn} is no name of a ForwardWithObjective"
+    return own.removeprefix("model.")

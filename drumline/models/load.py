@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from drumline.config.schema import ModelConfig
+from drumline.config.suggest import nearest
 from drumline.errors import ModelError
 from drumline.plan.facts import ModelFacts
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def quiet() -> None:
@@ -22,31 +25,72 @@ def quiet() -> None:
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config with `model.config` laid over it; `path` None: written out whole (needs model_type)."""
+    """The Hugging Face config with `model.config` laid over it; `path` None: written out whole (needs model_type).
+
+    Raises ModelError for a model_type, key or value that transformers does not take.
+    """
     from transformers import AutoConfig
 
     if path is not None:
         config = _from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **_options(path, model)))
         return _lay_over(config, model.config)
-    values = dict(model.config)
-    kind = values.pop("model_type", None)
+    kind = model.config.get("model_type")
     if kind is None:
         raise ModelError("neither an id nor a config with model_type", where="model", fix="set model.id, or model.config.model_type")
     try:
-        return AutoConfig.for_model(kind, **values)
+        config = AutoConfig.for_model(kind)
     except ValueError:
-        raise ModelError(f"transformers knows no model_type {kind!r}", where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2") from None
+        raise ModelError(
+            f"transformers knows no model_type {kind!r}", where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
+        ) from None
+    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    _require_known(config, values)
+    return _checked(lambda: AutoConfig.for_model(kind, **values))
 
 
 def _lay_over(config: Any, values: dict[str, Any]) -> Any:
-    """Set values on a config. A head size that followed from width and heads follows again, unless it is set itself."""
+    """Set values on a config. What followed from others follows again, unless it is set itself: a head size from width and heads,
+    the kinds of layers from their number (the pattern is cut, or goes on)."""
+    _require_known(config, values)
     width, heads, size = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     followed = bool(width and heads and size == width // heads)
-    for key, value in values.items():
-        setattr(config, key, value)
-    if followed and "head_dim" not in values:
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    return config
+
+    def lay() -> Any:
+        for key, value in values.items():
+            setattr(config, key, value)
+        if followed and "head_dim" not in values:
+            config.head_dim = config.hidden_size // config.num_attention_heads
+        kinds, layers = getattr(config, "layer_types", None), getattr(config, "num_hidden_layers", None)
+        if kinds and layers and "layer_types" not in values:
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+        if hasattr(config, "validate"):
+            config.validate()
+        return config
+
+    return _checked(lay)
+
+
+def _require_known(config: Any, values: dict[str, Any]) -> None:
+    """transformers takes any key and says nothing; a slip of the pen would train another model than was meant."""
+    for key in values:
+        if not hasattr(config, key):
+            guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
+            raise ModelError(
+                f"the config of {config.model_type} has no key {key!r}",
+                where=f"model.config.{key}",
+                fix=f"did you mean {guess}?" if guess else "see the model's config.json for its keys",
+            )
+
+
+def _checked(make: Callable[[], T]) -> T:
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return make()
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"transformers does not take this: {_first_line(error)}", where="model.config", fix="mend the values under model.config"
+        ) from None
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
@@ -55,7 +99,9 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
     source = model.tokenizer or path
     if source is None:
-        raise ModelError("a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one")
+        raise ModelError(
+            "a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one"
+        )
     tokenizer = _from_hub(source, model, lambda: AutoTokenizer.from_pretrained(source, **_options(source, model)))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template))
@@ -63,44 +109,52 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills short rows. It carries no loss and nothing attends to it, so where there is none the end-of-text token serves."""
-    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
-            return int(candidate)
-    return 0
+    """The id that fills short rows. It carries no loss and nothing attends to it, so where there is none the end-of-text token (or
+    id 0) serves, which is logged. No token is added."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    instead = int(tokenizer.eos_token_id or 0)
+    logger.warning("the tokenizer has no padding token: rows are filled with %r (id %d)", tokenizer.convert_ids_to_tokens(instead), instead)
+    return instead
 
 
 def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None) -> Any:
-    """A causal LM in fp32 (or `dtype`) on `device`: weights of `path`, or random ones drawn from `seed` where init is random."""
+    """A causal LM in fp32 (or `dtype`) on `device`: weights of `path`, or random ones drawn from `seed` where init is random.
+
+    attention `auto` is transformers' own choice: sdpa, or eager for a class that has no sdpa. Raises ModelError, also where the folder
+    holds no weights for some part of the model (transformers would fill it at random).
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     quiet()
-    dtype = dtype or torch.float32
-    attention = "sdpa" if model.attention == "auto" else model.attention
     config = load_config(path, model)
+    options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
     if path is not None and model.init == "pretrained":
-        options = _options(path, model) | {"dtype": dtype, "attn_implementation": attention, "config": config}
-        built = _from_hub(path, model, lambda: AutoModelForCausalLM.from_pretrained(path, **options))
+        options |= _options(path, model) | {"config": config, "output_loading_info": True}
+        built: Any
+        report: dict[str, Any]
+        built, report = _from_hub(path, model, lambda: cast(Any, AutoModelForCausalLM.from_pretrained(path, **options)))
+        _require_all(report["missing_keys"], path, model)
     else:
+        options["trust_remote_code"] = model.trust_remote_code
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            built = _attention_or_eager(
-                lambda kind: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kind, trust_remote_code=model.trust_remote_code),
-                attention, model,
-            )  # fmt: skip
+            built = _from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options))
     built.config.use_cache = False
     return built.to(device)
 
 
-def _attention_or_eager(make: Callable[[str], T], attention: str, model: ModelConfig) -> T:
-    """`auto` is sdpa, or eager for the few classes that have no other."""
-    try:
-        return make(attention)
-    except (ValueError, ImportError) as error:
-        if model.attention == "auto" and "scaled_dot_product_attention" in str(error):
-            return make("eager")
-        raise ModelError(_first_line(error), where="model.attention", fix="use attention: auto") from None
+def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
+    if missing:
+        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"has no weights for {first}{more}",
+            where=path,
+            fix="model.config asks for a larger model than this: take it back, or set model.init: random"
+            if model.config
+            else "name a whole model",
+        )
 
 
 def facts(config: Any, length: int) -> ModelFacts:
@@ -113,8 +167,10 @@ def facts(config: Any, length: int) -> ModelFacts:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # A class of the model's own code: whoever loaded this config has agreed to run that.
+    remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
@@ -148,7 +204,9 @@ def check_fits(config: Any, tokenizer: Any, max_length: int) -> None:
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ModelError(
-            f"sequences of {max_length} tokens are longer than the model's {positions} positions", where="data.max_length", fix=f"at most {positions}"
+            f"sequences of {max_length} tokens are longer than the model's {positions} positions",
+            where="data.max_length",
+            fix=f"at most {positions}",
         )
 
 
@@ -165,22 +223,38 @@ def _from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
-                "this model brings code of its own and model.trust_remote_code is off", where=path, fix="read that code, then set model.trust_remote_code: true"
+                "this model brings code of its own and model.trust_remote_code is off",
+                where=path,
+                fix="read that code, then set model.trust_remote_code: true",
             ) from None
-        if Path(path).is_dir():
-            if "attn_implementation" in text or "scaled_dot_product_attention" in text:
-                raise ModelError(_first_line(error), where="model.attention", fix="use attention: eager") from None
-            raise ModelError(f"not a loadable model folder: {_first_line(error)}", where=path, fix="it needs config.json, weights and a tokenizer") from None
-        raise ModelError(f"cannot be had: {_first_line(error)}", where=path, fix="check the id and the network, or give a local folder") from None
+        if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
+            raise ModelError(_first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
+        if "AutoModelForCausalLM" in text:
+            kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
+            raise ModelError(
+                f"no causal language model: transformers has none for {kind}", where=path, fix="name a model that generates text"
+            ) from None
+        if Path(path).is_dir() or path == "model.config":
+            raise ModelError(
+                f"cannot be loaded: {_first_line(error)}", where=path, fix="a model folder has config.json, weights and a tokenizer"
+            ) from None
+        raise ModelError(
+            f"cannot be had: {_first_line(error)}", where=path, fix="check the id and the network, or give a local folder"
+        ) from None
 
 
 def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"chat template cannot be read: {_first_line(error)}", where=str(path), fix="model.chat_template is the path of a Jinja file") from None
+        raise ModelError(
+            f"chat template cannot be read: {_first_line(error)}", where=str(path), fix="model.chat_template is the path of a Jinja file"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The first line of a message, with the second where the first only announces it."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])

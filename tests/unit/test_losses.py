@@ -10,7 +10,9 @@ from drumline.algorithms.losses import cross_entropy, linear_cross_entropy
 N, D, V = 37, 16, 53
 
 
-def tensors(dtype: torch.dtype = torch.float32, bias: bool = False, masked: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+def tensors(
+    dtype: torch.dtype = torch.float32, bias: bool = False, masked: float = 0.3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(N, D, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
@@ -20,7 +22,9 @@ def tensors(dtype: torch.dtype = torch.float32, bias: bool = False, masked: floa
     return hidden, weight, bias_V, targets
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return cross_entropy(torch.nn.functional.linear(hidden, weight, bias), targets)
 
 
@@ -69,9 +73,69 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
         assert (got - truth).norm() <= 1.2 * (wanted - truth).norm()
 
 
-def test_gradient_is_right_in_float64() -> None:
+@pytest.mark.parametrize("chunk", [1, 8, 64])
+def test_gradient_is_right_in_float64(chunk: int) -> None:
     hidden, weight, bias, targets = tensors(torch.float64, bias=True)
-    assert torch.autograd.gradcheck(lambda h, w, b: linear_cross_entropy(h, w, b, targets, 8)[0], (hidden, weight, bias))
+    # gradcheck goes back twice, and our backward works on what it saved: hand it copies.
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, torch.clone):
+        assert torch.autograd.gradcheck(lambda h, w, b: linear_cross_entropy(h, w, b, targets, chunk)[0], (hidden, weight, bias))
+
+
+def test_a_second_backward_is_refused_rather_than_wrong() -> None:
+    hidden, weight, _, targets = tensors()
+    loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    (loss * 2).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss * 3).backward()
+
+
+def test_fp16_keeps_gradients_that_fp16_has_no_number_for() -> None:
+    """Of 4096 equally likely tokens one is learned; the others' gradients, scaled by 2⁻¹⁴ as their hidden states are, are under fp16's
+    smallest number (6e-8), and a loss scale that comes after them could not bring them back."""
+    vocabulary = 4096
+    hidden = torch.full((2, D), 2.0**-14, requires_grad=True)
+    weight = torch.zeros(vocabulary, D, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = linear_cross_entropy(hidden, weight, None, torch.tensor([0, -100]), 8)
+    loss.backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[1:], torch.full_like(weight.grad[1:], 2.0**-14 / vocabulary), rtol=1e-3, atol=0)
+
+
+def test_fp16_sums_over_more_than_fp16_can_hold() -> None:
+    """One token is wrong in the same way everywhere: its gradient, a sum over places, passes 65504."""
+    places = 64
+    hidden = torch.full((places, D), 2048.0, requires_grad=True)
+    weight = torch.zeros(2, D, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss, _ = linear_cross_entropy(hidden, weight, None, torch.zeros(places, dtype=torch.long), 64)
+    loss.backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[0], torch.full((D,), -0.5 * places * 2048.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_get_gradients_of_16_bits(dtype: torch.dtype) -> None:
+    hidden, weight, _, targets = tensors(dtype)
+    loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    assert loss.dtype == torch.float32
+    exact = gradients(plain(hidden.float(), weight.float(), None, targets)[0], hidden, weight)
+    for got, truth in zip(gradients(loss, hidden, weight), exact, strict=True):
+        assert got.dtype == dtype
+        assert (got - truth).norm() <= 2 * torch.finfo(dtype).eps * truth.norm()
+
+
+def test_only_learned_rows_are_looked_at() -> None:
+    """What stands where nothing is learned (padding, prompts) has no part in the result, not even where it is no number."""
+    hidden, weight, _, targets = tensors()
+    broken = hidden.detach().clone()
+    broken[targets == -100] = torch.nan
+    broken.requires_grad_()
+    loss, correct = linear_cross_entropy(broken, weight, None, targets, 8)
+    expected, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
+    assert torch.equal(loss, expected) and not correct[targets == -100].any()
+    got, wanted = gradients(loss, broken, weight), gradients(expected, hidden, weight)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_without_gradients_none_are_made() -> None:
