@@ -1,4 +1,4 @@
-"""How a rank ends when something is raised: noted for the launcher, then the exit code that errors.py gives it."""
+"""How a rank ends when something is raised: told once, noted for the launcher, then the exit code that errors.py gives it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, Preempted
+
+_noted = False
 
 
 def note(error: BaseException) -> None:
-    """Write an exception to the file that the elastic agent reads, the first one only: what comes after it is a consequence.
+    """Print an exception to the rank's log and write it to the file that the elastic agent reads; the first one of a process only.
 
-    A DrumlineError is its line and its exit code; anything else comes with its traceback.
+    What comes after the first is a consequence of it. A DrumlineError is its line and its exit code; anything else comes with its
+    traceback.
     """
-    named = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not named or Path(named).exists():
+    global _noted
+    if _noted:
         return
-    ours = isinstance(error, DrumlineError)
-    message = error.line() if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-    text = "" if ours else "".join(traceback.format_exception(error))
-    noted = {"message": message, "traceback": text, "time": time.time(), "exit_code": error.exit_code if isinstance(error, DrumlineError) else 1}
+    _noted = True
+    if isinstance(error, DrumlineError):
+        message, text, code = error.line(), "", error.exit_code
+        print(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}", file=sys.stderr)
+    else:
+        message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
+        print(text, file=sys.stderr)
+    if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _write(Path(named), {"message": message, "traceback": text, "time": time.time(), "exit_code": code})
+
+
+def _write(path: Path, noted: dict[str, object]) -> None:
     # The agent reads `message.message` and the call stack; the launcher reads our own part.
-    stack = {"py_callstack": text or message, "timestamp": str(int(noted["time"]))}
-    whole = Path(named + ".tmp")
+    stack = {"py_callstack": noted["traceback"] or noted["message"], "timestamp": str(int(time.time()))}
+    whole = path.with_suffix(".tmp")
     try:
-        whole.write_text(json.dumps({"message": {"message": message, "extraInfo": stack, "drumline": noted}}))
-        whole.rename(named)  # the agent gives up on a file that is half written
+        whole.write_text(json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
+        whole.rename(path)  # the agent gives up on a file that is half written
     except OSError as full:
         whole.unlink(missing_ok=True)
-        # The exception itself must not be lost to a full disk: it goes to the log, whose end the launcher shows as well.
-        print(f"could not note the failure in {named}: {full}", file=sys.stderr)
+        print(f"could not note the failure in {path}: {full}", file=sys.stderr)
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Around a rank's whole work: leaves with the exit code of a DrumlineError, and with the traceback of anything else."""
+    """Around a rank's whole work: whatever is raised is noted and becomes the process's exit code."""
     try:
         yield
-    except DrumlineError as error:
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: told in full, and the code says that it failed
         note(error)
-        print(f"error: {error.line()}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except Exception as error:
-        note(error)
-        raise
+        raise SystemExit(error.exit_code if isinstance(error, DrumlineError) else 1) from None

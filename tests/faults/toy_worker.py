@@ -1,0 +1,68 @@
+"""A rank without a model: joins gloo, counts steps into events.jsonl, and misbehaves as the plan's run folder says (a file `behave`).
+
+    behave: "raise RANK STEP" | "exit RANK STEP" | "hang" | "steps N"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from drumline.dist.start import die_with_parent, start, stop
+from drumline.errors import TrainingStopped
+from drumline.plan.plan import Plan
+from drumline.report.events import EventLog
+from drumline.train.failure import note, recording
+from drumline.train.signals import StopFlag
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--parent", type=int)
+    options = parser.parse_args()
+    die_with_parent(options.parent)
+    plan = Plan.load(options.plan)
+    with recording(), StopFlag():
+        ranks = start("cpu", "gloo", 30)
+        try:
+            walk(Path(plan.run_dir), ranks.rank)
+        except BaseException as error:
+            note(error)
+            raise
+        finally:
+            stop()
+
+
+def walk(run: Path, rank: int) -> None:
+    word, *arguments = (run / "behave").read_text().split()
+    log = EventLog(run / "events.jsonl") if rank == 0 else None
+    pids = run / f"pid-{rank}"
+    pids.write_text(json.dumps([*(json.loads(pids.read_text()) if pids.exists() else []), os.getpid()]))
+    first = len(json.loads(pids.read_text())) == 1
+    for step in range(1, 200):
+        dist.all_reduce(torch.ones(()))
+        if log:
+            log.emit("eval", step=step, loss=0.0, samples=1, seconds=0.0)
+        if word in ("raise", "exit", "once") and (rank, step) == tuple(map(int, arguments[:2])):
+            if word == "exit":
+                os._exit(7)
+            if word == "raise" or first:
+                raise ValueError(f"rank {rank} does not like step {step}")
+        if word == "stop" and step == 3:
+            raise TrainingStopped("enough", where="policy", fix="nothing")
+        if word == "hang" and step == 3:
+            time.sleep(600)
+        if word == "once" and step == 20:
+            return
+
+
+if __name__ == "__main__":
+    main()
