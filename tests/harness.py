@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 
-WORDS = "drum line rank step beat march keep time one two three four left right sum mean loss shard mesh seed".split()
+WORDS = ["drum", "line", "rank", "step", "beat", "march", "keep", "time", "one", "two", "three", "left", "right", "sum", "mean", "mesh"]
 
 
 def chat_rows(number: int, seed: int = 0, longest: int = 12) -> list[dict[str, Any]]:

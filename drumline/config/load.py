@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from drumline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from. Paths of data files and templates in it are relative to `base_dir`, run.dir to the current folder."""
+    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder."""
 
     config: Config
     path: Path
@@ -70,7 +71,7 @@ def _override(values: dict[str, Any], override: str) -> KeyPath:
         raise ConfigError(f"{override!r} is no override", where="command line", fix="write key=value, such as optimizer.lr=1e-4")
     path: KeyPath = tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
     place: Any = values
-    for key, following in zip(path[:-1], path[1:], strict=True):
+    for key, following in pairwise(path):
         if isinstance(place, list):
             place = _item(place, key, override)
             continue
@@ -92,7 +93,9 @@ def _override(values: dict[str, Any], override: str) -> KeyPath:
 
 def _item(place: list[Any], key: str | int, override: str) -> Any:
     if not isinstance(key, int) or key >= len(place):
-        raise ConfigError(f"the list has {len(place)} items, no {key!r}", where=f"override {override}", fix=f"count from 0 to {len(place) - 1}")
+        raise ConfigError(
+            f"the list has {len(place)} items, no {key!r}", where=f"override {override}", fix=f"count from 0 to {len(place) - 1}"
+        )
     return place[key]
 
 

@@ -6,7 +6,7 @@ by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `d
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -33,7 +33,8 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Hub revision: a branch, tag or commit.")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: build from the config with `run.seed`.")
     config: dict[str, Any] = Field(
-        default_factory=dict, description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type)."
+        default_factory=dict,
+        description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type).",
     )
     tokenizer: str | None = Field(None, description="Folder or hub id of another tokenizer than the model's own.")
     chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
@@ -89,13 +90,14 @@ class SavedSource(_Source):
 class TasksSource(_Source):
     kind: Literal["tasks"] = "tasks"
     tasks: dict[str, dict[str, Any]] = Field(
-        min_length=1, description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}."
+        min_length=1,
+        description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}.",
     )
     size: int = Field(500, gt=0, description="Rows in all, dealt evenly over the tasks.")
     seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
 
 
-Source = Annotated[Union[FileSource, HubSource, SavedSource, TasksSource], Field(discriminator="kind")]
+Source = Annotated[FileSource | HubSource | SavedSource | TasksSource, Field(discriminator="kind")]
 
 
 class DataConfig(Section):
@@ -104,11 +106,18 @@ class DataConfig(Section):
     holdout: int = Field(0, ge=0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
     max_length: int = Field(1024, gt=1, description="Tokens of a training sequence, and of a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
-        "right", description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error. How many is always said."
+        "right",
+        description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
     )
-    packing: bool = Field(True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries.")
-    learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens that carry loss: assistant turns and completions, or all.")
-    order: Literal["shuffle", "sequential"] = Field("shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch).")
+    packing: bool = Field(
+        True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
+    )
+    learn_on: Literal["assistant", "all"] = Field(
+        "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
+    )
+    order: Literal["shuffle", "sequential"] = Field(
+        "shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch)."
+    )
     workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
     prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
     cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")
@@ -131,7 +140,7 @@ class SFTConfig(_TokenAlgorithm):
     kind: Literal["sft"] = "sft"
 
 
-Algorithm = Annotated[Union[PretrainConfig, SFTConfig], Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+Algorithm = Annotated[PretrainConfig | SFTConfig, Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
 
 
 # ------------------------------------------------------------------------------------------------------------- strategy
@@ -154,7 +163,7 @@ class DDPStrategy(Section):
     broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
 
 
-Strategy = Annotated[Union[AutoStrategy, SingleStrategy, DDPStrategy], Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+Strategy = Annotated[AutoStrategy | SingleStrategy | DDPStrategy, Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
 
 
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …
@@ -178,9 +187,13 @@ class BatchConfig(Section):
 class OptimizerConfig(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
     lr: float = Field(2e-5, gt=0, description="Peak learning rate, before lr_scaling.")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="lr × ratio, or lr × √ratio; ratio as the two keys below say.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="lr × ratio, or lr × √ratio; ratio as the two keys below say."
+    )
     lr_base_devices: int = Field(1, gt=0, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
-    lr_base_samples: int | None = Field(None, gt=0, description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices.")
+    lr_base_samples: int | None = Field(
+        None, gt=0, description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices."
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     momentum: float = Field(0.9, ge=0, description="SGD's momentum.")
@@ -190,7 +203,9 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    kind: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="Course of the rate after warm-up; wsd: flat, then linear down.")
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="Course of the rate after warm-up; wsd: flat, then linear down."
+    )
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up.")
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
     min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
@@ -206,7 +221,9 @@ class PrecisionConfig(Section):
 
 
 class MemoryConfig(Section):
-    activation_checkpointing: Literal["none", "full"] = Field("none", description="full: keep each block's input only and compute the block again in backward.")
+    activation_checkpointing: Literal["none", "full"] = Field(
+        "none", description="full: keep each block's input only and compute the block again in backward."
+    )
 
 
 class CompileConfig(Section):
@@ -223,7 +240,9 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
     verify: bool = Field(True, description="Check every shard's checksum before loading.")
-    export: Literal["none", "last", "best"] = Field("best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last.")
+    export: Literal["none", "last", "best"] = Field(
+        "best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last."
+    )
 
 
 class EvalConfig(Section):
@@ -235,7 +254,9 @@ class EvalConfig(Section):
 
 
 class HealthConfig(Section):
-    on_nan: Literal["stop", "skip"] = Field("stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent.")
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent."
+    )
     max_skips: int = Field(10, gt=0, description="skip: stop after this many skipped steps in a row.")
 
 
@@ -255,8 +276,8 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
     log_every: int = Field(1, gt=0, description="A step event each N steps.")
-    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        default_factory=lambda: ["tensorboard"], description="Where figures go besides events.jsonl."
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",), description="Where figures go besides events.jsonl."
     )
 
 

@@ -17,11 +17,14 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in pairs if tag != "tag:yaml.org,2002:float"] for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in pairs if tag != "tag:yaml.org,2002:float"]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"),
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
     list("-+0123456789."),
 )
 
@@ -43,7 +46,9 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Path, int]]:
         problem = getattr(error, "problem", None) or str(error)
         if "'\\t'" in problem:
             problem = "a tab where spaces are wanted"
-        raise ConfigError(f"not readable as YAML: {problem}", where=f"{name}:{mark.line + 1}" if mark else name, fix="mend that line") from None
+        raise ConfigError(
+            f"not readable as YAML: {problem}", where=f"{name}:{mark.line + 1}" if mark else name, fix="mend that line"
+        ) from None
     finally:
         loader.dispose()
 
@@ -53,7 +58,9 @@ def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str) -> Non
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if (*path, key) in lines:
-                raise ConfigError(f"key {key!r} stands twice, on lines {lines[(*path, key)]} and {line}", where=f"{name}:{line}", fix="keep one of them")
+                raise ConfigError(
+                    f"key {key!r} stands twice, on lines {lines[(*path, key)]} and {line}", where=f"{name}:{line}", fix="keep one of them"
+                )
             lines[(*path, key)] = line
             _walk(value_node, (*path, key), lines, name)
     elif isinstance(node, yaml.SequenceNode):

@@ -1,6 +1,5 @@
 """Token batches: rows of segments, padded to one width. B rows, T tokens."""
 
-# ruff: noqa: N815 - names carry shapes
 from __future__ import annotations
 
 from collections.abc import Sequence

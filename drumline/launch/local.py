@@ -43,7 +43,9 @@ class Asked:
         self.number = signal.SIGKILL if self.number else (signal.SIGTERM if number == signal.SIGHUP else number)
 
 
-def launch(plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[dict[str, Any]], None], worker: list[str] | None = None) -> int:
+def launch(
+    plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[dict[str, Any]], None], worker: list[str] | None = None
+) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
     `worker`: Python's arguments that start a rank; it is given the plan's path, `--parent PID` and, to go on, `--resume PATH`.
@@ -54,7 +56,9 @@ def launch(plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     nproc = plan.mesh.world_size
     if options.port is not None and not is_free(options.port):
-        raise EnvironmentFault(f"port {options.port} is held by {port_holder(options.port)}", where="launch.port", fix="end it, or leave launch.port out")
+        raise EnvironmentFault(
+            f"port {options.port} is held by {port_holder(options.port)}", where="launch.port", fix="end it, or leave launch.port out"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     restarts = Restarts(options.max_restarts)
     events_path = run_dir / "events.jsonl"
@@ -103,7 +107,10 @@ def _last_words(ends: list[RankEnd], code: int, asked: int) -> None:
     elif code == 75:
         print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
     elif code == 1 and asked:
-        print("error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume", file=sys.stderr)
+        print(
+            "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume",
+            file=sys.stderr,
+        )
     elif code:
         print(f"error: {root_cause(ends).message}", file=sys.stderr)
 
@@ -113,7 +120,10 @@ def _tell(cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: 
     if reason is None:
         print(f"starting again from the newest checkpoint ({restarts.left} restarts left until the next progress)", file=sys.stderr)
     else:
-        print(f"error: rank {cause.rank} failed after step {step}: {cause.message.splitlines()[0]} — {reason}; see {cause.log}", file=sys.stderr)
+        print(
+            f"error: rank {cause.rank} failed after step {step}: {cause.message.splitlines()[0]} — {reason}; see {cause.log}",
+            file=sys.stderr,
+        )
     EventLog(events_path).emit(
         "fault",
         attempt=attempt,

@@ -10,8 +10,9 @@ from typing import Any
 
 # What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
 CONSEQUENCES = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed", "NCCL communicator was aborted",
-    "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused", "failed on another rank", "Application timeout",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
+    "NCCL communicator was aborted",     "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
+    "failed on another rank", "Application timeout",
 )  # fmt: skip
 LOG_LINES = 15
 

@@ -22,7 +22,9 @@ def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_mic
     if total is None:
         micro, accumulation = micro or 1, accumulation or 1
         total = micro * accumulation * data_ranks
-        why.append(f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}")
+        why.append(
+            f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
+        )
     elif micro and accumulation:
         if micro * accumulation * data_ranks != total:
             raise PlanError(

@@ -35,7 +35,8 @@ def plan_line(plan: Plan) -> str:
     predicted, world = plan.predicted, plan.mesh.world_size
     model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
     parts = [
-        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {count(predicted.parameters)}" if predicted.parameters else ""),
+        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}"
+        + (f" {count(predicted.parameters)}" if predicted.parameters else ""),
         f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),

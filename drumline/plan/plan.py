@@ -44,7 +44,9 @@ class BatchPlan(Frozen):
 
     def rule(self, data_ranks: int) -> str:
         """The product rule with its numbers, for the plan line."""
-        return f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {data_ranks} data ranks"
+        return (
+            f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {data_ranks} data ranks"
+        )
 
 
 class DataPlan(Frozen):

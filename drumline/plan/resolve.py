@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from drumline.cluster.catalog import peak_flops
 from drumline.cluster.detect import Machine
@@ -65,7 +66,7 @@ def resolve(
     )
 
 
-def _device(config: Config, machine: Machine) -> str:
+def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     wanted = config.run.device
     if wanted == "cuda" and machine.device != "cuda":
         raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
@@ -95,18 +96,22 @@ def _mesh(config: Config, world: int, why: list[str]) -> Mesh:
     if kind == "single" and world != 1:
         raise PlanError(f"strategy single runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1")
     if kind == "auto":
-        why.append("strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model")
+        why.append(
+            "strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model"
+        )
     return Mesh(replicate=world)
 
 
-def _precision(config: Config, machine: Machine, device: str, why: list[str]) -> str:
+def _precision(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
     kind = config.precision.kind
     if kind != "auto":
         if kind == "bf16" and device == "cuda" and not machine.bf16:
             raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
         return kind
-    chosen = "bf16" if device == "cuda" and machine.bf16 else "fp32"
-    why.append(f"precision {chosen}: " + ("the GPU has bfloat16; master weights stay fp32" if chosen == "bf16" else f"the default on {device}"))
+    chosen: Literal["fp32", "bf16"] = "bf16" if device == "cuda" and machine.bf16 else "fp32"
+    why.append(
+        f"precision {chosen}: " + ("the GPU has bfloat16; master weights stay fp32" if chosen == "bf16" else f"the default on {device}")
+    )
     return chosen
 
 
@@ -117,7 +122,7 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None) -> int | Non
 
 
 def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
-    """Samples of the whole run. `epochs` ends on the last sample (the last batch is filled up with weightless rows); `steps` on a full batch."""
+    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch."""
     if config.run.steps is not None:
         return config.run.steps * batch.global_samples
     return max(1, round(config.run.epochs * data.train_samples))

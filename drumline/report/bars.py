@@ -24,7 +24,9 @@ def bars(console: Console) -> Iterator[OnProgress]:
 
         yield line
         return
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=False) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=False
+    ) as progress:
         tasks: dict[str, int] = {}
 
         def bar(phase: str, done: int, total: int | None) -> None:

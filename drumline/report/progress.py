@@ -86,8 +86,9 @@ class Progress:
         every = max(1, steps // PLAIN_STEP_LINES)
         if self.live is None and (event["step"] % every == 0 or event["step"] in (1, steps)):
             self._say(
-                f"step {event['step']}/{steps or '?'}  loss {self.losses[-1]:.4f} (mean {self._mean(-MEAN_STEPS, None):.3f})  lr {event['lr']:.3g}  |g| {_number(event['grad_norm'])}"
-                f"  {event['tokens_per_s']:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
+                f"step {event['step']}/{steps or '?'}  loss {self.losses[-1]:.4f} (mean {self._mean(-MEAN_STEPS, None):.3f})"
+                f"  lr {event['lr']:.3g}  |g| {_number(event['grad_norm'])}  {event['tokens_per_s']:.0f} tok/s"
+                f"  ETA {self._eta()}  memory {self._memory()}"
             )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
@@ -132,7 +133,10 @@ class Progress:
         spent = end["goodput"]
         lines = ["", f"finished {end['step']} steps in {duration(spent.get('elapsed', 0))}"]
         if len(self.losses) >= 2 * MEAN_STEPS:
-            lines.append(f"  training loss {self._mean(None, MEAN_STEPS):.4f} → {self._mean(-MEAN_STEPS, None):.4f}  (means of the first and last {MEAN_STEPS} steps)")
+            lines.append(
+                f"  training loss {self._mean(None, MEAN_STEPS):.4f} → {self._mean(-MEAN_STEPS, None):.4f}"
+                f"  (means of the first and last {MEAN_STEPS} steps)"
+            )
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
             lines += [f"  held-out {name:<15} {before[name]:.4f} → {after[name]:.4f}" for name in _names(after) if name in before]
@@ -153,23 +157,36 @@ class Progress:
             return Text("starting the ranks …", style="dim")
         step, steps = self.step.get("step", 0), self.start.get("steps") or 1
         bar = Table.grid(padding=(0, 1), expand=False)
-        bar.add_row(Text(f"step {step}/{steps}", style="bold"), ProgressBar(total=steps, completed=step, width=32), Text(f"ETA {self._eta()}", style="cyan"))
+        bar.add_row(
+            Text(f"step {step}/{steps}", style="bold"),
+            ProgressBar(total=steps, completed=step, width=32),
+            Text(f"ETA {self._eta()}", style="cyan"),
+        )
         if not self.step:
             return Group(bar, Text("loading the model; the first step comes next", style="dim"))
         figures = Table.grid(padding=(0, 2))
-        figures.add_row("loss", Text(f"{self.losses[-1]:.4f}  mean of {MEAN_STEPS} {self._mean(-MEAN_STEPS, None):.4f}  {spark(self.losses)}", style="green"))
+        figures.add_row(
+            "loss",
+            Text(f"{self.losses[-1]:.4f}  mean of {MEAN_STEPS} {self._mean(-MEAN_STEPS, None):.4f}  {spark(self.losses)}", style="green"),
+        )
         speed = f"{self.step['tokens_per_s']:,.0f} tokens/s · {self.step['samples_per_s']:.2f} samples/s"
         if self.step.get("mfu"):
             speed += f" · MFU {self.step['mfu']:.1%}"
         figures.add_row("speed", speed)
-        figures.add_row("time", f"data {self.step['data_s']:.2f} s · compute {self.step['compute_s']:.2f} s · waiting for others {self.step['comm_s']:.2f} s")
+        figures.add_row(
+            "time",
+            f"data {self.step['data_s']:.2f} s · compute {self.step['compute_s']:.2f} s · waiting for others {self.step['comm_s']:.2f} s",
+        )
         figures.add_row("rate", f"lr {self.step['lr']:.3g} · gradient norm {_number(self.step['grad_norm'])}")
         figures.add_row("memory", self._memory())
         if self.evals:
             figures.add_row("held out", f"{_figures(self.evals[-1])} (step {self.evals[-1]['step']})")
         if self.save.get("path"):
             ago = duration(time.time() - self.save["t"])
-            figures.add_row("saved", f"step {self.save['step']}, {ago} ago, {size(self.save['bytes'])}, training stood still {self.save['blocked_seconds']:.2f} s")
+            figures.add_row(
+                "saved",
+                f"step {self.save['step']}, {ago} ago, {size(self.save['bytes'])}, training waited {self.save['blocked_seconds']:.2f} s",
+            )
         return Group(bar, figures)
 
     def _eta(self) -> str:

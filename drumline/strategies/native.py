@@ -42,9 +42,7 @@ class NativeEngine:
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.device = plan.device
         self.autocast_dtype = AUTOCAST.get(plan.precision)
-        self.scaler = torch.amp.GradScaler(
-            self.device, init_scale=plan.config.precision.initial_scale, enabled=plan.precision == "fp16"
-        )
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.named, plan.config.optimizer)
         self.model.train()

@@ -17,7 +17,9 @@ def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) ->
     ]
     groups = [g for g in groups if g["params"]]
     if options.kind == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused
+        )
     else:
         optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=options.fused)
     _materialise(optimizer)

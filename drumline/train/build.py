@@ -123,7 +123,9 @@ def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
         skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
         if found.path is None and skipped:
             raise CheckpointError(
-                "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped), where=plan.run_dir, fix="start again in another folder with run.dir=…"
+                "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped),
+                where=plan.run_dir,
+                fix="start again in another folder with run.dir=…",
             )
         if found.path is None:
             emit("restore", step=0, path=None, seconds=time.time() - began, skipped=skipped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -57,11 +56,18 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
 
 def export(run: Path, to: Path, which: str, dtype: str) -> None:
     """`drumline export`: a Hugging Face folder, reloaded and compared."""
+    from drumline.models.export import Which
     from drumline.models.export import export as write
 
-    choice = int(which) if which.isdigit() else which
-    if choice not in ("last", "best") and not isinstance(choice, int):
-        raise UserError(f"which {which!r}", fix="last, best, or the number of a step")
+    choice: Which
+    if which == "last":
+        choice = "last"
+    elif which == "best":
+        choice = "best"
+    elif which.isdigit():
+        choice = int(which)
+    else:
+        raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
     with bars(Console(stderr=True)) as on_progress:
         result = write(run, to, choice, on_progress, dtype=dtype)
-    print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}", file=sys.stdout)
+    print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")

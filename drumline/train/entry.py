@@ -62,7 +62,9 @@ def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> Non
                 speaker.close(error, goodput)
 
 
-def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput) -> None:
+def train_on(
+    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput
+) -> None:
     """Build and run one plan in the process group that is there."""
     from drumline.train.build import build
 
@@ -117,7 +119,8 @@ class Speaker:
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         """The last event of this process: how it ended."""
-        status = {None: "finished", Preempted: "preempted", TrainingStopped: "stopped"}.get(type(error) if error else None, "failed")
+        kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
+        status = kinds.get(type(error), "failed")
         code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
         self.emit("run_end", status=status, exit_code=code, step=self.last_step, goodput=goodput.report())
         for sink in self.sinks:

@@ -25,7 +25,9 @@ def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
     asked = loaded.config.launch.nproc
     if asked is not None and asked != ranks.world_size:
         raise EnvironmentFault(
-            f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes", where="launch.nproc", fix="leave launch.nproc out"
+            f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes",
+            where="launch.nproc",
+            fix="leave launch.nproc out",
         )
     with recording():
         if ranks.rank == 0:

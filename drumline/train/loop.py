@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
@@ -105,7 +105,15 @@ class Loop:
             self._not_finite(batch, loss, grad_norm)
 
     def _log_step(
-        self, batch: GlobalBatch, loss: float, lr: float, grad_norm: float, tokens: float, seconds: float, total: dict[str, float], memory: list[float]
+        self,
+        batch: GlobalBatch,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        tokens: float,
+        seconds: float,
+        total: dict[str, float],
+        memory: list[float],
     ) -> None:
         world = self.gather.world_size
         samples = int((batch.sample_ids >= 0).sum())
@@ -142,7 +150,12 @@ class Loop:
         policy = "rescale" if rescale else health.on_nan
         self.state.skips += 1
         self.emit(
-            "nonfinite", step=self.state.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=[int(i) for i in batch.sample_ids if i >= 0]
+            "nonfinite",
+            step=self.state.step,
+            policy=policy,
+            loss=loss,
+            grad_norm=grad_norm,
+            sample_ids=[int(i) for i in batch.sample_ids if i >= 0],
         )
         self.engine.skip()
         limit = MAX_RESCALES if rescale else health.max_skips
@@ -154,7 +167,7 @@ class Loop:
             raise TrainingStopped(
                 what,
                 where="health.on_nan",
-                fix="look at the samples in the `nonfinite` event of events.jsonl; lower optimizer.lr, or health.on_nan=skip to pass over such steps",
+                fix="look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip",
             )
 
     def evaluate(self) -> bool:

@@ -80,19 +80,25 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     run_dir = Path(plan.run_dir)
     start = resume_from(run_dir, request, plan.config)
     if request.resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
-        raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…")
+        raise EnvironmentFault(
+            "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
+        )
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(to_yaml(plan.config))
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
     except OSError as error:
-        raise EnvironmentFault(f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…") from error
+        raise EnvironmentFault(
+            f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…"
+        ) from error
     needed = CHECKPOINT_BYTES_PER_PARAMETER * (plan.predicted.parameters or 0)
     free = free_bytes(run_dir)
     if free < needed:
         raise EnvironmentFault(
-            f"one checkpoint needs about {size(needed)}, {size(free)} are free", where=str(run_dir), fix="free space, or choose another disk with run.dir=…"
+            f"one checkpoint needs about {size(needed)}, {size(free)} are free",
+            where=str(run_dir),
+            fix="free space, or choose another disk with run.dir=…",
         )
     return plan_path, start
 
@@ -126,11 +132,14 @@ def _named(path: Path) -> Path:
 
 def _check_config(path: Path, config: Config, allow: tuple[str, ...]) -> None:
     old = Config.model_validate(read_state(path)["config"])
-    refused = [d for d in differences(old, config) if d.matters and "all" not in allow and not any(d.key == a or d.key.startswith(a + ".") for a in allow)]
+    refused = [
+        d
+        for d in differences(old, config)
+        if d.matters and "all" not in allow and not any(d.key == a or d.key.startswith(a + ".") for a in allow)
+    ]
     if refused:
         raise CheckpointError(
             "the config differs in what the run depends on: " + "; ".join(f"{d.key} {d.old!r} → {d.new!r}" for d in refused),
             where=str(path),
             fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
         )
-

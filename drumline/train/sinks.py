@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ class Sink:
         prefix = KINDS.get(event["kind"])
         if prefix is None:
             return
-        figures = {f"{prefix}/{k}": float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+        figures = {
+            f"{prefix}/{k}": float(v)
+            for k, v in event.items()
+            if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")
+        }
         for rank, bytes_ in enumerate(event.get("memory_bytes", [])):
             figures[f"{prefix}/memory_bytes/rank_{rank}"] = float(bytes_)
         self._guard(lambda: self._write(figures, event["step"]))
@@ -44,7 +48,7 @@ class Sink:
             print(f"warning: {self.name} failed and gets no more figures: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def open_sinks(report_to: list[str], run_dir: Path, config: dict[str, Any], name: str) -> list[Sink]:
+def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str) -> list[Sink]:
     """The trackers of `run.report_to`. Raises EnvironmentFault, before anything is trained, for a library that is not installed."""
     makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
     return [makers[kind](run_dir, config, name) for kind in report_to]
@@ -54,7 +58,9 @@ def _library(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise EnvironmentFault(f"{extra} is not installed", where="run.report_to", fix=f"pip install 'drumline[{extra}]', or take it out of the list") from None
+        raise EnvironmentFault(
+            f"{extra} is not installed", where="run.report_to", fix=f"pip install 'drumline[{extra}]', or take it out of the list"
+        ) from None
 
 
 def _tensorboard(run_dir: Path, config: dict[str, Any], name: str) -> Sink:

@@ -27,7 +27,9 @@ def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
         env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-m", "tests.distributed.ranks", *map(str, plans)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True))
+        processes.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True)
+        )
     try:
         for rank, process in enumerate(processes):
             out, _ = process.communicate(timeout=timeout)

@@ -80,7 +80,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row in [REFERENCE, *ROWS]:
             folder = root / slug(row, case)
             folder.mkdir()
-            base = {"optimizer": {"lr": 3e-3}, "batch": {"global_samples": 8, "micro_batch": 4}, "checkpoint": {"every": None, "asynchronous": False, "export": "none"}}
+            base = {
+                "optimizer": {"lr": 3e-3},
+                "batch": {"global_samples": 8, "micro_batch": 4},
+                "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
+            }
             path = write_config(folder, model, **merge(base, case.sections, row.sections))
             request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
             plan_path, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)

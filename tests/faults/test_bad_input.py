@@ -47,7 +47,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "missing data file": ({"data": {"train": [{"kind": "file", "path": "none.jsonl"}]}}, [], ["none.jsonl", "no such file"]),
     "sequence longer than the positions": ({"data": {"max_length": 600}}, [], ["600", "512 positions", "data.max_length"]),
     "global batch not divisible": ({"batch": {"global_samples": 5, "micro_batch": 2}}, [], ["5", "4 or 6"]),
-    "global batch not divisible by ranks": ({"batch": {"global_samples": 3, "micro_batch": None}}, ["launch.nproc=2"], ["3 / 2 = 1.50", "2 or 4"]),
+    "global batch not divisible by ranks": (
+        {"batch": {"global_samples": 3, "micro_batch": None}}, ["launch.nproc=2"], ["3 / 2 = 1.50", "2 or 4"],
+    ),
     "no such model folder": ({"model": {"id": "/no/such/folder"}}, [], ["/no/such/folder", "no such folder"]),
     "model id not there while offline": ({"model": {"id": "nobody/no-such-model"}}, [], ["nobody/no-such-model", "hub"]),
     "package not installed": ({"model": {"id": "package:no-such-package"}}, [], ["no-such-package", "pip install"]),

@@ -1,6 +1,6 @@
 """A rank without a model: joins gloo, counts steps into events.jsonl, and misbehaves as the plan's run folder says (a file `behave`).
 
-    behave: "raise RANK STEP" | "exit RANK STEP" | "hang" | "steps N"
+behave: "raise RANK STEP" | "exit RANK STEP" | "hang" | "steps N"
 """
 
 from __future__ import annotations

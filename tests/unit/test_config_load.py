@@ -72,10 +72,18 @@ def test_floats_as_people_write_them() -> None:
 
 def test_overrides_reach_every_place() -> None:
     config = load_text(
-        DATA, ["strategy=ddp", "strategy.bucket_cap_mb=3", "data.train.0.limit=10", "model.tokenizer=null", "run.report_to=[]", "optimizer.betas=[0.9, 0.95]"]
+        DATA,
+        [
+            "strategy=ddp",
+            "strategy.bucket_cap_mb=3",
+            "data.train.0.limit=10",
+            "model.tokenizer=null",
+            "run.report_to=[]",
+            "optimizer.betas=[0.9, 0.95]",
+        ],
     )
     assert isinstance(config.strategy, DDPStrategy) and config.strategy.bucket_cap_mb == 3
-    assert (config.data.train[0].limit, config.model.tokenizer, config.run.report_to, config.optimizer.betas) == (10, None, [], (0.9, 0.95))
+    assert (config.data.train[0].limit, config.model.tokenizer, config.run.report_to, config.optimizer.betas) == (10, None, (), (0.9, 0.95))
 
 
 def test_every_default_is_printed_and_reads_back() -> None:
@@ -88,7 +96,10 @@ def test_every_default_is_printed_and_reads_back() -> None:
 
 def test_differences_tell_what_matters() -> None:
     old = load_text(DATA, [])
-    new = load_text(DATA, ["optimizer.lr=1", "strategy=ddp", "checkpoint.every=5", "run.seed=3", "data.workers=2", "data.max_length=64", "launch.nproc=2"])
+    new = load_text(
+        DATA,
+        ["optimizer.lr=1", "strategy=ddp", "checkpoint.every=5", "run.seed=3", "data.workers=2", "data.max_length=64", "launch.nproc=2"],
+    )
     found = {d.key: d.matters for d in differences(old, new)}
     assert {key for key, matters in found.items() if matters} == {"optimizer.lr", "run.seed", "data.max_length"}
     assert {"strategy.kind", "checkpoint.every", "data.workers", "launch.nproc"} <= found.keys()
@@ -106,12 +117,15 @@ def test_schema_describes_every_key_and_allows_short_forms() -> None:
     assert {"enum": ["auto", "ddp", "single"]} in made["properties"]["strategy"]["anyOf"]
     assert json.loads(json.dumps(made)) == made
     undescribed = [
-        f"{name}.{key}" for name, section in made["$defs"].items() for key, value in section["properties"].items() if "description" not in value and key != "kind"
+        f"{name}.{key}"
+        for name, section in made["$defs"].items()
+        for key, value in section["properties"].items()
+        if "description" not in value and key != "kind"
     ]
     assert not undescribed
 
 
 def test_light_rooms_do_not_import_torch() -> None:
-    rooms = "drumline.cli, drumline.config.load, drumline.plan.resolve, drumline.report.events, drumline.report.progress, drumline.cluster.detect, drumline.launch.local"
-    code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
+    rooms = ("cli", "config.load", "plan.resolve", "report.events", "report.progress", "cluster.detect", "launch.local")
+    code = f"import sys, {', '.join(f'drumline.{room}' for room in rooms)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -52,7 +52,9 @@ def batch(step: int) -> GlobalBatch:
     return GlobalBatch(rows, np.array([2 * step, 2 * step + 1]), 2 * (step + 1), 2)
 
 
-def loop(tmp_path: Path, engine: FakeEngine | None = None, steps: range = range(STEPS), held_out: bool = True, **sections: Any) -> tuple[Loop, list[dict]]:
+def loop(
+    tmp_path: Path, engine: FakeEngine | None = None, steps: range = range(STEPS), held_out: bool = True, **sections: Any
+) -> tuple[Loop, list[dict]]:
     said: list[dict] = []
     made = plan(tmp_path, **sections)
     built = Loop(
@@ -91,7 +93,13 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     last = of(said, "step")[-1]
     assert (last["tokens"], last["samples"], last["memory_bytes"], last["epoch"]) == (2, 2, [7], 1.0)
     found = newest(tmp_path / "checkpoints", verify=True)
-    assert found.path and read_state(found.path)["trainer"] == {"step": 6, "position": 12, "tokens": 12, "best": built.state.best, "skips": 0}
+    assert found.path and read_state(found.path)["trainer"] == {
+        "step": 6,
+        "position": 12,
+        "tokens": 12,
+        "best": built.state.best,
+        "skips": 0,
+    }
 
 
 def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path) -> None:
