@@ -19,7 +19,7 @@ MAY: dict[str, set[str]] = {
     "plan": {"config", "cluster"},
     "launch": {"config", "plan", "report"},
     "dist": {"config", "plan"},
-    "data": {"config", "plan"},
+    "data": {"config", "plan", "models"},  # tokenizers come from models.load
     "checkpoint": {"config", "plan"},
     "models": {"config", "plan", "dist", "checkpoint"},
     "algorithms": {"data"},

