@@ -58,7 +58,10 @@ def export(
     progress("export", 0, 4)
     # Attention as a reader of the folder will have it: what the run used may need another device, and rounds differently.
     source = plan.config.model.model_copy(update={"attention": "auto"})
-    model = _filled(plan.model_path, source, checkpoint).to(getattr(torch, DTYPES[dtype]))
+    model = _filled(plan.model_path, source, checkpoint)
+    # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     temporary = to.parent / f".{to.name}-{secrets.token_hex(4)}"
@@ -70,7 +73,7 @@ def export(
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
-        difference = _compare(model, temporary, source.trust_remote_code)
+        difference = _compare(model.float(), temporary, source.trust_remote_code)
         progress("export", 3, 4)
         _put(temporary, to)
     except OSError as error:
@@ -163,19 +166,20 @@ def _put(temporary: Path, to: Path) -> None:
 
 
 def _compare(model: Any, folder: Path, trust_remote_code: bool) -> float:
-    """The largest difference of logits between `model` and the folder, read back by transformers. Raises DrumlineError above 1e-5."""
+    """The largest difference of logits between `model` (fp32, with the weights as they were written) and the folder read back by
+    transformers, computed in fp32. Raises DrumlineError above 1e-5."""
     import torch
     from transformers import AutoModelForCausalLM
 
     quiet()
     again: Any = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=model.dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
     )
     text = model.config.get_text_config()
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids_BT = torch.arange(length)[None] % text.vocab_size
     with torch.no_grad():
-        logits, logits_again = (m.eval()(input_ids=ids_BT).logits.float() for m in (model, again))
+        logits, logits_again = (m.eval()(input_ids=ids_BT).logits for m in (model, again))
     difference = float((logits - logits_again).abs().max())
     if not difference <= TOLERANCE:
         raise DrumlineError(f"the folder does not read back as the same model: logits differ by {difference:g}", where=str(folder))
