@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("native") / "model")
 
 
-def engine(model_dir: Path, precision: str = "fp32", **sections: Any) -> NativeEngine:
+def engine(model_dir: Path, precision: str = "fp32", /, **sections: Any) -> NativeEngine:
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, **sections})
     plan = Plan(
         config=config, run_dir="r", mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision=precision,
@@ -71,7 +71,7 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
         ({"optimizer": {"fused": False}}, "fp32", 1e-5),
         ({"compile": {"enabled": True}}, "fp32", 1e-4),
         ({}, "bf16", 2e-2),
-        ({}, "fp16", 5e-3),
+        ({}, "fp16", 3e-2),
     ],
     ids=["activation checkpointing", "all logits", "eager attention", "unfused", "compiled", "bf16", "fp16"],
 )
