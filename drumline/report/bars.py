@@ -35,3 +35,6 @@ def bars(console: Console) -> Iterator[OnProgress]:
             progress.update(tasks[phase], completed=done, total=total)  # type: ignore[arg-type]
 
         yield bar
+        for task in progress.tasks:
+            if task.total is None:  # its end was not known before it was over
+                progress.update(task.id, total=max(1, task.completed), completed=max(1, task.completed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ def size(bytes_: float) -> str:
 class Progress:
     """A consumer of event dicts; use it as a context manager. `on_event` may be called from another thread."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, past: Iterable[dict[str, Any]] = ()) -> None:
+        """`past`: events of the run before this process, so that a resumed run still knows its first evaluation."""
         self.console = console
         self.start: dict[str, Any] = {}
         self.step: dict[str, Any] = {}
         self.save: dict[str, Any] = {}
         self.export: dict[str, Any] = {}
-        self.evals: list[dict[str, Any]] = []
+        self.end: dict[str, Any] = {}
+        self.evals = [event for event in past if event["kind"] == "eval"]
         self.losses: list[float] = []
         self.recent: deque[float] = deque(maxlen=20)
         self.live: Live | None = None
@@ -61,6 +64,9 @@ class Progress:
     def __exit__(self, *arguments: Any) -> None:
         if self.live is not None:
             self.live.__exit__(*arguments)
+        if self.end.get("status") == "finished":
+            for line in self.summary():
+                self._say(line)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Take an event in; unknown kinds are left to others."""
@@ -121,17 +127,14 @@ class Progress:
         self.export = event
 
     def _on_run_end(self, event: dict[str, Any]) -> None:
-        if event["status"] == "finished":
-            for line in self.summary(event):
-                self._say(line)
+        self.end = event
 
     # ------------------------------------------------------------------------------------------------------ the pictures
 
-    def summary(self, end: dict[str, Any]) -> list[str]:
+    def summary(self) -> list[str]:
         """Before and after, where the result lies, and what to try next."""
         run_dir = self.start.get("run_dir", "RUN")
-        spent = end["goodput"]
-        lines = ["", f"finished {end['step']} steps in {duration(spent.get('elapsed', 0))}"]
+        lines = ["", f"finished {self.end['step']} steps in {duration(self.end['goodput'].get('elapsed', 0))}"]
         if len(self.losses) >= 2 * MEAN_STEPS:
             lines.append(
                 f"  training loss {self._mean(None, MEAN_STEPS):.4f} → {self._mean(-MEAN_STEPS, None):.4f}"

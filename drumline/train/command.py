@@ -11,6 +11,7 @@ from drumline.errors import UserError
 from drumline.launch.environment import launched_by
 from drumline.plan.explain import explain, plan_line
 from drumline.report.bars import bars
+from drumline.report.events import read
 from drumline.report.progress import Progress
 
 
@@ -34,7 +35,8 @@ def train(config_path: Path, overrides: list[str], *, resume: str | None, allow:
     plan_path, start = claim_run_dir(plan, request)
     from drumline.launch.local import launch
 
-    with Progress(Console()) as progress:
+    events = Path(plan.run_dir) / "events.jsonl"
+    with Progress(Console(), read(events) if events.exists() else []) as progress:
         return launch(plan, plan_path, start, progress.on_event)
 
 
