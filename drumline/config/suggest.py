@@ -1,4 +1,4 @@
-"""Which keys there are, and which one was probably meant."""
+"""Which keys and kinds there are at a place of the config, and which one was probably meant."""
 
 from __future__ import annotations
 
@@ -7,49 +7,76 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from drumline.config.schema import Config
+from drumline.config.yaml_lines import Place
 
-Loc = tuple[str | int, ...]
-
-
-# What others call a thing → what it is called here.
+# What others call a thing → what it is called here: a dotted key, or a bare one that is known in several sections.
 SYNONYMS = {
-    "learning_rate": "lr",
-    "batch_size": "micro_batch",
-    "per_device_train_batch_size": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-    "max_seq_length": "max_length",
-    "max_seq_len": "max_length",
-    "sequence_length": "max_length",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_steps": "steps",
-    "output_dir": "dir",
-    "save_steps": "every",
-    "save_total_limit": "keep",
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_clipping": "max_grad_norm",
-    "model_name_or_path": "id",
-    "logging_steps": "log_every",
-    "num_workers": "workers",
+    "learning_rate": "optimizer.lr",
+    "adam_epsilon": "optimizer.eps",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "clip_grad_norm": "optimizer.max_grad_norm",
+    "optim": "optimizer.kind",
+    "lr_scheduler_type": "schedule.kind",
+    "lr_scheduler": "schedule.kind",
+    "scheduler": "schedule",
+    "warmup": "schedule.warmup_steps",
+    "batch_size": "batch.global_samples",
+    "global_batch_size": "batch.global_samples",
+    "train_batch_size": "batch.global_samples",
+    "per_device_train_batch_size": "batch.micro_batch",
+    "micro_batch_size": "batch.micro_batch",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch",
+    "per_device_eval_batch_size": "eval.micro_batch",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "max_seq_length": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "sequence_length": "data.max_length",
+    "block_size": "data.max_length",
+    "dataset": "data",
+    "datasets": "data.train",
+    "train_file": "data.train",
+    "num_workers": "data.workers",
+    "num_train_epochs": "run.epochs",
+    "num_epochs": "run.epochs",
+    "max_epochs": "run.epochs",
+    "max_steps": "run.steps",
+    "output_dir": "run.dir",
+    "logging_steps": "run.log_every",
+    "save_steps": "checkpoint.every",
+    "save_every": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every",
+    "eval_every": "eval.every",
+    "metric_for_best_model": "eval.metric",
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "torch_compile": "compile.enabled",
+    "mixed_precision": "precision",
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "model_name_or_path": "model.id",
+    "model_name": "model.id",
+    "base_model": "model.id",
+    "attn_implementation": "model.attention",
+    "num_processes": "launch.nproc",
+    "nproc_per_node": "launch.nproc",
+    "num_gpus": "launch.nproc",
+    "devices": "launch.nproc",
+    "distributed": "strategy",
+    "parallelism": "strategy",
+    "type": "kind",
 }
 
 
-def nearest(word: str, words: list[str]) -> str | None:
-    """The one of `words` that was probably meant: by another tool's name for it, or by similar letters."""
-    called = difflib.get_close_matches(word.lower(), SYNONYMS, n=1, cutoff=0.8)
-    if called and SYNONYMS[called[0]] in words:
-        return SYNONYMS[called[0]]
-    found = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def models_at(path: Loc, root: type[BaseModel] = Config) -> list[type[BaseModel]]:
-    """The sections that may stand at a path of plain keys (several where a union does)."""
+def models_at(place: Place, root: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    """The sections that may stand at a place (several where a union does)."""
     models = [root]
-    for key in path:
-        if isinstance(key, int):
+    for key in place:
+        if key.isdigit():
             continue
         fields = [m.model_fields[key].annotation for m in models if key in m.model_fields]
         models = [model for annotation in fields for model in _sections(annotation)]
@@ -59,30 +86,71 @@ def models_at(path: Loc, root: type[BaseModel] = Config) -> list[type[BaseModel]
 def _sections(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, list) or hasattr(annotation, "__metadata__"):
+    if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(annotation, "__metadata__"):
         return [model for part in get_args(annotation) for model in _sections(part)]
     return []
 
 
-def keys_at(path: Loc) -> list[str]:
-    """The keys that are known at a path."""
-    return sorted({key for model in models_at(path) for key in model.model_fields})
-
-
 def kind_of(model: type[BaseModel]) -> str | None:
     """The `kind` that selects this section in its union, where it is fixed to one."""
+    kinds = _kinds(model)
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _kinds(model: type[BaseModel]) -> list[str]:
     field = model.model_fields.get("kind")
-    if field is None or get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) != 1:
-        return None
-    return str(get_args(field.annotation)[0])
+    return [str(kind) for kind in get_args(field.annotation)] if field is not None and get_origin(field.annotation) is Literal else []
+
+
+def kinds_at(place: Place) -> list[str]:
+    """The values that `kind` may have in the section at a place; empty where there is no such key."""
+    return [kind for model in models_at(place) for kind in _kinds(model)]
+
+
+def keys_at(place: Place, kind: str | None = None) -> list[str]:
+    """The keys that are known at a place, in the section of one kind where that is given."""
+    return sorted({key for model in models_at(place) if kind in (None, kind_of(model)) for key in model.model_fields})
+
+
+def field_at(place: Place) -> FieldInfo | None:
+    """What the schema says of the value at a place."""
+    found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
+    return found[0] if found else None
+
+
+def nearest(word: str, words: list[str]) -> str | None:
+    """The one of `words` that looks most like `word`; None where none does."""
+    found = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
+    """What an unknown key at a place was probably meant to be, the likeliest first: a bare key of that place, or dotted ones elsewhere."""
+    known, word = keys_at(place, kind), key.lower().replace("-", "_")
+    if found := _synonym(word, place, known):
+        return found
+    if close := nearest(word, known):
+        return [close]
+    if others := elsewhere(word):
+        return others
+    similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=0.85)
+    return _synonym(similar[0], place, known) if similar else []
+
+
+def _synonym(word: str, place: Place, known: list[str]) -> list[str]:
+    dotted = SYNONYMS.get(word, "")
+    section, _, last = dotted.rpartition(".")
+    if last in known and section in ("", ".".join(place)):
+        return [last]
+    return [dotted] if section or dotted in Config.model_fields else []
 
 
 def elsewhere(key: str, model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted places where a key of this very name is known."""
+    """Dotted places where a key of this very name is known, those near the top first."""
     found = []
     for name, field in model.model_fields.items():
         if name == key and prefix:
             found.append(f"{prefix}{name}")
         for section in _sections(field.annotation):
             found += elsewhere(key, section, f"{prefix}{name}.")
-    return sorted(set(found))
+    return sorted(set(found), key=lambda dotted: (dotted.count("."), dotted))

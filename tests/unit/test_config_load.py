@@ -10,48 +10,112 @@ from pathlib import Path
 import pytest
 
 from drumline.config.load import differences, load, load_text, schema, to_yaml
-from drumline.config.schema import Config, DDPStrategy
+from drumline.config.schema import Config, DDPStrategy, ModelConfig
+from drumline.config.suggest import SYNONYMS, field_at
 from drumline.errors import ConfigError
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+
 # (YAML, overrides, what the line must say)
 MISTAKES: list[tuple[str, list[str], list[str]]] = [
-    (DATA + "optimizer:\n  lerning_rate: 1e-5\n", [], ["c.yaml:3", "unknown key 'lerning_rate'", "'lr'"]),
-    (DATA + "optimizer:\n  learning_rate: 1e-5\n", [], ["c.yaml:3", "'lr'"]),
-    (DATA + "strategy: {kind: ddp, bucket: 3}\n", [], ["c.yaml:2", "'bucket_cap_mb'"]),
-    (DATA + "lr: 3\n", [], ["c.yaml:2", "did you mean optimizer.lr?"]),
+    # keys that are not known
+    (
+        DATA + "optimizer:\n  lerning_rate: 1e-5\n",
+        [],
+        ["c.yaml:3: optimizer.lerning_rate", "unknown key 'lerning_rate'", "did you mean 'lr'?"],
+    ),
+    (DATA + "optimizer:\n  learning_rate: 1e-5\n", [], ["c.yaml:3", "did you mean 'lr'?"]),
+    (DATA + "strategy: {kind: ddp, bucket: 3}\n", [], ["c.yaml:2", "did you mean 'bucket_cap_mb'?"]),
+    (DATA + "strategy: {kind: auto, bucket_cap_mb: 3}\n", [], ["unknown key 'bucket_cap_mb' of kind auto", "kind ddp has it"]),
+    ("data: {train: [{kind: file, path: x, split: test}]}", [], ["data.train.0.split", "kind hub or saved has it"]),
+    (DATA + "lr: 3\n", [], ["c.yaml:2: lr", "did you mean 'optimizer.lr'?"]),
+    (DATA + "LR: 3\n", [], ["did you mean 'optimizer.lr'?"]),
+    (DATA + "seed: 3\n", [], ["did you mean 'run.seed' or "]),
+    (DATA + "per_device_train_batch_size: 3\n", [], ["did you mean 'batch.micro_batch'?"]),
+    (DATA + "run: {max_steps: 3}\n", [], ["run.max_steps", "did you mean 'steps'?"]),
+    (DATA + "run: {bf16: true}\n", [], ["did you mean 'precision'?"]),
+    (DATA + "schedule: {type: cosine}\n", [], ["did you mean 'kind'?"]),
     (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: algorithm"]),
-    (DATA + "run: {foo: 1, bar: 2}\n", [], ["1 more mistake"]),
-    (DATA + "optimizer: {lr: abc}\n", [], ["c.yaml:2", "optimizer.lr", "'abc' given (str)", "number"]),
-    (DATA + "run: {steps: 0}\n", [], ["run.steps", "0 given (int)", "greater than 0"]),
-    (DATA + "model: foo\n", [], ["keys and values are wanted", "trust_remote_code"]),
+    (DATA + "run: {foo: 1, bar: 2}\n", [], ["and 1 more mistake)"]),
+    (DATA + "1: 2\n", [], ["c.yaml:2: 1", "the key 1 is no text"]),
+    # values of another type, or out of range
+    (DATA + "optimizer: {lr: abc}\n", [], ["c.yaml:2: optimizer.lr", "'abc' given, a number is wanted", "the default is 2e-05"]),
+    (DATA + "optimizer: {lr: true}\n", [], ["true given, a number is wanted"]),
+    (DATA + "optimizer: {lr: .inf}\n", [], ["inf given, a finite number is wanted"]),
+    (DATA + "model: {config: {x: [1, .nan]}}\n", [], ["c.yaml:2: model.config.x.1", "a finite number"]),
+    (DATA + "optimizer: {betas: [0.9]}\n", [], ["optimizer.betas", "more are wanted", "[0.9, 0.999]"]),
+    (DATA + "run: {steps: 0}\n", [], ["run.steps", "0 given, a number greater than 0 is wanted"]),
+    (DATA + "run: {steps: 1.5}\n", [], ["1.5 given, a whole number is wanted"]),
+    (DATA + "run: {report_to: wandb}\n", [], ["'wandb' given, a list is wanted", "put [ ] around it"]),
+    (DATA + "run: {report_to: [wandbb]}\n", [], ["run.report_to.0", "did you mean 'wandb'?"]),
+    (DATA + "checkpoint: {keep_best: maybe}\n", [], ["'maybe' given, true or false is wanted"]),
+    (DATA + "model: {revision: 1234567}\n", [], ["1234567 given, text is wanted", "put it in quotes"]),
+    (DATA + "model: foo\n", [], ["'foo' given, keys and values are wanted", "trust_remote_code"]),
+    (DATA + "optimizer:\n", [], ["nothing given", "leave it out"]),
+    ("data: {train: {kind: file, path: x}}", [], ["data.train: {kind: …, path: …} given, a list is wanted", "begin each item"]),
+    ("data: {train: []}", [], ["at least 1 is wanted"]),
+    ("data: {train: [{kind: tasks, tasks: {chain_sum: 3}}]}", [], ["c.yaml:1: data.train.0.tasks.chain_sum: 3 given"]),
+    # kinds
     (DATA + "strategy: dpp\n", [], ["no kind 'dpp'", "did you mean 'ddp'?", "auto, single, ddp"]),
-    (DATA + "schedule: cosin\n", [], ["schedule.kind", "'cosine'"]),
+    (DATA + "strategy: 3\n", [], ["3 given", "auto, single, ddp"]),
+    (DATA + "schedule: cosin\n", [], ["schedule.kind", "did you mean 'cosine'?"]),
     ("data: {train: [{kind: fil, path: x}]}", [], ["data.train.0", "did you mean 'file'?"]),
-    ("data: {train: [{path: x}]}", [], ["`kind`", "left out"]),
-    ("data: {train: [{kind: hub, id: x, streaming: true}]}", [], ["streaming needs `limit`"]),
-    (DATA + "batch: {global_samples: 2, global_tokens: 4}\n", [], ["not both"]),
+    ("data: {train: [{path: x}]}", [], ["`kind`", "left out", "file, hub, saved, tasks"]),
+    ("data: {train: [{id: x, name: y}]}", [], ["left out", "add kind: hub"]),
+    ("data: {train: [x.jsonl]}", [], ["'x.jsonl' given", "file, hub, saved, tasks"]),
+    # values that do not go together, or are missing
+    ("data: {train: [{kind: hub, id: x, streaming: true}]}", [], ["data.train.0: streaming needs `limit`"]),
+    ("data: {train: [{kind: file}]}", [], ["'path' is missing", ".jsonl"]),
+    (DATA + "batch: {global_samples: 2, global_tokens: 4}\n", [], ["c.yaml:2: batch: give", "not both"]),
+    ("model: {}\n", [], ["'data' is missing", "data: {train: [{kind: file"]),
+    # text that is no YAML of keys and values
     (DATA + "batch: {}\nbatch: {}\n", [], ["c.yaml:3", "stands twice, on lines 2 and 3"]),
-    ("model: {}\n", [], ["'data' is missing"]),
-    ("data:\n\ttrain: 3", [], ["c.yaml:2", "a tab where spaces"]),
-    ("data: {train: [", [], ["not readable as YAML"]),
+    ("data:\n\ttrain: 3", [], ["c.yaml:2", "a tab where spaces", "indent with spaces"]),
+    ("data: {train: [", [], ["c.yaml:1", "not readable as YAML"]),
+    ("data: a: b", [], ["c.yaml:1", "mapping values are not allowed here"]),
+    ("a: 1\nb: \x01", [], ["c.yaml:2", "may not stand in it"]),
+    ("[" * 5000, [], ["nested too deeply"]),
+    ("a: &a [*a]", [], ["c.yaml:1", "an alias that holds itself"]),
+    (BOMB, [], ["aliases that unfold to more than"]),
+    ("? [1, 2]\n: 3", [], ["c.yaml:1", "a key that is a list"]),
+    ("a: 1\n---\nb: 2", [], ["c.yaml:2", "another document"]),
+    ("model: !!python/object/apply:os.system [ls]", [], ["c.yaml:1", "python/object/apply:os.system"]),
     ("- 1", [], ["c.yaml:1", "a list, not keys"]),
+    ("3", [], ["c.yaml:1", "only 3, not keys"]),
     ("", [], ["the file is empty"]),
-    (DATA, ["optimizer.lr=abc"], ["override optimizer.lr=abc", "number"]),
+    ("# only a comment", [], ["the file is empty"]),
+    # overrides
+    (DATA, ["optimizer.lr=abc"], ["override optimizer.lr=abc", "a number is wanted"]),
+    (DATA, ["optimizer.lr="], ["override optimizer.lr=", "nothing given"]),
     (DATA, ["optimizer.lrr=1"], ["override optimizer.lrr=1", "did you mean 'lr'?"]),
+    (DATA, ["optimiser.lr=1"], ["override optimiser.lr=1", "did you mean 'optimizer'?"]),
+    (DATA, ["lr=1e-3"], ["override lr=1e-3", "did you mean 'optimizer.lr'?"]),
     (DATA, ["optimizer.foo"], ["'optimizer.foo' is no override", "key=value"]),
-    (DATA, ["data.train.3.limit=2"], ["the list has 1 items"]),
+    (DATA, ["=3"], ["'=3' is no override"]),
+    (DATA, ["optimizer..lr=3"], ["is no override"]),
+    (DATA, ["model.revision=a: b: c"], ["override model.revision=a: b: c", "not readable as YAML", "quotes"]),
+    (DATA, ["strategy.bucket_cap_mb=3"], ["override strategy.bucket_cap_mb=3", "add kind: ddp"]),
+    (DATA, ["data.train.3.limit=2"], ["the list has 1 item, no '3'"]),
+    (DATA, ["data.train.0.path.foo=x"], ["data.train.0.path has no keys", "'x.jsonl'"]),
+    (DATA, ["data.eval.0.path=x"], ["data.eval is no list yet", "data.eval=[…]"]),
+    (DATA, ["run.steps=0", "run.steps=-1"], ["override run.steps=-1"]),
 ]
 
 
-@pytest.mark.parametrize(("text", "overrides", "says"), MISTAKES, ids=lambda v: None if not isinstance(v, str) else v.strip()[-40:])
+@pytest.mark.parametrize(("text", "overrides", "says"), MISTAKES, ids=[f"{i}: {says[-1][:40]}" for i, (_, _, says) in enumerate(MISTAKES)])
 def test_a_mistake_is_one_line(text: str, overrides: list[str], says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_text(text, overrides, "c.yaml")
     line = error.value.line()
     assert "\n" not in line and error.value.exit_code == 2
     assert all(part in line for part in says), line
+
+
+def test_names_of_other_tools_lead_to_keys_that_are_there() -> None:
+    wrong = [(name, dotted) for name, dotted in SYNONYMS.items() if dotted != "kind" and field_at(tuple(dotted.split("."))) is None]
+    assert not wrong
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -68,6 +132,7 @@ def test_floats_as_people_write_them() -> None:
     for text in ("1e-5", "1E-5", "1.0e-5", ".00001", "0.00001", "'1e-5'"):
         assert load_text(DATA + f"optimizer: {{lr: {text}}}", []).optimizer.lr == 1e-5
     assert load_text(DATA + "model: {revision: 1e5a}", []).model.revision == "1e5a"
+    assert load_text(DATA + "model: {revision: 2026-01-31}", []).model.revision == "2026-01-31"
 
 
 def test_overrides_reach_every_place() -> None:
@@ -92,6 +157,18 @@ def test_every_default_is_printed_and_reads_back() -> None:
     assert load_text(text, []) == config
     assert all(f"{name}:" in text for name in Config.model_fields)
     assert "max_grad_norm: 1.0" in text and "kind: auto" in text
+
+
+def test_text_that_looks_like_something_else_reads_back() -> None:
+    for text in ("1e5", "12e4567", "1_000", "0x1f", "2026-01-31", "12:30", "no", "null", "", "1.5", "-", "a: b", "# x", "007"):
+        config = load_text(DATA, []).model_copy(update={"model": ModelConfig(revision=text)})
+        assert load_text(to_yaml(config), []).model.revision == text
+
+
+def test_anchors_share_nothing_once_read() -> None:
+    text = "data:\n  train: &rows [{kind: file, path: x.jsonl}]\n  eval: *rows\nrun: {steps: 3}\n"
+    config = load_text(text, ["data.train.0.limit=2"])
+    assert (config.data.train[0].limit, config.data.eval[0].limit) == (2, None)
 
 
 def test_differences_tell_what_matters() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -78,5 +81,20 @@ def test_imports_keep_to_the_plan(path: Path) -> None:
             assert name.split(".")[0] not in HEAVY, f"{room} imports {name} at its top"
 
 
+def test_no_room_needs_itself() -> None:
+    assert list(TopologicalSorter(MAY).static_order())  # raises CycleError where there is a circle
+
+
 def test_every_room_has_its_rules() -> None:
     assert {room_of(path) for path in FILES} <= set(MAY)
+
+
+IMPORT = f"import sys, {', '.join(f'drumline.{name}' for name in ('config.load', 'plan.plan', 'report.events', 'cluster.detect'))}"
+HELP = "import sys; from drumline.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+
+
+@pytest.mark.parametrize("code", [IMPORT, HELP], ids=["light rooms", "--help"])
+def test_torch_is_not_imported_for_nothing(code: str) -> None:
+    told = subprocess.run([sys.executable, "-c", f"{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(told.stdout.split())
+    assert {"sys", "drumline"} <= loaded and not HEAVY & loaded
