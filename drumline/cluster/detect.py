@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+DRIVERS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, NVIDIA in a container, AMD, WSL
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. `cores` and `memory_bytes` are what this process may use."""
+    """One host. `cores` and `memory_bytes` are what this process may use: its affinity and control groups are taken into account."""
 
     devices: list[Device]
     cores: int
@@ -31,12 +36,15 @@ class Machine:
 def detect() -> Machine:
     """Look at the machine; GPUs that CUDA_VISIBLE_DEVICES hides are not there."""
     devices, bf16 = _gpus()
-    return Machine(devices, len(os.sched_getaffinity(0)), _memory(), "cuda" if devices else "cpu", bf16)
+    groups = Groups.of_this_process()
+    cores = min(len(os.sched_getaffinity(0)), groups.cores())
+    memory = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), groups.memory_bytes())
+    return Machine(devices, max(1, math.ceil(cores)), int(memory), "cuda" if devices else "cpu", bf16)
 
 
 def _gpus() -> tuple[list[Device], bool]:
-    driver = any(Path(p).exists() for p in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")) or shutil.which("nvidia-smi")
-    if not driver or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    hidden = any(os.environ.get(name) in ("", "-1") for name in HIDING)
+    if hidden or not (any(Path(driver).exists() for driver in DRIVERS) or shutil.which("nvidia-smi")):
         return [], False
     import torch
 
@@ -46,13 +54,54 @@ def _gpus() -> tuple[list[Device], bool]:
     return [Device(p.name, p.total_memory) for p in properties], torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _memory() -> int:
-    """Bytes of RAM, or the control group's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        return min(total, int(text))
-    return total
+@dataclass(frozen=True)
+class Groups:
+    """The control groups that a process is in, version 1 or 2: a limit holds for a group and all below it, so the smallest one counts.
+
+    `root` is where they are mounted, `listing` is the text of /proc/self/cgroup: lines of id:controllers:path.
+    """
+
+    root: Path
+    listing: str
+
+    @classmethod
+    def of_this_process(cls) -> Groups:
+        listing = Path("/proc/self/cgroup")
+        return cls(Path("/sys/fs/cgroup"), listing.read_text() if listing.exists() else "")
+
+    def cores(self) -> float:
+        """Cores' worth of time; inf where there is no limit."""
+        quotas = [math.inf]
+        for folder in self._folders("cpu"):
+            match _numbers(folder / "cpu.max") or _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"):
+                case [quota, period] if quota > 0:  # version 1 writes -1 for no limit
+                    quotas.append(quota / period)
+        return min(quotas)
+
+    def memory_bytes(self) -> float:
+        """Bytes of memory; inf where there is no limit."""
+        limits = [math.inf]
+        for folder in self._folders("memory"):
+            limits += _numbers(folder / "memory.max") + _numbers(folder / "memory.limit_in_bytes")
+        return min(limits)
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        """The group's own folder and those above it. Inside a container they may be missing, and the limits lie in the mount's root."""
+        for line in self.listing.splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            mount = self.root / controller if controllers else self.root
+            group = mount / path.lstrip("/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount))
+
+
+def _numbers(path: Path) -> list[float]:
+    """The numbers in a control file, `max` as inf; none where there is no such file."""
+    try:
+        return [math.inf if word == "max" else float(word) for word in path.read_text().split()]
+    except OSError:
+        return []
 
 
 def free_bytes(path: Path) -> int:
