@@ -32,20 +32,27 @@ def linear_cross_entropy(
     """
     if chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
-    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk)
+    # Inside a Function neither grad mode nor needs_input_grad tells of a no_grad around it.
+    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, torch.is_grad_enabled())
     return loss_sum, correct_N
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, targets_N: torch.Tensor, chunk: int
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        chunk: int,
+        learning: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = hidden_ND.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
-        wants = ctx.needs_input_grad
+        wants = [learning and needed for needed in ctx.needs_input_grad[:3]]
         learned = (targets_N != IGNORE).nonzero().squeeze(1)
         weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
         loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
@@ -57,20 +64,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for rows in learned.split(chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
                 logits = functional.linear(hidden, weight, bias).to(precise)
-                correct_N[rows] = logits.argmax(-1) == targets
-                log_norm = logits.logsumexp(-1)
-                loss_sum += (log_norm - logits.gather(1, targets[:, None]).squeeze(1)).sum()
-                if grad_hidden is None and grad_weight is None:
+                top, first = logits.max(-1)
+                correct_N[rows] = first == targets
+                # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
+                grad = logits.sub_(top[:, None])
+                chosen = grad.gather(1, targets[:, None]).squeeze(1)
+                total = grad.exp_().sum(-1)
+                loss_sum += (total.log() - chosen).sum()
+                if not any(wants):
                     continue
-                # d loss / d logits = softmax − one-hot, written over the logits.
-                grad = logits.sub_(log_norm[:, None]).exp_()
-                grad.scatter_add_(1, targets[:, None], torch.full_like(log_norm[:, None], -1))
+                grad.div_(total[:, None]).scatter_add_(1, targets[:, None], torch.full_like(total[:, None], -1))
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 low = grad.mul_(scale).to(dtype) if scale != 1.0 else grad.to(dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] = _product(low, weight, precise).div_(scale)
-                if grad_weight is not None:
+                if grad_weight is not None and dtype == precise:
+                    grad_weight.addmm_(low.T, hidden)
+                elif grad_weight is not None:
                     grad_weight.add_(_product(low.T, hidden, precise), alpha=1 / scale)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
@@ -84,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # change and refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:

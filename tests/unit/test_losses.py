@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.algorithms.losses import cross_entropy, linear_cross_entropy
 
@@ -138,11 +142,46 @@ def test_only_learned_rows_are_looked_at() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_without_gradients_none_are_made() -> None:
-    hidden, weight, _, targets = tensors()
+class Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products (torch's own counter does not know those in place)."""
+
+    multiplied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.multiplied += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_the_work_that_is_wanted_is_done() -> None:
+    """In products of a learned row with the head: one for its logits, and one each for the gradients of hidden states and weight."""
+    hidden, weight, bias, targets = tensors(bias=True)
+    one = int((targets != -100).sum()) * D * V
+
+    def products(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> float:
+        with Products() as counter:
+            loss_sum, _ = linear_cross_entropy(h, w, b, targets, 8)
+            if loss_sum.requires_grad:
+                loss_sum.backward()
+        return counter.multiplied / one
+
+    assert products(hidden, weight, bias) == 3
+    assert products(hidden, weight.detach(), None) == 2
+    assert products(hidden.detach(), weight.detach(), bias) == 1
     with torch.no_grad():
-        loss, _ = linear_cross_entropy(hidden, weight, None, targets, 8)
-    assert not loss.requires_grad
-    frozen, _ = linear_cross_entropy(hidden, weight.detach(), None, targets, 8)
-    (grad,) = gradients(frozen, hidden)
-    torch.testing.assert_close(grad, gradients(plain(hidden, weight, None, targets)[0], hidden)[0], rtol=1e-5, atol=1e-6)
+        assert products(hidden, weight, bias) == 1
+
+
+def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same() -> None:
+    hidden, weight, bias, targets = tensors(bias=True)
+    assert bias is not None
+    wanted = gradients(plain(hidden, weight, bias, targets)[0], hidden, weight, bias)
+    for frozen in itertools.product([False, True], repeat=3):
+        leaves = [leaf.detach() if still else leaf for leaf, still in zip((hidden, weight, bias), frozen, strict=True)]
+        loss, _ = linear_cross_entropy(leaves[0], leaves[1], leaves[2], targets, 8)
+        assert loss.requires_grad is not all(frozen)
+        if loss.requires_grad:
+            expected = [grad for grad, still in zip(wanted, frozen, strict=True) if not still]
+            got = gradients(loss, *[leaf for leaf, still in zip(leaves, frozen, strict=True) if not still])
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
