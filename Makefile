@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/pip install -qq --disable-pip-version-check
 
 .PHONY: demo test test-fast lint setup setup-dev clean
 
