@@ -4,30 +4,92 @@ from __future__ import annotations
 
 import errno
 import json
-import math
-import re
 import time
 from pathlib import Path
 from typing import Any
 
-# kind → the fields that each such event has, besides `t` (unix seconds) and `kind`.
-KINDS: dict[str, tuple[str, ...]] = {
-    "run_start": ("world_size", "steps", "parameters", "strategy", "device", "run_dir", "resumed_from", "plan_line"),
-    "step": (
-        "step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_s", "samples_per_s", "mfu",
-        "seconds", "data_s", "compute_s", "comm_s", "memory_bytes", "epoch",
-    ),
-    "eval": ("step", "loss", "samples", "seconds"),
-    "save": ("step", "path", "seconds", "bytes", "blocked_seconds", "error"),
-    "restore": ("step", "path", "seconds", "skipped"),
-    "nonfinite": ("step", "policy", "loss", "grad_norm", "sample_ids"),
-    "fault": ("attempt", "rank", "signal", "exitcode", "error", "log", "step", "action"),
-    "preempt": ("step", "signal"),
-    "export": ("path", "seconds", "max_logit_difference"),
-    "run_end": ("status", "exit_code", "step", "goodput"),
-}  # fmt: skip
+from drumline.report.redact import SECRET as SECRET
+from drumline.report.redact import plain
 
-SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+# kind → its fields besides `t` (unix seconds) and `kind`, and what they mean. Each such event has them all; an eval has its metrics, too.
+KINDS: dict[str, dict[str, str]] = {
+    "run_start": {
+        "world_size": "processes",
+        "steps": "optimizer steps of the whole run",
+        "parameters": "of the model; null where unknown",
+        "strategy": "how the model is spread",
+        "device": "cpu or cuda",
+        "run_dir": "the run folder",
+        "resumed_from": "what --resume said; null for a fresh start",
+        "plan_line": "the plan in words",
+    },
+    "step": {
+        "step": "optimizer steps done, from 1; a step that is done again after a restart has a second event, and the last one counts",
+        "loss": "mean over the learned tokens of the global batch; null is NaN",
+        "lr": "learning rate of this step",
+        "grad_norm": "global L2 norm before clipping",
+        "tokens": "real tokens of the global batch, padding not counted",
+        "samples": "samples (packs, where packing is on) of the global batch",
+        "tokens_per_s": "over all ranks",
+        "samples_per_s": "over all ranks",
+        "mfu": "model FLOPs a second over the devices' peak; null where the peak is unknown",
+        "seconds": "of the step, waiting for data included",
+        "data_s": "seconds waiting for data, mean over ranks",
+        "compute_s": "what is left of the seconds, mean over ranks",
+        "comm_s": "seconds waiting for other ranks, mean over ranks",
+        "memory_bytes": "of each rank: the allocator's peak on a GPU, the resident set on a CPU",
+        "epoch": "passes over the training samples so far",
+    },
+    "eval": {
+        "step": "steps done before it",
+        "loss": "mean over the learned tokens of the held-out samples",
+        "samples": "held-out samples",
+        "seconds": "it took",
+    },
+    "save": {
+        "step": "of the state saved",
+        "path": "the checkpoint; null where it failed",
+        "seconds": "until it was whole on disk",
+        "bytes": "written by all ranks",
+        "blocked_seconds": "that training stood still for it",
+        "error": "why it failed, or what was lost besides; null",
+    },
+    "restore": {
+        "step": "that the run goes on after",
+        "path": "the checkpoint; null where there was none yet",
+        "seconds": "it took",
+        "skipped": "damaged checkpoints passed over: [{path, reason}]",
+    },
+    "nonfinite": {
+        "step": "whose update was not made",
+        "policy": "stop, skip or rescale (fp16)",
+        "loss": "null is NaN",
+        "grad_norm": "null is NaN",
+        "sample_ids": "of its global batch",
+    },
+    "fault": {
+        "attempt": "count of starts before this one",
+        "rank": "that failed first",
+        "signal": "that killed it; null",
+        "exitcode": "of that rank",
+        "error": "in one line",
+        "log": "file with what the rank printed",
+        "step": "the last one done",
+        "action": "restart, or stop and why",
+    },
+    "preempt": {"step": "saved", "signal": "that asked for it"},
+    "export": {
+        "path": "the Hugging Face folder",
+        "seconds": "it took",
+        "max_logit_difference": "between the trained model and the folder read back",
+    },
+    "run_end": {
+        "status": "finished, preempted, stopped or failed",
+        "exit_code": "see errors.py",
+        "step": "the last one done",
+        "goodput": "seconds of this process by what they went to: {elapsed, productive, startup, save, restore, recompute, eval, other}",
+    },
+}
 
 
 class EventLog:
@@ -46,11 +108,12 @@ class EventLog:
         self._waiting = b"\n" if torn else b""
 
     def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Write one event and return it. Values that JSON lacks are written as null (NaN) or as strings (inf)."""
+        """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
+        assert kind in KINDS, f"unknown kind of event {kind!r}"
         missing = set(KINDS[kind]) - set(fields)
         assert not missing, f"event {kind} lacks {missing}"
-        event: dict[str, Any] = _plain({"t": time.time(), "kind": kind, **fields})
-        self._waiting += json.dumps(event, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+        event: dict[str, Any] = plain({"t": time.time(), "kind": kind, **fields})
+        self._waiting += json.dumps(event, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         self._write()
         return event
 
@@ -63,19 +126,6 @@ class EventLog:
                     raise
                 return
             self._waiting = self._waiting[written or 0 :]
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types; secrets redacted by the name of their key."""
-    if isinstance(value, dict):
-        return {str(k): "[redacted]" if isinstance(v, str) and SECRET.search(str(k)) else _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
