@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -10,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +21,7 @@ REFRESH_PER_SECOND = 4
 PLAIN_STEP_LINES = 20
 MEAN_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
+WIDEST = 100
 
 
 def spark(values: list[float], width: int = 24) -> str:
@@ -25,6 +29,15 @@ def spark(values: list[float], width: int = 24) -> str:
     shown = values[-width:]
     low, high = min(shown), max(shown)
     return "".join(SPARKS[int((v - low) / (high - low) * (len(SPARKS) - 1))] if high > low else SPARKS[0] for v in shown)
+
+
+def trend(values: list[float], width: int = MEAN_STEPS) -> str:
+    """↓, ↑ or → (within 1%): the mean of the last values against that of as many before them; nothing where there are too few."""
+    width = min(width, len(values) // 2)
+    if width < 2:
+        return ""
+    before, after = _mean(values[-2 * width : -width]), _mean(values[-width:])
+    return "→" if abs(after - before) <= 0.01 * abs(before) else "↓" if after < before else "↑"
 
 
 def duration(seconds: float) -> str:
@@ -50,13 +63,15 @@ class Progress:
         self.save: dict[str, Any] = {}
         self.export: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
+        self.fault: dict[str, Any] = {}
         self.evals = [event for event in past if event["kind"] == "eval"]
-        self.losses: list[float] = []
+        self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
+        self.restarts = self.restored = 0
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self.live = Live(console=self.console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self.render)
             self.live.__enter__()
         return self
@@ -74,8 +89,9 @@ class Progress:
         if handler is not None:
             handler(event)
 
-    def _say(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+    def _say(self, line: str, style: str = "") -> None:
+        # Files and pipes get one line an event; a terminal breaks long ones between words.
+        self.console.print(Text(line, style=style), soft_wrap=self.live is None)
 
     # ------------------------------------------------------------------------------------------------------ one an event
 
@@ -85,40 +101,54 @@ class Progress:
         self.start = event
 
     def _on_step(self, event: dict[str, Any]) -> None:
-        self.step = event
-        self.losses.append(event["loss"] if isinstance(event["loss"], float | int) else float("nan"))
+        loss = event["loss"]
+        if isinstance(loss, float | int):
+            self.losses[event["step"]] = loss
         self.recent.append(event["seconds"])
+        self.step, self.fault = event, {}
         steps = self.start.get("steps") or 0
         every = max(1, steps // PLAIN_STEP_LINES)
         if self.live is None and (event["step"] % every == 0 or event["step"] in (1, steps)):
+            shown = list(self.losses.values())[-MEAN_STEPS:]
+            mean = f" (mean {_mean(shown):.3f})" if shown else ""
             self._say(
-                f"step {event['step']}/{steps or '?'}  loss {self.losses[-1]:.4f} (mean {self._mean(-MEAN_STEPS, None):.3f})"
-                f"  lr {event['lr']:.3g}  |g| {_number(event['grad_norm'])}  {event['tokens_per_s']:.0f} tok/s"
-                f"  ETA {self._eta()}  memory {self._memory()}"
+                f"step {event['step']}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event['lr']:.3g}"
+                f"  |g| {_number(event['grad_norm'])}  {event['tokens_per_s']:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
             )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
         self.evals.append(event)
-        self._say(f"held out, step {event['step']}: {_figures(event)}  ({event['samples']} samples)")
+        self._say(f"held out, step {event['step']}: {_figures(event)}  ({event['samples']} samples)", "cyan")
 
     def _on_save(self, event: dict[str, Any]) -> None:
-        self.save = event
         if event["error"]:
-            self._say(f"checkpoint of step {event['step']}: {event['error']}" + ("" if event["path"] else " — the run goes on"))
+            rest = "" if event["path"] else " — the run goes on"
+            self._say(f"checkpoint of step {event['step']}: {event['error']}{rest}", "yellow")
         elif self.live is None:
             self._say(f"checkpoint of step {event['step']}: {size(event['bytes'])} in {event['seconds']:.1f} s")
+        if event["path"]:
+            self.save = event
 
     def _on_restore(self, event: dict[str, Any]) -> None:
         for skipped in event["skipped"]:
-            self._say(f"passed over a damaged checkpoint: {skipped['reason']}")
+            self._say(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
         where = f"from {event['path']}" if event["path"] else "no checkpoint yet"
         self._say(f"going on at step {event['step']}, {where}")
+        self.restored = event["step"]
+        self.losses = {step: loss for step, loss in self.losses.items() if step <= event["step"]}
+        self.recent.clear()
 
     def _on_nonfinite(self, event: dict[str, Any]) -> None:
         self._say(
             f"step {event['step']}: loss {_number(event['loss'])}, gradient norm {_number(event['grad_norm'])} — {event['policy']}"
-            f" (samples {', '.join(map(str, event['sample_ids'][:8]))}{'…' * (len(event['sample_ids']) > 8)})"
+            f" (samples {', '.join(map(str, event['sample_ids'][:8]))}{'…' * (len(event['sample_ids']) > 8)})",
+            "yellow",
         )
+
+    def _on_fault(self, event: dict[str, Any]) -> None:
+        # The launcher has told it at length; the display shows that the run waits for new ranks.
+        self.fault = event
+        self.restarts += event["action"] == "restart"
 
     def _on_preempt(self, event: dict[str, Any]) -> None:
         self._say(f"{event['signal']}: saved at step {event['step']}")
@@ -134,80 +164,97 @@ class Progress:
     def summary(self) -> list[str]:
         """Before and after, where the result lies, and what to try next."""
         run_dir = self.start.get("run_dir", "RUN")
-        lines = ["", f"finished {self.end['step']} steps in {duration(self.end['goodput'].get('elapsed', 0))}"]
-        if len(self.losses) >= 2 * MEAN_STEPS:
-            lines.append(
-                f"  training loss {self._mean(None, MEAN_STEPS):.4f} → {self._mean(-MEAN_STEPS, None):.4f}"
-                f"  (means of the first and last {MEAN_STEPS} steps)"
-            )
+        spent, run = self.end["goodput"], shlex.quote(run_dir)
+        lines = ["", f"finished {self.end['step']} steps in {duration(spent.get('elapsed', 0))}"]
+        if spent.get("productive"):
+            lines[-1] += f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps"
+        if self.restarts:
+            lines[-1] += f", after {self.restarts} restart" + "s" * (self.restarts > 1)
+        losses = list(self.losses.values())
+        if len(losses) >= 2 * MEAN_STEPS:
+            first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])
+            lines.append(f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)")
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
-            lines += [f"  held-out {name:<15} {before[name]:.4f} → {after[name]:.4f}" for name in _names(after) if name in before]
+            both = [name for name in _names(after) if name in before]
+            lines += [f"  held-out {name:<15} {_number(before[name], '.4f')} → {_number(after[name], '.4f')}" for name in both]
         if self.export:
             lines.append(f"  model   {self.export['path']}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
         if Path(run_dir, "tensorboard").is_dir():
-            lines.append(f"  tensorboard --logdir {run_dir}/tensorboard")
-        lines += [
-            f"  drumline export {run_dir} --to my-model --dtype bf16",
-            "  drumline train examples/own_data.yaml        # your own rows",
-        ]
+            lines.append(f"  tensorboard --logdir {run}/tensorboard")
+        lines.append(f"  drumline export {run} --to my-model --dtype bf16")
+        if Path("examples/own_data.yaml").exists():
+            lines.append("  drumline train examples/own_data.yaml        # your own rows")
         return lines
 
     def render(self) -> RenderableType:
-        """The live part: bar, loss, speed, memory, last checkpoint."""
+        """The live part: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
+        width = min(self.console.width, WIDEST)
         if not self.start:
             return Text("starting the ranks …", style="dim")
-        step, steps = self.step.get("step", 0), self.start.get("steps") or 1
-        bar = Table.grid(padding=(0, 1), expand=False)
-        bar.add_row(
-            Text(f"step {step}/{steps}", style="bold"),
-            ProgressBar(total=steps, completed=step, width=32),
-            Text(f"ETA {self._eta()}", style="cyan"),
-        )
-        if not self.step:
-            return Group(bar, Text("loading the model; the first step comes next", style="dim"))
-        figures = Table.grid(padding=(0, 2))
-        figures.add_row(
-            "loss",
-            Text(f"{self.losses[-1]:.4f}  mean of {MEAN_STEPS} {self._mean(-MEAN_STEPS, None):.4f}  {spark(self.losses)}", style="green"),
-        )
-        speed = f"{self.step['tokens_per_s']:,.0f} tokens/s · {self.step['samples_per_s']:.2f} samples/s"
-        if self.step.get("mfu"):
-            speed += f" · MFU {self.step['mfu']:.1%}"
-        figures.add_row("speed", speed)
-        figures.add_row(
-            "time",
-            f"data {self.step['data_s']:.2f} s · compute {self.step['compute_s']:.2f} s · waiting for others {self.step['comm_s']:.2f} s",
-        )
-        figures.add_row("rate", f"lr {self.step['lr']:.3g} · gradient norm {_number(self.step['grad_norm'])}")
-        figures.add_row("memory", self._memory())
+        step, steps = self.step.get("step", self.restored), self.start.get("steps") or 1
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        times = f"{duration(time.time() - self.start['t'])} · ETA {self._eta()}"
+        bar.add_row(Text(f"step {step}/{steps}", style="bold"), ProgressBar(total=steps, completed=step), Text(times, style="cyan"))
+        parts: list[RenderableType] = [bar]
+        if self.step:
+            parts.append(self._table())
+        if waiting := self._waiting(step, steps):
+            parts.append(waiting)
+        title = Text(f"drumline · {self.start['run_dir']}", style="bold", overflow="ellipsis", no_wrap=True)
+        return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
+
+    def _table(self) -> Table:
+        now = self.step
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        losses = list(self.losses.values())
+        if losses:
+            mean = f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}" if len(losses) >= MEAN_STEPS else ""
+            table.add_row("loss", Text("  ".join(filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])), style="green"))
         if self.evals:
-            figures.add_row("held out", f"{_figures(self.evals[-1])} (step {self.evals[-1]['step']})")
-        if self.save.get("path"):
-            ago = duration(time.time() - self.save["t"])
-            figures.add_row(
-                "saved",
-                f"step {self.save['step']}, {ago} ago, {size(self.save['bytes'])}, training waited {self.save['blocked_seconds']:.2f} s",
-            )
-        return Group(bar, figures)
+            table.add_row("held out", f"{_figures(self.evals[-1])} (step {self.evals[-1]['step']})")
+        mfu = f" · MFU {now['mfu']:.1%}" if now.get("mfu") else ""
+        table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s · {now['samples_per_s']:.2f} samples/s{mfu}")
+        table.add_row("time", f"data {now['data_s']:.2f} s · compute {now['compute_s']:.2f} s · waiting for others {now['comm_s']:.2f} s")
+        table.add_row("rate", f"lr {now['lr']:.3g} · gradient norm {_number(now['grad_norm'])}")
+        table.add_row("memory", self._memory())
+        if self.save:
+            ago, waited = duration(time.time() - self.save["t"]), self.save["blocked_seconds"]
+            table.add_row("saved", f"step {self.save['step']}, {ago} ago, {size(self.save['bytes'])}, training waited {waited:.2f} s")
+        return table
+
+    def _waiting(self, step: int, steps: int) -> Text | None:
+        """What happens while no step does."""
+        if self.fault:
+            then = "starting again …" if self.fault["action"] == "restart" else self.fault["action"]
+            return Text(f"rank {self.fault['rank']}: {self.fault['error']} after step {self.fault['step']} — {then}", style="bold red")
+        if not self.step:
+            return Text("loading the model; the first step comes next", style="dim")
+        if step == steps and not self.end:
+            return Text("last evaluation, checkpoint and export …", style="dim")
+        return None
 
     def _eta(self) -> str:
-        steps = self.start.get("steps")
-        if not steps or not self.recent:
+        steps, times = self.start.get("steps"), list(self.recent)
+        if not steps or not times:
             return "–"
-        return duration((steps - self.step["step"]) * sum(self.recent) / len(self.recent))
-
-    def _mean(self, start: int | None, stop: int | None) -> float:
-        """Mean loss of some steps: single ones jump with what their few samples happen to be."""
-        shown = self.losses[start:stop]
-        return sum(shown) / len(shown)
+        return duration((steps - self.step["step"]) * _mean(times))
 
     def _memory(self) -> str:
         ranks = self.step.get("memory_bytes") or [0]
         if len(ranks) > 4:
             return f"{size(min(ranks))} to {size(max(ranks))} on {len(ranks)} ranks"
         return " · ".join(size(bytes_) for bytes_ in ranks) + (" a rank" if len(ranks) > 1 else "")
+
+
+def _mean(values: list[float]) -> float:
+    """Single steps jump with what their few samples happen to be; a mean shows where they go."""
+    return math.fsum(values) / len(values)
 
 
 def _names(event: dict[str, Any]) -> list[str]:
@@ -218,5 +265,6 @@ def _figures(event: dict[str, Any]) -> str:
     return " · ".join(f"{name} {_number(event[name])}" for name in _names(event))
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float | int) else str(value)
+def _number(value: Any, form: str = ".4g") -> str:
+    """A figure of an event: null is NaN there, and inf a string."""
+    return "NaN" if value is None else format(value, form) if isinstance(value, float | int) else str(value)

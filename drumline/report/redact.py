@@ -17,7 +17,7 @@ SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordina
 
 
 def redact(text: str) -> str:
-    """The text without values of this environment's *TOKEN, *KEY, *SECRET and *PASSWORD, wherever they stand, and without NAME=value pairs."""
+    """The text without NAME=value pairs, and without values of this environment's *TOKEN, *KEY, *SECRET and *PASSWORD."""
     for name, value in os.environ.items():
         if len(value) >= SHORTEST and SECRET.search(name):
             text = text.replace(value, REDACTED)

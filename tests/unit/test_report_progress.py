@@ -1,0 +1,152 @@
+"""The display in the cases that a smooth run does not have: faults, restarts, NaN, odd terminals."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from drumline.report.progress import Progress, trend
+
+FIGURES: dict[str, Any] = {
+    "t": 0.0, "lr": 1e-4, "grad_norm": 1.5, "tokens": 100, "samples": 4, "tokens_per_s": 1234.5, "samples_per_s": 2.0, "mfu": 0.4321,
+    "seconds": 2.0, "data_s": 0.01, "compute_s": 0.4, "comm_s": 0.09, "memory_bytes": [2**30] * 8, "epoch": 0.5,
+}  # fmt: skip
+START: dict[str, Any] = {
+    "t": time.time(),
+    "kind": "run_start",
+    "steps": 40,
+    "run_dir": "runs/my run",
+    "plan_line": "tiny · ddp on 2 × cpu · fp32",
+}
+FAULT: dict[str, Any] = {
+    "kind": "fault", "attempt": 0, "rank": 1, "signal": "SIGKILL", "exitcode": -9, "error": "killed by SIGKILL", "log": "x", "step": 3,
+    "action": "restart",
+}  # fmt: skip
+RESTORE: dict[str, Any] = {
+    "kind": "restore",
+    "step": 2,
+    "path": "runs/x/step-2",
+    "seconds": 1.0,
+    "skipped": [{"path": "p", "reason": "sha256 differs"}],
+}
+SAVE: dict[str, Any] = {"t": 0.0, "kind": "save", "step": 2, "path": "p", "seconds": 1.0, "bytes": 5, "blocked_seconds": 0.1, "error": None}
+END: dict[str, Any] = {"kind": "run_end", "status": "finished", "exit_code": 0, "step": 40, "goodput": {"elapsed": 10.0, "productive": 9.0}}
+
+
+def step(number: int, loss: float | str | None = 1.0) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": loss, **FIGURES}
+
+
+def picture(progress: Progress, width: int = 120) -> str:
+    """What the live display shows now, as text."""
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    progress.console = console
+    console.print(progress.render())
+    return out.getvalue()
+
+
+def told(*events: dict[str, Any], width: int = 200) -> tuple[Progress, str]:
+    """A display without a terminal that has seen these events, and what it printed."""
+    out = io.StringIO()
+    with Progress(Console(file=out, width=width)) as progress:
+        for event in events:
+            progress.on_event(event)
+    return progress, out.getvalue()
+
+
+def test_the_display_says_what_the_run_waits_for() -> None:
+    assert "starting the ranks" in picture(told()[0])
+    assert "loading the model" in picture(told(START)[0])
+    assert "evaluation, checkpoint and export" in picture(told(START, step(40))[0])
+    assert "step 2/40" in picture(told(START, RESTORE)[0])
+
+
+def test_a_fault_is_shown_until_steps_come_again() -> None:
+    progress, _ = told(START, step(1, 5.0), step(2, 4.0), step(3, 3.0), FAULT)
+    assert "rank 1: killed by SIGKILL after step 3 — starting again" in picture(progress)
+    for event in (START, RESTORE):
+        progress.on_event(event)
+    assert progress.losses == {1: 5.0, 2: 4.0}, "what is done again counts once"
+    progress.on_event(step(3, 2.5))
+    assert "SIGKILL" not in picture(progress)
+    progress.on_event(END)
+    assert "finished 40 steps in 0:10, 90% of it in training steps, after 1 restart" in progress.summary()
+
+
+def test_plan_restore_and_damage_are_told_once() -> None:
+    _, text = told(START, step(1), FAULT, START, RESTORE, SAVE, step(3))
+    assert text.count("plan: tiny") == 1
+    assert "passed over a damaged checkpoint: sha256 differs" in text
+    assert "going on at step 2, from runs/x/step-2" in text
+    assert "checkpoint of step 2: 0.0 MiB in 1.0 s" in text
+
+
+def test_losses_that_are_no_numbers_break_nothing() -> None:
+    progress, text = told(START, step(1, None), step(2, "inf"))
+    assert "loss NaN" in text and "loss inf" in text
+    assert "tokens/s" in picture(progress)
+    progress.on_event(step(3, 2.0))
+    assert "2.0000" in picture(progress)
+    held_out = {"kind": "eval", "step": 0, "loss": None, "samples": 1, "seconds": 1.0}
+    progress.on_event(held_out)
+    progress.on_event({**held_out, "step": 40, "loss": 1.0})
+    progress.on_event(END)
+    assert "  held-out loss            NaN → 1.0000" in progress.summary()
+
+
+def test_commands_to_try_can_be_pasted() -> None:
+    progress, text = told(START, step(40), END)
+    assert "  drumline export 'runs/my run' --to my-model --dtype bf16" in progress.summary()
+    assert "next:" in text
+    assert "next:" not in told(START, step(40), {**END, "status": "failed"})[1]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 300])
+def test_the_display_keeps_to_the_width(width: int) -> None:
+    progress, _ = told(START, *[step(s, 40.0 - s) for s in range(1, 40)], SAVE)
+    lines = picture(progress, width).splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+    assert "MFU" in picture(progress, width).replace("\n", "") and "step 39/40" in lines[1]
+
+
+def test_many_ranks_have_one_line_of_memory() -> None:
+    assert "1.00 GiB to 1.00 GiB on 8 ranks" in picture(told(START, step(1))[0])
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=True, width=200, _environ={"TERM": "dumb"})) as progress:
+        progress.on_event(START)
+        progress.on_event(step(1))
+    assert "step 1/40  loss 1.0000" in out.getvalue()
+
+
+def test_events_come_from_another_thread() -> None:
+    progress, _ = told(START, step(1))
+    done = threading.Event()
+
+    def feed() -> None:
+        for number in range(2, 3000):
+            progress.on_event(step(number, 1.0 + number % 7))
+            if number % 100 == 0:
+                progress.on_event({**RESTORE, "step": number - 10, "skipped": []})
+        done.set()
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    deadline = time.monotonic() + 60
+    while not done.is_set() and time.monotonic() < deadline:
+        progress.render()
+    feeder.join()
+    assert done.is_set() and progress.step["step"] == 2999
+
+
+def test_the_arrow_follows_the_mean() -> None:
+    assert trend([1.0, 2.0]) == ""
+    assert trend([5.0, 5.0, 4.0, 4.0]) == "↓" and trend([4.0, 4.0, 5.0, 5.0]) == "↑" and trend([1.0, 1.0, 1.001, 1.0]) == "→"
