@@ -57,6 +57,7 @@ def explain(plan: Plan) -> str:
         ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
         ("mesh", f"pp {mesh.pp} × replicate {mesh.replicate} × shard {mesh.shard} × cp {mesh.cp} × tp {mesh.tp} = {mesh.world_size} ranks"),
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
+        ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),
         ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),

@@ -79,6 +79,8 @@ class Plan(Frozen):
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
     precision: Literal["fp32", "bf16", "fp16"]
+    activation_checkpointing: Literal["none", "full"] = "none"
+    offload: Literal["none"] = Field("none", description="Where training state is kept besides the devices. DDP keeps all of it on them.")
     batch: BatchPlan
     lr: float = Field(description="Peak rate after lr_scaling.")
     steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")

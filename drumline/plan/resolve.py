@@ -55,6 +55,7 @@ def resolve(
         device=device,
         backend="nccl" if device == "cuda" else "gloo",
         precision=precision,
+        activation_checkpointing=config.memory.activation_checkpointing,
         batch=batch,
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         steps=steps,

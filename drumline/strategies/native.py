@@ -25,7 +25,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def prepare(plan: Plan, model: nn.Module) -> NativeEngine:
     """Spread a model as the plan says: transforms in order, then the optimizer over the parameters they left."""
     config = plan.config
-    apply_activation_checkpointing(model, config.memory)
+    apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     module: nn.Module = ForwardWithObjective(model)
     if plan.mesh.replicate > 1:

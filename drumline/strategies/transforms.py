@@ -6,12 +6,12 @@ the data-parallel wrapper last, around everything, so that it sees the parameter
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.config.schema import CompileConfig, DDPStrategy, MemoryConfig
+from drumline.config.schema import CompileConfig, DDPStrategy
 from drumline.errors import PlanError
 
 
@@ -21,9 +21,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def apply_activation_checkpointing(model: Any, memory: MemoryConfig) -> None:
+def apply_activation_checkpointing(model: Any, kind: Literal["none", "full"]) -> None:
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees."""
-    if memory.activation_checkpointing == "none":
+    if kind == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise PlanError(

@@ -32,6 +32,7 @@ def chaos(folder: Path, kills: int, seed: int) -> int:
         folder,
         tiny_model_dir(folder / "model"),
         rows=90,
+        model={"config": {"attention_dropout": 0.1}},
         data={"packing": False},
         launch={"nproc": 2},
         optimizer={"lr": 1e-3},

@@ -29,6 +29,7 @@ def engine(model_dir: Path, precision: str = "fp32", /, **sections: Any) -> Nati
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, **sections})
     plan = Plan(
         config=config, run_dir="r", mesh=Mesh(), engine="native", device="cpu", backend="gloo", precision=precision,
+        activation_checkpointing=config.memory.activation_checkpointing,
         batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=1e-2, steps=3,
         data=None, model_path=str(model_dir), predicted=Predicted(),
     )  # fmt: skip
@@ -131,6 +132,5 @@ def test_blocks_are_the_models_own(model_dir: Path) -> None:
 
 
 def test_a_model_without_checkpointing_is_refused() -> None:
-    options = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "memory": {"activation_checkpointing": "full"}}).memory
     with pytest.raises(PlanError, match="Linear has no activation checkpointing"):
-        apply_activation_checkpointing(torch.nn.Linear(1, 1), options)
+        apply_activation_checkpointing(torch.nn.Linear(1, 1), "full")
