@@ -116,6 +116,18 @@ def weights(run_dir: Path) -> dict[str, Any]:
     return tensors
 
 
+def same_weights(run: Path, reference: Path, tolerance: float) -> None:
+    """Every tensor of two runs' newest checkpoints, weights and moments, equal to `tolerance` of its norm."""
+    import torch
+
+    got, expected = weights(run), weights(reference)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = torch.linalg.vector_norm(tensor.double()).clamp_min(1e-12)
+        difference = float(torch.linalg.vector_norm((got[name] - tensor).double()) / scale)
+        assert difference <= tolerance, f"{name}: {difference:.2e}"
+
+
 def survivors(marker: str) -> list[int]:
     """Processes whose command line holds `marker`: a run folder names all of a run's."""
     import psutil

@@ -163,7 +163,21 @@ class DDPStrategy(Section):
     broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
 
 
-Strategy = Annotated[AutoStrategy | SingleStrategy | DDPStrategy, Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+class FSDP2Strategy(Section):
+    kind: Literal["fsdp2"] = "fsdp2"
+    reshard_after_forward: bool = Field(
+        True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
+    )
+    replicate: int = Field(1, gt=0, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
+    sync_each_micro_batch: bool = Field(
+        True, description="Reduce gradients after each micro-batch. false: once a step, with whole gradients kept in between."
+    )
+    prefetch: int = Field(1, ge=0, description="Blocks whose weights are gathered ahead of the one that computes, forward and backward.")
+
+
+Strategy = Annotated[
+    AutoStrategy | SingleStrategy | DDPStrategy | FSDP2Strategy, Field(discriminator="kind"), BeforeValidator(_kind_from_string)
+]
 
 
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …

@@ -7,7 +7,7 @@ from typing import Literal
 
 from drumline.cluster.catalog import peak_flops
 from drumline.cluster.detect import Machine
-from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
+from drumline.config.schema import Config, FSDP2Strategy, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.facts import ModelFacts
@@ -62,7 +62,7 @@ def resolve(
         warmup_steps=_warmup(config.schedule, steps),
         data=data,
         model_path=model_path,
-        predicted=_predict(config, machine, device, precision, facts),
+        predicted=_predict(config, machine, mesh, device, precision, facts),
         why=why,
     )
 
@@ -100,6 +100,16 @@ def _mesh(config: Config, world: int, why: list[str]) -> Mesh:
         why.append(
             "strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model"
         )
+    if isinstance(config.strategy, FSDP2Strategy):
+        shard, rest = divmod(world, config.strategy.replicate)
+        if rest or not shard:
+            near = [n for n in range(1, world + 1) if world % n == 0]
+            raise PlanError(
+                f"{world} processes do not divide into {config.strategy.replicate} copies",
+                where="strategy.replicate",
+                fix=f"one of {', '.join(map(str, near))}",
+            )
+        return Mesh(replicate=config.strategy.replicate, shard=shard)
     return Mesh(replicate=world)
 
 
@@ -147,13 +157,13 @@ def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
     return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
 
 
-def _predict(config: Config, machine: Machine, device: str, precision: str, facts: ModelFacts | None) -> Predicted:
+def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precision: str, facts: ModelFacts | None) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
     return Predicted(
         parameters=facts.parameters,
-        state_bytes_per_rank=facts.parameters * STATE_BYTES[config.optimizer.kind],
+        state_bytes_per_rank=math.ceil(facts.parameters * STATE_BYTES[config.optimizer.kind] / mesh.shard),
         flops_per_token=facts.flops_per_token,
         peak_flops_per_device=peak,
     )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.config.schema import CompileConfig, DDPStrategy
+from drumline.config.schema import CompileConfig, DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 
 
@@ -40,6 +43,26 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
         return
     for block in blocks(model) or [model]:
         block.compile(mode=options.mode)
+
+
+def apply_fsdp2(
+    module: nn.Module, model: nn.Module, options: FSDP2Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None
+) -> FSDPModule:
+    """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
+
+    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Gradients are averaged over all
+    ranks of the mesh, in fp32 also where the weights are gathered in `param_dtype`.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    units = blocks(model)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    root = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.prefetch])  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(units[max(0, index - options.prefetch) : index][::-1])  # type: ignore[arg-type]
+    return root
 
 
 def apply_ddp(module: nn.Module, options: DDPStrategy) -> DistributedDataParallel:

@@ -18,7 +18,10 @@ from tests.harness import ENV
 
 
 def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
-    """Train every plan (files, in order) on `world_size` real processes over gloo. Raises AssertionError with the rank's output."""
+    """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run folder has a checkpoint goes on from it.
+
+    Raises AssertionError with the rank's output.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,7 +57,8 @@ def main(paths: list[str]) -> None:
         for path in map(Path, paths):
             plan = Plan.load(path)
             emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else silent
-            train_on(plan, ranks, None, emit=emit, asked=asked, past=[], goodput=Goodput(time.time()))
+            resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
+            train_on(plan, ranks, resume, emit=emit, asked=asked, past=[], goodput=Goodput(time.time()))
     stop()
 
 

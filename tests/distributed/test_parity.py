@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.harness import events, weights, write_config
+from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
 TOLERANCE = 1e-5
@@ -48,6 +47,13 @@ ROWS = [
     Row("ddp 2, static graph", 2, {"strategy": {"kind": "ddp", "static_graph": True, "find_unused_parameters": False}}),
     Row("ddp 2, finds unused", 2, {"strategy": {"kind": "ddp", "find_unused_parameters": True, "broadcast_buffers": False}}),
     Row("ddp 2, activation checkpointing", 2, {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
+    Row("fsdp2 2, accumulation 4", 2, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("fsdp2 2, reduced once a step", 2, {"strategy": {"kind": "fsdp2", "sync_each_micro_batch": False}, "batch": {"micro_batch": 1}}),
+    Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False, "prefetch": 0}}),
+    Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
 CASES = [
@@ -105,11 +111,7 @@ def test_same_numbers_as_one_process(runs: Path, row: Row, case: Case) -> None:
     assert [e["tokens"] for e in events(mine, "step")] == [e["tokens"] for e in events(reference, "step")]
     held_out = [[e["loss"] for e in events(run, "eval")] for run in (mine, reference)]
     assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE)
-    got, expected = weights(mine), weights(reference)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        difference = torch.linalg.vector_norm((got[name] - tensor).double()) / torch.linalg.vector_norm(tensor.double()).clamp_min(1e-12)
-        assert difference <= TOLERANCE, f"{name}: {difference:.2e}"
+    same_weights(mine, reference, TOLERANCE)
 
 
 def test_the_reference_learns(runs: Path) -> None:

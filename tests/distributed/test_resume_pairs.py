@@ -1,0 +1,78 @@
+"""Any strategy reads what any other wrote: stop under one, go on under another, end with the numbers of a run that never stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.load import load
+from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.ranks import run_plans
+from tests.harness import events, same_weights, write_config
+from tests.tiny import tiny_model_dir
+
+TOLERANCE = 1e-5
+
+# name → (world size, strategy). Each writes for each.
+SPREADS: dict[str, tuple[int, Any]] = {
+    "single": (1, "single"),
+    "ddp 2": (2, "ddp"),
+    "fsdp2 2": (2, "fsdp2"),
+    "fsdp2 2 grad-op": (2, {"kind": "fsdp2", "reshard_after_forward": False}),
+    "fsdp2 hybrid 2 x 2": (4, {"kind": "fsdp2", "replicate": 2}),
+}
+PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b]
+
+
+def plan(root: Path, name: str, folder: str) -> Path:
+    """The plan of a run of four steps under one spread, with a checkpoint after two."""
+    world_size, strategy = SPREADS[name]
+    place = root / folder
+    place.mkdir()
+    path = write_config(
+        place,
+        root / "model",
+        rows=60,
+        data={"packing": False},
+        strategy=strategy,
+        optimizer={"lr": 3e-3, "weight_decay": 0.1},
+        batch={"global_samples": 8, "micro_batch": 2},
+        checkpoint={"every": 2, "asynchronous": False, "export": "none"},
+        eval={"at_start": False},
+    )
+    request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=world_size)
+    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+
+
+def slug(*names: str) -> str:
+    return "-to-".join(names).replace(" ", "_")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pairs")
+    tiny_model_dir(root / "model")
+    for world_size in (1, 2, 4):
+        mine = [name for name, (size, _) in SPREADS.items() if size == world_size]
+        run_plans([plan(root, name, slug(name)) for name in mine], world_size)
+    for world_size in (1, 2, 4):
+        plans = []
+        for a, b in PAIRS:
+            if SPREADS[b][0] == world_size:
+                plans.append(plan(root, b, slug(a, b)))
+                stopped = root / slug(a) / "run" / "checkpoints" / "step-00000002"
+                shutil.copytree(stopped, plans[-1].parent / "checkpoints" / stopped.name)
+        run_plans(plans, world_size)
+    return root
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
+    run, reference = runs / slug(a, b) / "run", runs / slug("single") / "run"
+    assert [e["step"] for e in events(run, "step")] == [3, 4]
+    for key in ("loss", "grad_norm"):
+        assert [e[key] for e in events(run, "step")] == pytest.approx([e[key] for e in events(reference, "step")][2:], rel=TOLERANCE), key
+    same_weights(run, reference, TOLERANCE)
