@@ -42,13 +42,15 @@ class Replicated:
     """DDP. Evaluation runs below it: nothing is to be reduced there."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        self.module, self.inner = module, module.module
+        self.ddp = module
+        self.module: nn.Module = module
+        self.inner: nn.Module = module.module
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.module.no_sync()
+        return contextlib.nullcontext() if last else self.ddp.no_sync()
 
     def exposed_communication(self) -> float:
-        clocks = self.module._get_ddp_logging_data()
+        clocks = self.ddp._get_ddp_logging_data()
         nanoseconds = clocks.get("backward_comm_time", 0) - clocks.get("backward_compute_comm_overlap_time", 0)
         return max(0, nanoseconds) / 1e9
 
@@ -58,7 +60,8 @@ class Sharded:
 
     def __init__(self, module: FSDPModule, sync_each_micro_batch: bool) -> None:
         assert isinstance(module, nn.Module)
-        self.module = self.inner = module
+        self.module: nn.Module = module
+        self.inner: nn.Module = module
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
