@@ -118,4 +118,7 @@ def schema() -> dict[str, Any]:
     for name in ("algorithm", "strategy", "schedule", "precision"):
         full = made["properties"][name]
         made["properties"][name] = {"anyOf": [{"enum": sorted(kinds_at((name,)))}, full], "default": full.pop("default", None)}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Drumline config", **made}
+    for section in made["$defs"].values():
+        if "const" in section["properties"].get("kind", {}):
+            section["required"] = ["kind", *section.get("required", [])]  # it tells the union's members apart
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "Drumline config"}

@@ -68,6 +68,7 @@ class Progress:
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
         self.restarts = self.restored = 0
+        self.began = 0.0  # unix seconds of the first start
         self.live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -98,6 +99,7 @@ class Progress:
     def _on_run_start(self, event: dict[str, Any]) -> None:
         if not self.start:
             self._say(f"plan: {event['plan_line']}")
+            self.began = event["t"]
         self.start = event
 
     def _on_step(self, event: dict[str, Any]) -> None:
@@ -198,7 +200,7 @@ class Progress:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
-        times = f"{duration(time.time() - self.start['t'])} · ETA {self._eta()}"
+        times = f"{duration(time.time() - self.began)} · ETA {self._eta()}"
         bar.add_row(Text(f"step {step}/{steps}", style="bold"), ProgressBar(total=steps, completed=step), Text(times, style="cyan"))
         parts: list[RenderableType] = [bar]
         if self.step:

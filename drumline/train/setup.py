@@ -18,6 +18,7 @@ from drumline.models.package import resolve as resolve_model
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
+from drumline.train.sinks import check_installed
 
 OnProgress = Callable[[str, int, int | None], None]
 CHECKPOINTS = "checkpoints"
@@ -38,6 +39,7 @@ class Request:
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
     config, base = request.loaded.config, request.loaded.base_dir
+    check_installed(config.run.report_to)
     model_path = resolve_model(config.model, on_progress)
     hf_config = models.load_config(model_path, config.model)
     tokenizer = models.load_tokenizer(model_path, config.model)

@@ -1,92 +1,193 @@
-"""Trackers that repeat the run's figures: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth."""
+"""Trackers that repeat the run's figures: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth.
+
+A run that is started again goes on in the same run of each tracker: RUN/trackers.json remembers which.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from drumline.errors import EnvironmentFault
+from drumline.report.redact import plain, redact
 
-Write = Callable[[dict[str, float], int], None]
-KINDS = {"step": "train", "eval": "eval", "save": "save"}
+# Event kinds that have figures → the group that they are shown in.
+GROUPS = {"step": "train", "eval": "eval", "save": "save"}
+# run.report_to → its library, how to get that, and what to look at when it does not start.
+LIBRARIES = {
+    "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
+    "wandb": ("wandb", "pip install 'drumline[wandb]'", "run `wandb login`, set WANDB_MODE=offline"),
+    "mlflow": ("mlflow", "pip install 'drumline[mlflow]'", "see where MLFLOW_TRACKING_URI points"),
+    "trackio": ("trackio", "pip install 'drumline[trackio]'", "see whether TRACKIO_DIR can be written"),
+}
+MOST_RANKS = 8  # with a chart of their own
+MEMORY = "trackers.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told of the run. `known`: the tracker's own id of the run, where it was begun by an earlier process."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    known: str | None
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker's run: its id, how to write figures of one group at a step, go back to a step, and end."""
+
+    id: str
+    write: Callable[[str, dict[str, float], int], None]
+    close: Callable[[], object]
+    rewind: Callable[[int], None] = lambda step: None
 
 
 class Sink:
     """One tracker. A tracker that fails during the run is named once and left alone; training goes on."""
 
-    def __init__(self, name: str, write: Write, close: Callable[[], None]) -> None:
-        self.name, self._write, self._close = name, write, close
-        self.broken = False
+    def __init__(self, name: str, tracker: Tracker | None) -> None:
+        self.name, self._tracker = name, tracker
 
     def event(self, event: dict[str, Any]) -> None:
-        """Hand over the figures of a step, eval or save event under `train/…`, `eval/…`, `save/…`."""
-        prefix = KINDS.get(event["kind"])
-        if prefix is None:
-            return
-        figures = {
-            f"{prefix}/{k}": float(v)
-            for k, v in event.items()
-            if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")
-        }
-        for rank, bytes_ in enumerate(event.get("memory_bytes", [])):
-            figures[f"{prefix}/memory_bytes/rank_{rank}"] = float(bytes_)
-        self._guard(lambda: self._write(figures, event["step"]))
+        """Hand over the figures of a step, eval or save event, under its group; go back where a checkpoint is loaded."""
+        if event["kind"] == "restore":
+            self._guard(lambda tracker: tracker.rewind(event["step"]))
+        elif event["kind"] in GROUPS:
+            self._guard(lambda tracker: tracker.write(GROUPS[event["kind"]], figures(event), event["step"]))
 
     def close(self) -> None:
-        self._guard(self._close)
+        self._guard(lambda tracker: tracker.close())
 
-    def _guard(self, action: Callable[[], None]) -> None:
-        if self.broken:
+    def _guard(self, action: Callable[[Tracker], object]) -> None:
+        if self._tracker is None:
             return
         try:
-            action()
+            action(self._tracker)
         except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything, and none of it is worth the run
-            self.broken = True
-            print(f"warning: {self.name} failed and gets no more figures: {type(error).__name__}: {error}", file=sys.stderr)
+            self._tracker = None
+            _warn(self.name, error)
+
+
+def figures(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an event, `t` and `step` left out, and the memory of the ranks: each of a few, or the least and the most."""
+    numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+    ranks = event.get("memory_bytes", [])
+    if len(ranks) <= MOST_RANKS:
+        return numbers | {f"memory_bytes/rank_{rank}": float(bytes_) for rank, bytes_ in enumerate(ranks)}
+    return numbers | {"memory_bytes/least": float(min(ranks)), "memory_bytes/most": float(max(ranks))}
+
+
+def check_installed(report_to: Sequence[str]) -> None:
+    """Raises EnvironmentFault for a tracker whose library is not there. Imports none of them."""
+    for name in report_to:
+        module, command, _ = LIBRARIES[name]
+        if find_spec(module) is None:
+            raise EnvironmentFault(f"{name} is not installed", where="run.report_to", fix=f"{command}, or take it out of the list")
 
 
 def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str) -> list[Sink]:
-    """The trackers of `run.report_to`. Raises EnvironmentFault, before anything is trained, for a library that is not installed."""
+    """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted.
+
+    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a tracker that does not
+    start. A run that has begun goes on without a tracker that cannot be reached.
+    """
+    check_installed(report_to)
     makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
-    return [makers[kind](run_dir, config, name) for kind in report_to]
+    known = _recall(run_dir)
+    sinks = []
+    for kind in report_to:
+        run = Run(run_dir, name, plain(config), known.get(kind))
+        try:
+            tracker = makers[kind](run)
+        except Exception as error:
+            if run.known is None:
+                fix = f"{LIBRARIES[kind][2]}, or take {kind} out of the list"
+                raise EnvironmentFault(f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix) from error
+            _warn(kind, error)
+            tracker = None
+        if tracker is not None:
+            known[kind] = tracker.id
+        sinks.append(Sink(kind, tracker))
+    if sinks:
+        (run_dir / MEMORY).write_text(json.dumps(known))
+    return sinks
 
 
-def _library(module: str, extra: str) -> Any:
+def _recall(run_dir: Path) -> dict[str, str]:
+    """Trackers' ids of this run, from an earlier process."""
     try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise EnvironmentFault(
-            f"{extra} is not installed", where="run.report_to", fix=f"pip install 'drumline[{extra}]', or take it out of the list"
-        ) from None
+        return {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
-def _tensorboard(run_dir: Path, config: dict[str, Any], name: str) -> Sink:
-    writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(run_dir / "tensorboard"))
+def _warn(name: str, error: Exception) -> None:
+    print(f"warning: {name} gets no more figures, the run goes on: {_line(error)}", file=sys.stderr)
 
-    def write(figures: dict[str, float], step: int) -> None:
-        for key, value in figures.items():
-            writer.add_scalar(key, value, step)
+
+def _line(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def _tensorboard(run: Run) -> Tracker:
+    """Event files in RUN/tensorboard. Figures of steps that are done again are marked as void (purge_step)."""
+    folder = str(run.folder / "tensorboard")
+    make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    writer = make(folder)
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            writer.add_scalar(f"{group}/{key}", value, step)
         writer.flush()
 
-    return Sink("tensorboard", write, writer.close)
+    def rewind(step: int) -> None:
+        nonlocal writer
+        writer.close()
+        writer = make(folder, purge_step=step + 1)
+
+    return Tracker(folder, write, lambda: writer.close(), rewind)
 
 
-def _wandb(run_dir: Path, config: dict[str, Any], name: str) -> Sink:
-    run = _library("wandb", "wandb").init(project="drumline", name=name, dir=str(run_dir), config=config)
-    return Sink("wandb", lambda figures, step: run.log(figures, step=step), run.finish)
+def _wandb(run: Run) -> Tracker:
+    """W&B; offline or online as WANDB_MODE says. Each group has its own step: a save is reported after later steps have been."""
+    wandb = importlib.import_module("wandb")
+    began = wandb.init(project="drumline", name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow")
+    for group in GROUPS.values():
+        began.define_metric(f"{group}/step", hidden=True)
+        began.define_metric(f"{group}/*", step_metric=f"{group}/step")
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        began.log({f"{group}/step": step, **{f"{group}/{key}": value for key, value in numbers.items()}})
+
+    return Tracker(str(began.id), write, began.finish)
 
 
-def _mlflow(run_dir: Path, config: dict[str, Any], name: str) -> Sink:
-    mlflow = _library("mlflow", "mlflow")
-    mlflow.start_run(run_name=name)
-    mlflow.log_dict(config, "config.json")
-    return Sink("mlflow", lambda figures, step: mlflow.log_metrics(figures, step=step), mlflow.end_run)
+def _mlflow(run: Run) -> Tracker:
+    """MLflow, wherever MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME point; mlflow.db in the current folder where they do not."""
+    mlflow = importlib.import_module("mlflow")
+    began = mlflow.start_run(run_id=run.known) if run.known else mlflow.start_run(run_name=run.name)
+    mlflow.log_dict(run.config, "config.json")
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        mlflow.log_metrics({f"{group}/{key}": value for key, value in numbers.items()}, step=step)
+
+    return Tracker(str(began.info.run_id), write, mlflow.end_run)
 
 
-def _trackio(run_dir: Path, config: dict[str, Any], name: str) -> Sink:
-    trackio = _library("trackio", "trackio")
-    trackio.init(project="drumline", name=name, config=config)
-    return Sink("trackio", lambda figures, step: trackio.log(figures, step=step), trackio.finish)
+def _trackio(run: Run) -> Tracker:
+    """trackio's local store (or a Space, as its own variables say)."""
+    trackio = importlib.import_module("trackio")
+    trackio.init(project="drumline", name=run.known or run.name, config=run.config, resume="must" if run.known else "never")
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        trackio.log({f"{group}/{key}": value for key, value in numbers.items()}, step=step)
+
+    return Tracker(run.known or run.name, write, trackio.finish)

@@ -193,6 +193,8 @@ def test_schema_describes_every_key_and_allows_short_forms() -> None:
     assert set(made["properties"]) == set(Config.model_fields)
     assert {"enum": ["auto", "ddp", "single"]} in made["properties"]["strategy"]["anyOf"]
     assert json.loads(json.dumps(made)) == made
+    assert made["title"] == "Drumline config" and made["$schema"].endswith("2020-12/schema")
+    assert made["$defs"]["FileSource"]["required"] == ["kind", "path"] and "required" not in made["$defs"]["OptimizerConfig"]
     undescribed = [
         f"{name}.{key}"
         for name, section in made["$defs"].items()

@@ -1,51 +1,146 @@
-"""Trackers get the figures through their own libraries; a missing one is named at the start, a failing one costs only itself."""
+"""Trackers: what they are given, what happens without their library, and when they fail."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.errors import EnvironmentFault
-from drumline.train.sinks import Sink, open_sinks
+from drumline.train.sinks import LIBRARIES, Sink, Tracker, check_installed, figures, open_sinks
 
-EVENT = {"t": 1.0, "kind": "step", "step": 3, "loss": 2.5, "mfu": None, "memory_bytes": [7, 8]}
+STEP: dict[str, Any] = {
+    "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,
+}  # fmt: skip
+EVAL: dict[str, Any] = {"t": 0.0, "kind": "eval", "step": 2, "loss": 1.5, "exact_match": 0.5, "samples": 8, "seconds": 1.0}
+CONFIG = {"run": {"seed": 1}, "model": {"config": {"api_key": "secret"}}}
 
 
-def test_tensorboard_reads_back(tmp_path: Path) -> None:
+def step(number: int, loss: float | None = 1.0) -> dict[str, Any]:
+    return {**STEP, "step": number, "loss": loss}
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (sink,) = open_sinks(["tensorboard"], tmp_path, {}, "run")
-    sink.event(EVENT)
-    sink.event({"t": 1.0, "kind": "eval", "step": 3, "loss": 1.5, "exact_match": 0.25})
-    sink.event({"t": 1.0, "kind": "preempt", "step": 3, "signal": "SIGTERM"})
-    sink.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert set(board.Tags()["scalars"]) == {
-        "train/loss", "train/memory_bytes/rank_0", "train/memory_bytes/rank_1", "eval/loss", "eval/exact_match",
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def test_figures_of_an_event() -> None:
+    assert figures(step(3)) == {
+        "loss": 1.0, "lr": 1e-4, "tokens": 100.0, "epoch": 0.5, "memory_bytes/rank_0": 1.0, "memory_bytes/rank_1": 2.0,
     }  # fmt: skip
-    (scalar,) = board.Scalars("train/loss")
-    assert (scalar.step, scalar.value) == (3, 2.5)
+    many = figures({**step(3), "memory_bytes": list(range(5, 69))})
+    assert (many["memory_bytes/least"], many["memory_bytes/most"]) == (5, 68) and len(many) == 6
+    assert "path" not in figures({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None})
 
 
-@pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])
-def test_a_missing_library_is_named_with_its_extra(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, kind, None)
-    with pytest.raises(EnvironmentFault, match=rf"drumline\[{kind}\]"):
-        open_sinks([kind], tmp_path, {}, "run")
-
-
-def test_a_failing_tracker_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    calls = []
-
-    def write(figures: dict[str, float], step: int) -> None:
-        calls.append(step)
-        raise ConnectionError("gone")
-
-    sink = Sink("tracker", write, lambda: None)
-    sink.event(EVENT)
-    sink.event(EVENT)
+def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
+    (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
+    for event in (step(1, 5.0), step(2, None), EVAL, {"t": 0.0, "kind": "preempt", "step": 2, "signal": "SIGTERM"}):
+        sink.event(event)
     sink.close()
-    assert calls == [3]
-    assert capsys.readouterr().err == "warning: tracker failed and gets no more figures: ConnectionError: gone\n"
+    read = tensorboard_scalars(tmp_path / "tensorboard")
+    assert read["train/loss"] == [(1, 5.0)] and read["eval/exact_match"] == [(2, 0.5)]
+    assert read["train/tokens"] == [(1, 100.0), (2, 100.0)] and read["train/memory_bytes/rank_1"] == [(1, 2.0), (2, 2.0)]
+    assert not any("signal" in tag or tag.endswith("/t") for tag in read)
+
+
+def test_steps_done_again_are_shown_once(tmp_path: Path) -> None:
+    for events in ([step(s, 10.0 - s) for s in range(1, 6)], [{"kind": "restore", "step": 3}, step(4, 6.5), step(5, 5.5)]):
+        (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
+        for event in events:
+            sink.event(event)
+        sink.close()
+    assert tensorboard_scalars(tmp_path / "tensorboard")["train/loss"] == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+def test_a_library_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, LIBRARIES[name][0], None)  # as if it were not installed, where it is
+    for check in (lambda: check_installed([name]), lambda: open_sinks([name], tmp_path, {}, "r")):
+        with pytest.raises(EnvironmentFault) as error:
+            check()
+        extra = name if name == "tensorboard" else f"'drumline[{name}]'"
+        assert f"run.report_to: {name} is not installed — pip install {extra}" in error.value.line()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    written: list[int] = []
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        written.append(step)
+        if step == 2:
+            raise RuntimeError("no route to host\nwith key 0123456789")
+
+    def close() -> None:
+        raise AssertionError("a broken tracker is left alone")
+
+    sink = Sink("wandb", Tracker("x", write, close))
+    for number in range(1, 5):
+        sink.event(step(number))
+    sink.close()
+    assert written == [1, 2]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "wandb gets no more figures, the run goes on: RuntimeError: no route to host with key [redacted]" in line
+
+
+def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tensorboard").write_text("a file where a folder is wanted")
+    with pytest.raises(EnvironmentFault, match=r"run.report_to: tensorboard does not start: .* — see whether RUN/tensorboard"):
+        open_sinks(["tensorboard"], tmp_path, {}, "r")
+    # A run that has begun is worth more than its tracker.
+    (tmp_path / "trackers.json").write_text(json.dumps({"tensorboard": "x"}))
+    (sink,) = open_sinks(["tensorboard"], tmp_path, {}, "r")
+    sink.event(step(1))
+    sink.close()
+    assert capsys.readouterr().err.count("tensorboard gets no more figures") == 1
+
+
+# The three below run where the extra is installed; W&B offline, MLflow and trackio on local files.
+
+
+def two_attempts(name: str, folder: Path) -> str:
+    """A run of three steps that is started again after the second; returns the tracker's id of it."""
+    ids = []
+    for events in ([step(1, 5.0), step(2, 4.0), {**EVAL, "step": 1}], [{"kind": "restore", "step": 2}, step(3, 3.0)]):
+        (sink,) = open_sinks([name], folder, CONFIG, "my run")
+        for event in events:
+            sink.event(event)
+        assert sink._tracker is not None, "a figure could not be written"
+        sink.close()
+        ids.append(json.loads((folder / "trackers.json").read_text())[name])
+    assert ids[0] == ids[1], "both attempts belong to one run"
+    return str(ids[0])
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'drumline[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    identity = two_attempts("wandb", tmp_path)
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
+    assert len(files) == 2 and b"train/loss" in files[0].read_bytes()
+    assert not any(b"secret" in file.read_bytes() for file in files)
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'drumline[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    identity = two_attempts("mlflow", tmp_path)
+    history = mlflow.MlflowClient().get_metric_history(identity, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(1, 5.0), (2, 4.0), (3, 3.0)]
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    pytest.importorskip("trackio", reason="pip install 'drumline[trackio]'")
+    two_attempts("trackio", tmp_path)
+    assert b"train/loss" in (tmp_path / "store" / "drumline.db").read_bytes()

@@ -1,0 +1,143 @@
+"""The chunked cross-entropy against the plain one: peak memory and time of loss and gradients, each case in a fresh process.
+
+    python benchmarks/chunked_cross_entropy.py [--tokens 4096] [--vocabulary 49152] [--hidden 576] [--chunk 1024] [--learned 1.0]
+                                               [--device cpu] [--precision fp32] [--repeats 3] [--rounds 3] [--out FILE]
+
+Plain: logits = hidden @ weightᵀ, in fp32 for torch's cross_entropy, and autograd's backward. Chunked: drumline.algorithms.losses.
+Both start from the same fp32 hidden states and weight and end with their gradients; bf16 and fp16 run under autocast. `--learned` is the
+part of the tokens that carry loss (1 in pretraining, less in SFT); the chunked one leaves the others out before the product.
+
+Peak memory is what a case takes on top of hidden states and weight: on a CPU the growth of the resident set's high-water mark (Linux), on
+a GPU that of the allocator. Plain and chunked take turns for `--rounds`; the seconds given are the least of `--repeats` after one warm-up,
+and of all rounds: whatever else runs on the machine can only add to them. `runs` has all figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.algorithms.losses import linear_cross_entropy
+
+CASES = ("plain", "chunked")
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--learned", type=float, default=1.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=("fp32", *AUTOCAST), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
+    if options.case:
+        print(json.dumps(measure(options)))
+        return
+    report = compare(options)
+    print(json.dumps(report, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the cases in turn; the least of each figure, and ratios of those."""
+    setting = {
+        key: getattr(options, key) for key in ("tokens", "vocabulary", "hidden", "chunk", "learned", "device", "precision", "repeats")
+    }
+    flags = [part for key, value in setting.items() for part in (f"--{key}", str(value))]
+    runs: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    for _ in range(options.rounds):
+        for case in CASES:
+            done = subprocess.run([sys.executable, __file__, "--case", case, *flags], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
+            runs[case].append(json.loads(done.stdout.splitlines()[-1]))
+            print(case, runs[case][-1], file=sys.stderr)
+    best = {case: {key: min(run[key] for run in rows) for key in rows[0]} for case, rows in runs.items()}
+    plain, chunked = best["plain"], best["chunked"]
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "setting": setting | {"rounds": options.rounds},
+        "hardware": _hardware(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "least": best,
+        "ratios": {f"{key} chunked / plain": chunked[key] / plain[key] for key in ("seconds", "peak_bytes")},
+        "relative differences": {key: abs(chunked[key] - plain[key]) / abs(plain[key]) for key in ("loss_sum", "grad_norm")},
+        "runs": runs,
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """One case, in this process: peak_bytes, seconds, and the loss and gradient norm that it came to."""
+    torch.manual_seed(0)
+    device = options.device
+    hidden_ND = torch.randn(options.tokens, options.hidden, device=device).requires_grad_()
+    weight_VD = (0.02 * torch.randn(options.vocabulary, options.hidden, device=device)).requires_grad_()
+    targets_N = torch.randint(options.vocabulary, (options.tokens,), device=device)
+    targets_N[torch.rand(options.tokens, device=device) >= options.learned] = -100
+    chunk = options.chunk if options.case == "chunked" else 0
+    dtype = AUTOCAST.get(options.precision)
+
+    def step() -> float:
+        with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
+            loss_sum, _ = linear_cross_entropy(hidden_ND, weight_VD, None, targets_N, chunk)
+        loss_sum.backward()
+        return loss_sum.item()
+
+    high_water = _peak_of(device)
+    seconds = []
+    for _ in range(options.repeats + 1):
+        hidden_ND.grad = weight_VD.grad = None
+        began = time.perf_counter()
+        loss_sum = step()
+        seconds.append(time.perf_counter() - began)
+    assert hidden_ND.grad is not None and weight_VD.grad is not None
+    norm = float(torch.stack([hidden_ND.grad.norm(), weight_VD.grad.norm()]).norm())
+    return {"peak_bytes": high_water(), "seconds": min(seconds[1:]), "loss_sum": loss_sum, "grad_norm": norm}
+
+
+def _peak_of(device: str) -> Callable[[], float]:
+    """Start to watch memory; calling the result gives the bytes that the peak lay above what was in use at the start."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        return lambda: float(torch.cuda.max_memory_allocated() - start)
+    # Writing 5 sets the kernel's high-water mark back to the present resident set (proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
+    start = _high_water_bytes()
+    return lambda: float(_high_water_bytes() - start)
+
+
+def _high_water_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _hardware() -> dict[str, Any]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+if __name__ == "__main__":
+    main()
