@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +12,8 @@ import torch.distributed as dist
 
 from drumline.errors import EnvironmentFault
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CONNECT = timedelta(minutes=10)  # for rank 0 to be there: hosts of one job start minutes apart
 A_DAY = timedelta(days=1)
 
 
@@ -36,20 +34,13 @@ class Ranks:
         return cls(rank, int(read("LOCAL_RANK", str(rank))), int(read("WORLD_SIZE", "1")), int(read("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the launcher `parent` (process id) dies, however it dies (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 _store: dist.Store | None = None
 
 
 def rendezvous() -> dist.Store:
-    """The ranks' common store, made once: on loopback alone when all ranks are on this machine, with keys of this attempt only.
+    """The ranks' common store, made once, within ten minutes. It listens on loopback alone when all ranks are on this machine.
 
-    The prefix keeps keys of a killed attempt from being taken for this one's (measured to hang restarts under torchrun).
+    The keys are of this attempt only: those of a killed one must not be taken for this one's (measured to hang restarts under torchrun).
     """
     global _store
     if _store is not None:
@@ -59,16 +50,18 @@ def rendezvous() -> dist.Store:
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror:
-        raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix="give a name that resolves, or an IP address") from None
+        raise EnvironmentFault(
+            f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix="give a name that resolves, or an IP address"
+        ) from None
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = ranks.rank == 0 and not agent_has_it
     try:
         if listens and host in LOOPBACK:
             # The store has no authentication and would listen on all interfaces.
             listener = socket.create_server(("127.0.0.1", port))
-            tcp = dist.TCPStore(host, port, ranks.world_size, True, A_DAY, False, master_listen_fd=listener.detach(), use_libuv=False)
+            tcp = dist.TCPStore(host, port, ranks.world_size, True, CONNECT, False, master_listen_fd=listener.detach(), use_libuv=False)
         else:
-            tcp = dist.TCPStore(host, port, ranks.world_size, listens, A_DAY, False)
+            tcp = dist.TCPStore(host, port, ranks.world_size, listens, CONNECT, False)
     except (OSError, RuntimeError) as error:
         held = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
         what = f"port {port} is taken" if held else f"no rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
@@ -87,7 +80,7 @@ def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size == 1:
         return ranks
-    if os.environ.get("MASTER_ADDR") in LOOPBACK:
+    if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",

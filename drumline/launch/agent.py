@@ -9,42 +9,52 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from drumline.launch.asked import Asked
 from drumline.launch.postmortem import RankEnd, read_error
 
 # The agent tells of each start and failure in its own words; the launcher tells it once, in its own.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 MONITOR_SECONDS = 0.1
-# A rank that raised is given this long to be followed by the one whose error was the cause, before all are killed.
+# After an error the other ranks have this long to end by themselves: their words may tell more than the first one's.
 SETTLE_SECONDS = 2.0
-# Ways for a rank to end on purpose (errors.py); the others get the grace time to do so as well.
-ON_PURPOSE = (2, 3, 75)
+# Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
+TOGETHER = (3, 75)
 
 
 class _OneHost(RendezvousHandler):
-    """A rendezvous with nobody else: the agent's store stays in this process, the ranks' own listens on loopback."""
+    """A rendezvous with nobody else: the agent's own store stays in this process, the ranks' one listens on loopback.
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    The launcher holds the ranks' store, not rank 0: the port is taken before anything starts and cannot be lost to another process
+    while rank 0 imports torch, and the store outlives any rank.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.port = listener.getsockname()[1]
+        # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
+        self.store: TCPStore | None = TCPStore(
+            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
+        )
 
     def get_backend(self) -> str:
         return "loopback"
 
     @property
     def use_agent_store(self) -> bool:
-        return False
+        """What the ranks are told: the store is there, connect to it."""
+        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", self.port))
@@ -62,6 +72,8 @@ class _OneHost(RendezvousHandler):
         return "drumline"
 
     def shutdown(self) -> bool:
+        """Close the ranks' store: its port is free for the next attempt."""
+        self.store = None
         return True
 
 
@@ -87,20 +99,23 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Runs `command` (Python's arguments) on `nproc` ranks once."""
 
-    def __init__(self, command: list[str], nproc: int, port: int, logs: Path, asked: Callable[[], int], grace_seconds: float) -> None:
+    def __init__(self, command: list[str], nproc: int, listener: socket.socket, logs: Path, asked: Asked, grace_seconds: float) -> None:
+        self.host = _OneHost(listener)
         spec = WorkerSpec(
             role="drumline",
             local_world_size=nproc,
             entrypoint=sys.executable,
             args=tuple(command),
-            rdzv_handler=_OneHost(port),
+            rdzv_handler=self.host,
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
         )
         super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
         self.logs, self.asked, self.grace_seconds = logs, asked, grace_seconds
         self.killed: set[int] = set()
-        self._forwarded = 0
+        self._ended: dict[int, float] = {}
+        self._raised: dict[int, float] = {}
+        self._forwarded = False
         self._kill_at: float | None = None
 
     def attempt(self) -> list[RankEnd]:
@@ -111,10 +126,8 @@ class Agent(LocalElasticAgent):
             self.run()
         finally:
             self.kill()
-        return [
-            RankEnd(rank, code, read_error(self.logs / f"rank-{rank}.json"), self.logs / f"rank-{rank}.log", rank in self.killed)
-            for rank, code in sorted(self._exitcodes().items())
-        ]
+            self.host.shutdown()
+        return [self._end(rank, code) for rank, code in sorted(self._exitcodes().items())]
 
     def kill(self) -> None:
         """SIGKILL every rank that is left, and whatever ranks have started (each is the leader of a session of its own)."""
@@ -128,46 +141,71 @@ class Agent(LocalElasticAgent):
         for process in self._processes().values():
             process.wait()
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> Any:
-        """Forward what the launcher was asked, and end the attempt the moment that it has failed; then the agent's own look."""
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Forward what the launcher was asked, and end the attempt the moment that it has failed.
+
+        The agent's own look is left for when all ranks have gone: at a failure it would send SIGTERM and wait 30 s.
+        """
         self._forward()
         codes = self._exitcodes()
-        failed = {rank: code for rank, code in codes.items() if code not in (None, 0)}
-        if failed:
+        if any(codes.values()) or self._stuck():
             self._settle()
             self.kill()
         elif self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
+        elif None in codes.values():
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _settle(self) -> None:
-        """Wait for the others: briefly after an error, as long as saving may take after an end on purpose, not at all after a kill."""
-        codes = self._exitcodes()
-        if any(code is not None and code < 0 for code in codes.values()) and not self.asked():
+        """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
+        codes = set(self._exitcodes().values()) - {None, 0}
+        if min(codes, default=0) < 0 and not self.asked.number:
             return
-        on_purpose = any(code in ON_PURPOSE for code in codes.values()) or self.asked()
-        until = time.monotonic() + (self.grace_seconds if on_purpose else SETTLE_SECONDS)
-        while None in self._exitcodes().values() and time.monotonic() < until:
+        until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
+        if self._kill_at is not None:
+            until = min(until, self._kill_at)
+        while None in self._exitcodes().values() and time.monotonic() < until and not self.asked.at_once:
             self._forward()
             time.sleep(MONITOR_SECONDS / 2)
 
+    def _stuck(self) -> bool:
+        """A rank has noted an error a while ago and has not ended: leaving a process group of which others are still part may block."""
+        now = time.monotonic()
+        for rank, code in self._exitcodes().items():
+            if code is None and rank not in self._raised and (self.logs / f"rank-{rank}.json").exists():
+                error = read_error(self.logs / f"rank-{rank}.json")
+                on_purpose = error is not None and error["exit_code"] in TOGETHER
+                self._raised[rank] = now + (self.grace_seconds if on_purpose else SETTLE_SECONDS)
+        return any(now > at for at in self._raised.values())
+
     def _forward(self) -> None:
-        """Hand a signal on to the ranks once; a second one kills them."""
-        number = self.asked()
-        if number == self._forwarded:
-            return
-        if number == signal.SIGKILL:
-            self.kill()
-        else:
+        """Hand a signal on to the ranks once; they have the grace time from then on, and a second Ctrl-C ends it."""
+        if self.asked.number and not self._forwarded:
+            self._forwarded = True
             for process in self._processes().values():
                 if process.poll() is None:
-                    process.send_signal(number)
+                    process.send_signal(self.asked.number)
             self._kill_at = time.monotonic() + self.grace_seconds
-        self._forwarded = number
+        if self.asked.at_once:
+            self._kill_at = 0.0
+
+    def _end(self, rank: int, code: int) -> RankEnd:
+        error = read_error(self.logs / f"rank-{rank}.json")
+        ours = rank in self.killed
+        if ours and error:
+            code = error["exit_code"]  # it had said why it ends before we killed it
+        at = error["time"] if error else self._ended[rank]
+        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at)
 
     def _processes(self) -> dict[int, Any]:
         context: Any = self._pcontext
         return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
 
     def _exitcodes(self) -> dict[int, Any]:
-        return {rank: process.poll() for rank, process in self._processes().items()}
+        """Rank → exit code, None while it runs; the time (unix seconds) at which an end was first seen is kept."""
+        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        for rank, code in codes.items():
+            if code is not None:
+                self._ended.setdefault(rank, time.time())
+        return codes

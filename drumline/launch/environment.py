@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 
+from drumline.errors import EnvironmentFault
+from drumline.report.redact import redact
+
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+COMMAND_LENGTH = 100  # characters of a command line that are shown
 
 
 def launched_by() -> str | None:
@@ -15,28 +20,27 @@ def launched_by() -> str | None:
     return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
 
 
-def free_port() -> int:
-    """A TCP port on loopback that nobody holds at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def listen(port: int | None) -> socket.socket:
+    """A listening socket on loopback, on any free port when `port` is None. Held from now on, so that nobody can come in between.
+
+    Raises EnvironmentFault that names the holder of a port that is taken.
+    """
+    try:
+        return socket.create_server(("127.0.0.1", port or 0))
+    except OSError as error:
+        reason = f"is held by {port_holder(port)}" if port and port_holder(port) else f"cannot be had: {error.strerror}"
+        raise EnvironmentFault(f"port {port} {reason}", where="launch.port", fix="end it, or leave launch.port out") from None
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def port_holder(port: int) -> str:
-    """`pid 123 (python)` of the process that listens on a port; `another process` where we may not know."""
+def port_holder(port: int) -> str | None:
+    """`pid 123 (python -m http.server)`: the process that listens on a port; None where there is none, or we may not know."""
     import psutil
 
     for connection in psutil.net_connections("tcp"):
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
-            return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return "another process"
+            try:
+                command = shlex.join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:
+                return f"pid {connection.pid}"
+            return f"pid {connection.pid} ({redact(' '.join(command.split())[:COMMAND_LENGTH])})"
+    return None

@@ -3,100 +3,85 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from drumline.errors import EnvironmentFault
-from drumline.launch.environment import free_port, is_free, port_holder
+from drumline.launch.asked import Asked
+from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd, report, root_cause
 from drumline.launch.restarts import Restarts
 from drumline.plan.plan import Plan
-from drumline.report.events import EventLog, read, series
+from drumline.report.events import EventLog, read
 from drumline.report.tail import Tail
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-WORKER = ["-u", "-X", "faulthandler", "-m", "drumline.train.entry"]
-
-
-class Asked:
-    """Signals to the launcher, noted: the number of the first, SIGKILL once there was a second. Old handlers come back at the end."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Asked:
-        if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = signal.SIGKILL if self.number else (signal.SIGTERM if number == signal.SIGHUP else number)
+# Events whose `step` says how far the attempt was that wrote them.
+MILESTONES = ("restore", "step", "eval", "save")
 
 
 def launch(
-    plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[dict[str, Any]], None], worker: list[str] | None = None
+    plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[dict[str, Any]], None], worker: str = "drumline.train.entry"
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
-    `worker`: Python's arguments that start a rank; it is given the plan's path, `--parent PID` and, to go on, `--resume PATH`.
+    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`.
     Raises EnvironmentFault for a port that is held.
     """
+    options, run_dir = plan.config.launch, Path(plan.run_dir)
+    nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
+    listener = listen(options.port)
     from drumline.launch.agent import Agent
 
-    options, run_dir = plan.config.launch, Path(plan.run_dir)
-    nproc = plan.mesh.world_size
-    if options.port is not None and not is_free(options.port):
-        raise EnvironmentFault(
-            f"port {options.port} is held by {port_holder(options.port)}", where="launch.port", fix="end it, or leave launch.port out"
-        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     restarts = Restarts(options.max_restarts)
-    events_path = run_dir / "events.jsonl"
     with Asked() as asked, Tail(events_path, on_event):
         while True:
-            command = [*(worker or WORKER), str(plan_path), "--parent", str(os.getpid()), *(["--resume", resume] if resume else [])]
-            attempt = _next_attempt(run_dir)
+            started, attempt = time.time(), _next_attempt(run_dir)
+            rank = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), worker]
+            command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
             logs = run_dir / "logs" / f"attempt-{attempt}"
-            ends = Agent(command, nproc, options.port or free_port(), logs, lambda: asked.number, options.grace_seconds).attempt()
+            ends = Agent(command, nproc, listener, logs, asked, options.grace_seconds).attempt()
             code = _code(ends, asked.number)
             if code is not None:
                 _last_words(ends, code, asked.number)
                 return code
             cause = root_cause(ends)
-            step = max(series(read(events_path), "loss"), default=0) if events_path.exists() else 0
-            reason = restarts.decide(step, f"rank {cause.rank}: {cause.message}")
-            _tell(cause, ends, attempt, step, reason, restarts, events_path)
+            reached, failed_at = _progress(events_path, started)
+            reason = "asked to stop" if asked.number else restarts.decide(reached, failed_at, cause.rank, cause.message)
+            _tell(cause, ends, attempt, max(failed_at, 0), reason, restarts, events_path)
             if reason is not None:
                 return 1
-            resume = "newest"
+            resume, listener = "newest", listen(options.port)
 
 
 def _next_attempt(run_dir: Path) -> int:
-    return len(list((run_dir / "logs").glob("attempt-*")))
+    """Attempts are counted over all launches into this run folder."""
+    return max((int(path.name.removeprefix("attempt-")) for path in (run_dir / "logs").glob("attempt-*")), default=-1) + 1
+
+
+def _progress(events_path: Path, started: float) -> tuple[int, int]:
+    """The last step that any attempt finished, and the last one of the attempt that began at `started` (unix seconds); -1 for none."""
+    if not events_path.exists():
+        return -1, -1
+    steps = [(e["step"], e["t"] >= started) for e in read(events_path) if e["kind"] in MILESTONES]
+    return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
 
 
 def _code(ends: list[RankEnd], asked: int) -> int | None:
-    """The exit code of a launch that is over; None where a rank failed and another attempt may help."""
-    codes = {end.exitcode for end in ends if not end.ours}
-    if codes == {0} and not any(end.ours for end in ends):
+    """The exit code of a launch that is over; None where a rank failed and has to be told of."""
+    killed = any(end.ours for end in ends)
+    codes = {end.exitcode for end in ends if not end.ours or end.error}
+    if codes == {0} and not killed:
         return 0
-    for code in (2, 3):
+    # 75 is said after the checkpoint is whole on all ranks: what falls in leaving does not undo it.
+    for code in (2, 3, 75):
         if code in codes:
             return code
-    if asked:
-        # Ranks that were asked before they could listen died of the signal; there was nothing to save then.
-        return 75 if all(c in (0, 75, -asked, 130) for c in codes) and not any(e.ours for e in ends) else 1
-    return 75 if codes == {75} else None
+    if asked and -asked in codes:
+        return 75  # it died of the signal because it could not listen yet; there was nothing to save then
+    return 1 if asked and codes <= {0} else None
 
 
 def _last_words(ends: list[RankEnd], code: int, asked: int) -> None:
@@ -112,7 +97,8 @@ def _last_words(ends: list[RankEnd], code: int, asked: int) -> None:
             file=sys.stderr,
         )
     elif code:
-        print(f"error: {root_cause(ends).message}", file=sys.stderr)
+        cause = root_cause(ends)
+        print(f"error: rank {cause.rank} {cause.message}; see {cause.log}", file=sys.stderr)
 
 
 def _tell(cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, restarts: Restarts, events_path: Path) -> None:

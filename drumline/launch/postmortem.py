@@ -8,39 +8,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.report.redact import redact
+
 # What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
-    "NCCL communicator was aborted",     "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
+    "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
     "failed on another rank", "Application timeout",
 )  # fmt: skip
 LOG_LINES = 15
+OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. `ours`: the launcher killed it after another had failed."""
+    """How one rank ended. `ours`: the launcher killed it after another had failed. `at`: unix seconds of its error, or of its end."""
 
     rank: int
     exitcode: int
     error: dict[str, Any] | None
     log: Path
     ours: bool = False
+    at: float = 0.0
 
     @property
     def signal(self) -> str | None:
-        return signal.Signals(-self.exitcode).name if self.exitcode < 0 else None
+        if self.exitcode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:  # a real-time signal
+            return f"signal {-self.exitcode}"
 
     @property
     def message(self) -> str:
-        """One line: what the rank said, or how it died."""
+        """What the rank said, or how it died."""
         if self.error:
-            return str(self.error["message"])
+            return redact(str(self.error["message"]))
         return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
 
     @property
     def is_consequence(self) -> bool:
-        return self.ours or any(words in self.message for words in CONSEQUENCES)
+        """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
+        if self.ours and not self.error:
+            return True
+        said = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
+        return any(words in said for words in CONSEQUENCES)
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
@@ -53,24 +66,23 @@ def read_error(path: Path) -> dict[str, Any] | None:
 
 
 def root_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank to blame: one that was killed, then the first that raised something of its own, then whoever failed."""
+    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed."""
     failed = [end for end in ends if end.exitcode != 0]
     own = [end for end in failed if not end.is_consequence] or [end for end in failed if not end.ours] or failed
-    return min(own, key=lambda end: (end.signal is None, end.error["time"] if end.error else float("inf"), end.rank))
+    return min(own, key=lambda end: (end.signal in (None, "SIGABRT"), end.at, end.rank))
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
-    """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line."""
-    lines = [f"rank {cause.rank}: {cause.message}"]
+    """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line. Without secrets."""
+    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = _tail(cause.log, without=cause.error)
-    if tail:
-        lines += ["", f"last lines of {cause.log}:", *_indent(tail)]
+    lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
     others = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
     if others:
         lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in others)]
-    return "\n".join(lines)
+    return redact("\n".join(lines))
 
 
 def _indent(lines: list[str]) -> list[str]:

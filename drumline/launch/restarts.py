@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+# Addresses, sizes and counts differ between two tellings of the same failure.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
 
 
 @dataclass
@@ -12,18 +16,24 @@ class Restarts:
     limit: int
     left: int = -1
     reached: int = -1
-    last: tuple[int, str] | None = None
+    last: tuple[int, int, str] | None = None
 
     def __post_init__(self) -> None:
         self.left = self.limit
 
-    def decide(self, step: int, cause: str) -> str | None:
-        """None: start again. Otherwise the reason not to. `step`: the last one that any attempt finished."""
-        if step > self.reached:
-            self.left, self.reached = self.limit, step
-        if self.last == (step, cause):
-            return f"the same failure came twice after step {step}: another start would not help"
-        self.last = (step, cause)
+    def decide(self, reached: int, failed_at: int, rank: int, message: str) -> str | None:
+        """None: start again. Otherwise the reason not to.
+
+        `reached`: the last step that any attempt finished. `failed_at`: the last one that this attempt finished (it may have started
+        again from an earlier one), -1 if none. `message`: what `rank` died of.
+        """
+        if reached > self.reached:
+            self.left, self.reached = self.limit, reached
+        this = (failed_at, rank, _NUMBER.sub("#", message))
+        if self.last == this:
+            when = f"after step {failed_at}" if failed_at >= 0 else "before the first step"
+            return f"the same failure came twice {when}: another start would not help"
+        self.last = this
         if self.left == 0:
             return "no restart is allowed" if self.limit == 0 else f"{self.limit} restarts without progress"
         self.left -= 1

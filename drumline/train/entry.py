@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.dist.start import Ranks, die_with_parent, start, stop
+from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
 from drumline.plan.explain import plan_line, strategy_name
 from drumline.plan.plan import Plan
@@ -27,10 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
-    parser.add_argument("--parent", type=int, help="die when this process is gone")
     options = parser.parse_args(arguments)
-    if options.parent:
-        die_with_parent(options.parent)
     with recording():
         run(Plan.load(options.plan), options.resume)
 

@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 from drumline.config.load import Loaded
-from drumline.dist.start import Ranks, publish, receive
+from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launch.environment import launched_by
 from drumline.plan.plan import Plan
@@ -30,6 +30,8 @@ def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
             fix="leave launch.nproc out",
         )
     with recording():
+        # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
+        rendezvous()
         if ranks.rank == 0:
             plan, start = _plan(loaded, ranks, resume, allow)
         else:

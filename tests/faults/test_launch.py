@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.schema import Config
-from drumline.launch.restarts import Restarts
 from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
 from tests.faults.live import gone, wait_for
 from tests.harness import ENV, ROOT, events
@@ -22,7 +21,7 @@ from pathlib import Path
 from drumline.launch.local import launch
 from drumline.plan.plan import Plan
 path = Path(sys.argv[1])
-sys.exit(launch(Plan.load(path), path, None, lambda event: None, worker=["-u", "-m", "tests.faults.toy_worker"]))
+sys.exit(launch(Plan.load(path), path, None, lambda event: None, worker=sys.argv[2]))
 """
 
 
@@ -40,8 +39,8 @@ def toy(folder: Path, behave: str, **launch: Any) -> Path:
     return folder / "plan.json"
 
 
-def begin(plan: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", LAUNCHER, str(plan)]
+def begin(plan: Path, worker: str = "tests.faults.toy_worker") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LAUNCHER, str(plan), worker]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=ROOT, start_new_session=True)
 
 
@@ -119,12 +118,3 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert gone(str(tmp_path / "run"), 1.0)
-
-
-def test_budget_fills_up_with_progress() -> None:
-    restarts = Restarts(limit=1)
-    assert restarts.decide(5, "a") is None
-    assert restarts.decide(9, "a") is None, "progress since the last failure: counted anew"
-    assert "without progress" in (restarts.decide(9, "b") or "")
-    assert "twice" in (Restarts(3, last=(4, "x"), reached=4).decide(4, "x") or "")
-    assert Restarts(limit=0).decide(1, "a") == "no restart is allowed"

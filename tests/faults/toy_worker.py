@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drumline.dist.start import die_with_parent, start, stop
+from drumline.dist.start import start, stop
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog
@@ -26,9 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
-    parser.add_argument("--parent", type=int)
     options = parser.parse_args()
-    die_with_parent(options.parent)
     plan = Plan.load(options.plan)
     with recording(), StopFlag():
         ranks = start("cpu", "gloo", 30)
