@@ -60,7 +60,7 @@ def read_error(path: Path) -> dict[str, Any] | None:
     """What `train.failure` noted of an exception: message, traceback, time, exit_code."""
     try:
         noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return noted
 

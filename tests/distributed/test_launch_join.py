@@ -1,0 +1,106 @@
+"""Joining a run that somebody else has launched: torchrun, or any launcher that sets the usual variables."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drumline.dist.start import Ranks, start
+from drumline.errors import EnvironmentFault
+from drumline.launch.environment import listen
+from tests.faults.live import gone
+from tests.harness import ENV, ROOT
+
+WORKER = ["-m", "tests.distributed.joining_worker"]
+
+
+def torchrun(folder: Path, how: str, restarts: int = 0) -> tuple[int, str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    process = popen([*command, *WORKER, str(folder), how], {})
+    return end(process)
+
+
+def by_hand(folder: Path, how: str, port: int, host: str = "127.0.0.1") -> list[subprocess.Popen[str]]:
+    """Two ranks as mpirun or a batch system would start them."""
+    usual = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return [popen([sys.executable, *WORKER, str(folder), how], {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+
+
+def popen(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, **variables}, cwd=ROOT, start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, out
+
+
+def free_port() -> int:
+    with listen(None) as held:
+        return int(held.getsockname()[1])
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    code, said = torchrun(tmp_path, "together")
+    assert code == 0, said
+    assert {(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)} == {"the plan of attempt 0"}
+    assert gone(str(tmp_path), 2.0)
+
+
+def test_torchrun_restart_is_told_the_new_plan(tmp_path: Path) -> None:
+    # Under torchrun's defaults the store outlives the attempt: the old text and the old process group's keys are still in it.
+    code, said = torchrun(tmp_path, "restart", restarts=1)
+    assert code == 0, said
+    assert {(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)} == {"the plan of attempt 1"}
+    assert gone(str(tmp_path), 2.0)
+
+
+def test_any_launcher_with_the_usual_variables(tmp_path: Path) -> None:
+    for process in by_hand(tmp_path, "together", free_port()):
+        code, said = end(process)
+        assert code == 0, said
+
+
+def test_others_are_told_when_there_is_no_plan(tmp_path: Path) -> None:
+    assert [end(process)[0] for process in by_hand(tmp_path, "refuse", free_port())] == [2, 2]
+
+
+def test_others_notice_that_rank_0_died_while_it_prepared(tmp_path: Path) -> None:
+    first, second = by_hand(tmp_path, "die", free_port())
+    assert end(first)[0] == -signal.SIGKILL
+    code, said = end(second)
+    assert code == 1 and "Traceback" in said, "it waits a day for a text, but not for a dead rank"
+
+
+def test_a_host_without_an_address_is_one_line(tmp_path: Path) -> None:
+    for process in by_hand(tmp_path, "together", 1234, host="no-such-host.invalid"):
+        code, said = end(process)
+        assert code != 0 and "the host 'no-such-host.invalid' of rank 0 has no address" in said
+
+
+def test_one_process_alone_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert start("cpu", "gloo", 1.0) == Ranks()
+
+
+def test_a_port_that_is_held_is_one_line(tmp_path: Path) -> None:
+    with listen(None) as held:
+        port = held.getsockname()[1]
+        code = "from drumline.dist.start import rendezvous\nfrom drumline.errors import DrumlineError\n"
+        code += "try:\n    rendezvous()\nexcept DrumlineError as error:\n    print(type(error).__name__, error.line())\n"
+        usual = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        status, said = end(popen([sys.executable, "-c", code], usual))
+    assert status == 0 and said.startswith(f"{EnvironmentFault.__name__} MASTER_PORT: port {port} is taken"), said

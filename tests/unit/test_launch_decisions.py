@@ -1,0 +1,151 @@
+"""After the ranks have gone: whose fault it was, what to say, and whether to start again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.launch.local import _code, _next_attempt, _progress
+from drumline.launch.postmortem import RankEnd, read_error, report, root_cause
+from drumline.launch.restarts import Restarts
+from drumline.report.events import EventLog
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+
+
+def raised(message: str, time: float, code: int = 1) -> dict[str, Any]:
+    text = f"Traceback (most recent call last):\n  File x\n{message}\n"
+    return {"message": message, "traceback": text, "time": time, "exit_code": code}
+
+
+def ended(
+    rank: int, code: int, *, error: dict[str, Any] | None = None, ours: bool = False, at: float = 0.0, log: Path | None = None
+) -> RankEnd:
+    return RankEnd(rank, code, error, log or Path("/nowhere/rank.log"), ours, error["time"] if error else at)
+
+
+@pytest.mark.parametrize(
+    ("ends", "blamed"),
+    [
+        ([ended(0, 1, error=raised(PEER, 10.0)), ended(1, -9, at=10.2)], 1),
+        ([ended(0, 1, error=raised("OSError: something unheard of", 10.0)), ended(1, -9, at=10.2)], 1),
+        ([ended(0, 1, error=raised(PEER, 9.0)), ended(1, 1, error=raised("ValueError: x", 9.5))], 1),
+        ([ended(0, 1, error=raised("ValueError: y", 9.0)), ended(1, 1, error=raised("ValueError: x", 8.0))], 1),
+        ([ended(0, -6, at=9.1), ended(1, 1, error=raised("ValueError: x", 9.0))], 1),
+        ([ended(0, -11, at=9.1), ended(1, 1, error=raised(PEER, 9.0))], 0),
+        ([ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=raised("ValueError: x", 9.0), ours=True)], 1),
+        ([ended(0, -9, ours=True), ended(1, 7, at=9.0)], 1),
+        ([ended(0, -9, ours=True), ended(1, 1, error=raised("RuntimeError: Timed out waiting 600000ms for recv", 9.0))], 1),
+        ([ended(0, 0), ended(1, -9, at=3.0), ended(2, -9, at=2.0)], 2),
+    ],
+    ids=["kill", "kill, odd words", "closed first", "earlier", "abort after", "segfault", "stuck", "mute", "timeout", "earlier kill"],
+)
+def test_root_cause(ends: list[RankEnd], blamed: int) -> None:
+    assert root_cause(ends).rank == blamed
+
+
+def test_an_abort_over_a_lost_peer_is_a_consequence(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("terminate called after throwing an instance of 'std::exception'\nwhat(): Connection closed by peer\n")
+    assert ended(0, -6, log=log).is_consequence
+    log.write_text("terminate called: out of range\n")
+    assert not ended(0, -6, log=log).is_consequence
+
+
+def test_report_tells_the_cause_once_and_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    error = raised("ValueError: no access with hf_abcdefgh", 9.0)
+    log = tmp_path / "rank-1.log"
+    log.write_text("".join(f"line {n}\n" for n in range(40)) + error["traceback"])
+    said = report(ended(1, 1, error=error, log=log), [ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=error, log=log)])
+    assert said.startswith("rank 1: ValueError: no access with [redacted]")
+    assert said.count("Traceback") == 1 and said.count("hf_abcdefgh") == 0
+    assert "line 39" in said and "line 25" in said and "line 24" not in said and str(log) in said
+    assert said.splitlines()[-1].startswith("in consequence: rank 0 RuntimeError")
+
+
+def test_report_of_a_kill_without_a_log(tmp_path: Path) -> None:
+    end = ended(1, -9, log=tmp_path / "none.log")
+    assert "memory" in report(end, [end]) and str(tmp_path / "none.log") in report(end, [end])
+    assert ended(1, -35).message == "killed by SIGRTMIN" or "signal 35" in ended(1, -35).message
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"message": "of another program"}', "[]"])
+def test_notes_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "e.json").write_text(text)
+    assert read_error(tmp_path / "e.json") is None
+    assert read_error(tmp_path / "missing.json") is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked", "code"),
+    [
+        ([ended(0, 0), ended(1, 0)], 0, 0),
+        ([ended(0, 0), ended(1, 0)], 15, 0),
+        ([ended(0, 75), ended(1, 75)], 0, 75),
+        ([ended(0, 75), ended(1, 1, error=raised(PEER, 1.0))], 0, 75),
+        ([ended(0, 75), ended(1, 1, error=raised(PEER, 1.0))], 15, 75),
+        ([ended(0, 2), ended(1, -9, ours=True)], 0, 2),
+        ([ended(0, 3), ended(1, 3)], 0, 3),
+        ([ended(0, 75, error=raised("saved", 1.0, 75), ours=True), ended(1, -9, ours=True)], 15, 75),
+        ([ended(0, -15), ended(1, -9, ours=True)], 15, 75),
+        ([ended(0, -9, ours=True), ended(1, -9, ours=True)], 15, 1),
+        ([ended(0, 0), ended(1, -9, ours=True)], 15, 1),
+        ([ended(0, -9), ended(1, 1)], 0, None),
+        ([ended(0, 1), ended(1, -9, ours=True)], 15, None),
+        ([ended(0, -15), ended(1, -9, ours=True)], 0, None),
+    ],
+)
+def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
+    assert _code(ends, asked) == code
+
+
+def test_how_far_the_attempt_came(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert _progress(path, 0.0) == (-1, -1)
+    log = EventLog(path)
+    figures = {"loss": 0.0, "samples": 1, "seconds": 0.0}
+    for step in (1, 2, 3):
+        last = log.emit("eval", step=step, **figures)
+    assert _progress(path, 0.0) == (3, 3)
+    assert _progress(path, last["t"] + 1) == (3, -1), "the next attempt has done nothing yet"
+    started = log.emit("restore", step=1, path="x", seconds=0.0, skipped=[])["t"]
+    assert _progress(path, started) == (3, 1)
+    with path.open("a") as torn:
+        torn.write(json.dumps({"kind": "eval", "step": 9})[:-3])
+    assert _progress(path, started) == (3, 1)
+
+
+def test_attempts_are_counted_over_launches(tmp_path: Path) -> None:
+    assert _next_attempt(tmp_path) == 0
+    for number in (0, 3, 10):
+        (tmp_path / "logs" / f"attempt-{number}").mkdir(parents=True)
+    assert _next_attempt(tmp_path) == 11
+
+
+def test_restart_budget() -> None:
+    assert Restarts(limit=0).decide(1, 1, 0, "a") == "no restart is allowed"
+    restarts = Restarts(limit=1)
+    assert restarts.decide(5, 5, 0, "a") is None
+    assert restarts.decide(9, 9, 0, "a") is None, "progress since the last failure: counted anew"
+    assert restarts.decide(9, 8, 1, "b") == "1 restarts without progress"
+
+
+def test_crash_loop_is_the_same_step_rank_and_words() -> None:
+    assert Restarts(9).decide(4, 4, 0, "x") is None
+    for second, loops in [
+        ((4, 4, 0, "OutOfMemory: tried 2.50 GiB at 0x7fe1"), True),
+        ((4, 4, 1, "OutOfMemory: tried 2.00 GiB at 0x7fff"), False),
+        ((4, 3, 0, "OutOfMemory: tried 2.00 GiB at 0x7fff"), False),
+        ((4, 4, 0, "ValueError"), False),
+    ]:
+        restarts = Restarts(9)
+        assert restarts.decide(4, 4, 0, "OutOfMemory: tried 2.00 GiB at 0x7fff") is None
+        reason = restarts.decide(*second)
+        assert (reason is not None) == loops
+    early = Restarts(9)
+    assert early.decide(-1, -1, 0, "x") is None
+    assert "before the first step" in (early.decide(-1, -1, 0, "x") or "")
