@@ -100,7 +100,9 @@ class NativeEngine:
         self.optimizer.zero_grad(set_to_none=True)
 
     def skip(self) -> None:
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            # Said outright: a rank whose own shard is finite would keep its scale, and ranks would drift apart.
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
         self.optimizer.zero_grad(set_to_none=True)
 
     def rescales(self) -> bool:

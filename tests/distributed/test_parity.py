@@ -56,6 +56,13 @@ ROWS = [
     Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
+# In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
+LOW = [
+    Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
+    for strategy in ("ddp", "fsdp2")
+    for precision in ("bf16", "fp16")
+]
+LOW_TOLERANCE = 1e-2
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
     Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
@@ -83,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model_dir(root / "model")
     by_world: dict[int, list[Path]] = {}
     for case in CASES:
-        for row in [REFERENCE, *ROWS]:
+        for row in [REFERENCE, *ROWS, *(LOW if case is CASES[0] else [])]:
             folder = root / slug(row, case)
             folder.mkdir()
             base = {
@@ -112,6 +119,12 @@ def test_same_numbers_as_one_process(runs: Path, row: Row, case: Case) -> None:
     held_out = [[e["loss"] for e in events(run, "eval")] for run in (mine, reference)]
     assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE)
     same_weights(mine, reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("row", LOW, ids=lambda r: r.name)
+def test_low_precision_stays_near(runs: Path, row: Row) -> None:
+    mine, reference = ([e["loss"] for e in events(runs / slug(r, CASES[0]) / "run", "step")] for r in (row, REFERENCE))
+    assert mine == pytest.approx(reference, rel=LOW_TOLERANCE) and mine != reference
 
 
 def test_the_reference_learns(runs: Path) -> None:
