@@ -9,7 +9,8 @@ part of the tokens that carry loss (1 in pretraining, less in SFT); the chunked 
 
 Peak memory is what a case takes on top of hidden states and weight: on a CPU the growth of the resident set's high-water mark (Linux), on
 a GPU that of the allocator. Plain and chunked take turns for `--rounds`; the seconds given are the least of `--repeats` after one warm-up,
-and of all rounds: whatever else runs on the machine can only add to them. `runs` has all figures.
+and of all rounds: whatever else runs on the machine can only add to them. cpu_seconds are the process's own, summed over its threads.
+`runs` has all figures.
 """
 
 from __future__ import annotations
@@ -72,15 +73,16 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
             runs[case].append(json.loads(done.stdout.splitlines()[-1]))
             print(case, runs[case][-1], file=sys.stderr)
+    threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
     best = {case: {key: min(run[key] for run in rows) for key in rows[0]} for case, rows in runs.items()}
     plain, chunked = best["plain"], best["chunked"]
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join([*threads, "python", *sys.argv]),
         "setting": setting | {"rounds": options.rounds},
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "least": best,
-        "ratios": {f"{key} chunked / plain": chunked[key] / plain[key] for key in ("seconds", "peak_bytes")},
+        "ratios": {f"{key} chunked / plain": chunked[key] / plain[key] for key in ("seconds", "cpu_seconds", "peak_bytes")},
         "relative differences": {key: abs(chunked[key] - plain[key]) / abs(plain[key]) for key in ("loss_sum", "grad_norm")},
         "runs": runs,
     }
@@ -104,15 +106,17 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         return loss_sum.item()
 
     high_water = _peak_of(device)
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(options.repeats + 1):
         hidden_ND.grad = weight_VD.grad = None
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         loss_sum = step()
         seconds.append(time.perf_counter() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
     assert hidden_ND.grad is not None and weight_VD.grad is not None
     norm = float(torch.stack([hidden_ND.grad.norm(), weight_VD.grad.norm()]).norm())
-    return {"peak_bytes": high_water(), "seconds": min(seconds[1:]), "loss_sum": loss_sum, "grad_norm": norm}
+    times = {"seconds": min(seconds[1:]), "cpu_seconds": min(cpu_seconds[1:])}
+    return {"peak_bytes": high_water(), **times, "loss_sum": loss_sum, "grad_norm": norm}
 
 
 def _peak_of(device: str) -> Callable[[], float]:
