@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from tests.faults.test_launch import begin, end, toy
 from tests.harness import events, survivors
 
 WORKER = "tests.faults.stepping_worker"
+
+
+@pytest.fixture(autouse=True)
+def nobody_left(tmp_path: Path) -> Iterator[None]:
+    """A test that fails leaves none of its processes behind either: they all name its own folder."""
+    yield
+    for number in survivors(str(tmp_path)):
+        kill(number)
 
 
 def walk(run: Path, launch: dict[str, Any] | None = None, **behave: Any) -> subprocess.Popen[str]:

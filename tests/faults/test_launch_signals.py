@@ -11,8 +11,10 @@ import pytest
 
 from tests.faults.live import gone, kill, wait_for
 from tests.faults.test_launch import end
-from tests.faults.test_launch_kills import faults, pid, walk
+from tests.faults.test_launch_kills import faults, nobody_left, pid, walk
 from tests.harness import events
+
+__all__ = ["nobody_left"]  # a fixture for every test here as well
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
