@@ -128,16 +128,3 @@ class ForwardWithObjective(nn.Module):
         parts = split(self.model) if self.splits else None
         out = objective(outputs(self.model, batch, parts), batch)
         return out.loss_sum, out.sums
-
-
-def canonical_name(fqn: str) -> str:
-    """The Hugging Face name of a parameter of a ForwardWithObjective, from its name there or in whatever wraps it.
-
-    `module.model.model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight` → `model.layers.0.mlp.up_proj.weight`. The one `model.`
-    of ForwardWithObjective itself goes too, so give only names that have it.
-    """
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-        fqn = fqn.replace(wrapper, "")
-    own = fqn.removeprefix("module.")
-    assert own.startswith("model."), f"{fqn} is no name of a ForwardWithObjective"
-    return own.removeprefix("model.")

@@ -20,6 +20,7 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError
+from drumline.models.head import require_documents_apart
 from drumline.models.load import build_model, load_tokenizer, pad_token_id
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
@@ -76,6 +77,8 @@ def build_engine(plan: Plan, device: str) -> Engine:
     """The model on this rank, spread as planned."""
     config = plan.config
     model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
+    if config.data.packing:
+        require_documents_apart(model)
     return prepare(plan, model)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from drumline.algorithms.tokens import NextToken
 from drumline.config.schema import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError
-from drumline.models.head import ForwardWithObjective, can_split, canonical_name, outputs, require_documents_apart, split
+from drumline.models.head import ForwardWithObjective, can_split, outputs, require_documents_apart, split
 from drumline.models.load import build_model
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -117,26 +115,3 @@ def test_both_ways_give_the_same_loss_and_gradients(kind: str) -> None:
     torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(grad, plain_grads[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_names_under_real_wrappers(process_group: None) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = build("llama")
-    names = [name for name, _ in model.named_parameters()]
-    assert "model.layers.0.mlp.up_proj.weight" in names
-    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
-    model.model.layers[1] = torch.compile(model.model.layers[1])
-    module = ForwardWithObjective(model)
-    wrapped = DistributedDataParallel(module)
-    assert any("_orig_mod" in name for name, _ in wrapped.named_parameters())
-    for outer in (module, wrapped, torch.compile(wrapped)):
-        assert [canonical_name(name) for name, _ in outer.named_parameters()] == names
