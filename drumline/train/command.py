@@ -8,7 +8,7 @@ from rich.console import Console
 
 from drumline.config.load import load, to_yaml
 from drumline.errors import UserError
-from drumline.launch.environment import launched_by
+from drumline.launch.environment import launched_by, listen
 from drumline.plan.explain import explain, plan_line
 from drumline.report.bars import bars
 from drumline.report.events import read
@@ -32,6 +32,7 @@ def train(config_path: Path, overrides: list[str], *, resume: str | None, allow:
         print(to_yaml(plan.config))
         print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
         return 0
+    listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
     plan_path, start = claim_run_dir(plan, request)
     from drumline.launch.local import launch
 

@@ -138,6 +138,7 @@ def test_port_taken(model: Path, tmp_path: Path, said: Callable[..., str]) -> No
         port = server.getsockname()[1]
         line = said("train", bare(tmp_path, model, launch={"nproc": 2, "port": port}))
     assert f"port {port}" in line and f"pid {os.getpid()}" in line
+    assert not (tmp_path / "run").exists(), "the next try finds the folder free"
 
 
 def test_resume_from_what_is_no_checkpoint(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:

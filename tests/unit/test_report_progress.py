@@ -68,7 +68,8 @@ def test_the_display_says_what_the_run_waits_for() -> None:
 
 
 def test_a_fault_is_shown_until_steps_come_again() -> None:
-    progress, _ = told(START, step(1, 5.0), step(2, 4.0), step(3, 3.0), FAULT)
+    now = {**START, "t": time.time()}
+    progress, _ = told(now, step(1, 5.0), step(2, 4.0), step(3, 3.0), FAULT)
     assert "rank 1: killed by SIGKILL after step 3 — starting again" in picture(progress)
     for event in ({**START, "t": time.time() + 500}, RESTORE):
         progress.on_event(event)
