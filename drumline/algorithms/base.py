@@ -20,12 +20,6 @@ class LossOut:
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Objective(Protocol):
-    """A pure function of a model's outputs (models.head.Outputs) and the micro-batch they came from."""
-
-    def __call__(self, outputs: Any, batch: Any) -> LossOut: ...
-
-
 class Algorithm(Protocol):
     """One way of learning. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by."""
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from types import FrameType
-from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from drumline.launch.asked import Signals
 
 
-class StopFlag:
+class StopFlag(Signals):
     """While it is entered, SIGTERM, SIGUSR1 and SIGINT set `requested` instead of ending the process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.requested = 0
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> StopFlag:
-        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = number
