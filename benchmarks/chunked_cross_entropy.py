@@ -3,7 +3,7 @@
     python benchmarks/chunked_cross_entropy.py [--tokens 4096] [--vocabulary 49152] [--hidden 576] [--chunk 1024] [--learned 1.0]
                                                [--device cpu] [--precision fp32] [--repeats 3] [--rounds 3] [--out FILE]
 
-Plain: logits = hidden @ weightᵀ, in fp32 for torch's cross_entropy, and autograd's backward. Chunked: drumline.algorithms.losses.
+Plain: logits = hidden @ weightᵀ, in fp32 for torch's cross_entropy, and autograd's backward. Chunked: drumline.models.losses.
 Both start from the same fp32 hidden states and weight and end with their gradients; bf16 and fp16 run under autocast. `--learned` is the
 part of the tokens that carry loss (1 in pretraining, less in SFT); the chunked one leaves the others out before the product.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from drumline.algorithms.losses import linear_cross_entropy
+from drumline.models.losses import linear_cross_entropy
 
 CASES = ("plain", "chunked")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

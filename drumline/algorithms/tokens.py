@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.losses import cross_entropy, linear_cross_entropy
 
 
 class NextToken:
@@ -22,12 +21,12 @@ class NextToken:
         self.answers = answers
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        loss_sum, _ = self._loss(outputs, batch)
+        loss_sum, _ = outputs.cross_entropy(batch.targets_BT, self.chunk)
         return LossOut(loss_sum)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
-        loss_sum, correct_N = self._loss(outputs, batch)
-        targets_N = batch.targets_BT.reshape(-1)
+        loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)
+        targets_N, correct_N = batch.targets_BT.reshape(-1), correct_BT.reshape(-1)
         sums = {"tokens": (targets_N != -100).sum(), "correct": correct_N.sum()}
         if self.answers:
             sums |= _exact(correct_N, targets_N, batch.position_ids_BT)
@@ -39,13 +38,6 @@ class NextToken:
         if self.answers:
             figures["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
         return figures
-
-    def _loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss sum, and for each of the B·T places whether the first choice is the target (False where there is none)."""
-        targets_N = batch.targets_BT.reshape(-1)
-        if outputs.logits_BTV is not None:
-            return cross_entropy(outputs.logits_BTV.flatten(0, 1), targets_N)
-        return linear_cross_entropy(outputs.hidden_BTD.flatten(0, 1), outputs.weight_VD, outputs.bias_V, targets_N, self.chunk)
 
 
 def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ def _flat(section: BaseModel) -> dict[str, Any]:
 def schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the YAML. Where `strategy: ddp` is short for `{kind: ddp}`, the string is allowed too."""
     made = Config.model_json_schema()
-    for name in ("algorithm", "strategy", "schedule", "precision"):
+    for name in ("algorithm", "strategy", "adapter", "schedule", "precision"):
         full = made["properties"][name]
         made["properties"][name] = {"anyOf": [{"enum": sorted(kinds_at((name,)))}, full], "default": full.pop("default", None)}
     for section in made["$defs"].values():

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-class Section(BaseModel):
-    """A part of the config: frozen, and closed to keys that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
-
-
-def _kind_from_string(value: Any) -> Any:
-    """`strategy: ddp` is short for `strategy: {kind: ddp}`."""
-    return {"kind": value} if isinstance(value, str) else value
-
+from drumline.config.section import Section, kind_from_string
+from drumline.config.strategies import AutoStrategy, Strategy
 
 # ---------------------------------------------------------------------------------------------------------------- model
 
@@ -140,44 +131,32 @@ class SFTConfig(_TokenAlgorithm):
     kind: Literal["sft"] = "sft"
 
 
-Algorithm = Annotated[PretrainConfig | SFTConfig, Field(discriminator="kind"), BeforeValidator(_kind_from_string)]
+Algorithm = Annotated[PretrainConfig | SFTConfig, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
 
 
-# ------------------------------------------------------------------------------------------------------------- strategy
+# -------------------------------------------------------------------------------------------------------------- adapter
 
 
-class AutoStrategy(Section):
-    kind: Literal["auto"] = "auto"
+class NoAdapter(Section):
+    kind: Literal["none"] = "none"
 
 
-class SingleStrategy(Section):
-    kind: Literal["single"] = "single"
+class LoRAConfig(Section):
+    """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights stay as they are."""
 
-
-class DDPStrategy(Section):
-    kind: Literal["ddp"] = "ddp"
-    bucket_cap_mb: float = Field(25.0, gt=0, description="MiB of gradients reduced together.")
-    gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
-    static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
-    find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
-    broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
-
-
-class FSDP2Strategy(Section):
-    kind: Literal["fsdp2"] = "fsdp2"
-    reshard_after_forward: bool = Field(
-        True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
+    kind: Literal["lora"] = "lora"
+    r: int = Field(16, gt=0, description="Rank of the two factors.")
+    alpha: float = Field(32.0, gt=0, description="The product is scaled by alpha / r.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
+    targets: Literal["attention", "all-linear"] | list[str] = Field(
+        "all-linear", description="Linear layers that get an adapter: all in the blocks, those of attention, or names as they end."
     )
-    replicate: int = Field(1, gt=0, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
-    sync_each_micro_batch: bool = Field(
-        True, description="Reduce gradients after each micro-batch. false: once a step, with whole gradients kept in between."
+    quantize: Literal["none", "4bit", "8bit"] = Field(
+        "none", description="QLoRA (Dettmers et al. 2023): the frozen weights in 4 or 8 bits, by bitsandbytes on GPUs."
     )
-    prefetch: int = Field(1, ge=0, description="Blocks whose weights are gathered ahead of the one that computes, forward and backward.")
 
 
-Strategy = Annotated[
-    AutoStrategy | SingleStrategy | DDPStrategy | FSDP2Strategy, Field(discriminator="kind"), BeforeValidator(_kind_from_string)
-]
+Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
 
 
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …
@@ -235,8 +214,10 @@ class PrecisionConfig(Section):
 
 
 class MemoryConfig(Section):
-    activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="full: keep each block's input only and compute the block again in backward."
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="full: keep each block's input only and compute the block again in backward. selective: keep the results of attention"
+        " and of every other matrix product as well.",
     )
 
 
@@ -303,9 +284,10 @@ class Config(Section):
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    schedule: Annotated[ScheduleConfig, BeforeValidator(_kind_from_string)] = Field(default_factory=ScheduleConfig)
+    schedule: Annotated[ScheduleConfig, BeforeValidator(kind_from_string)] = Field(default_factory=ScheduleConfig)
     strategy: Strategy = Field(default_factory=AutoStrategy)
-    precision: Annotated[PrecisionConfig, BeforeValidator(_kind_from_string)] = Field(default_factory=PrecisionConfig)
+    adapter: Adapter = Field(default_factory=NoAdapter)
+    precision: Annotated[PrecisionConfig, BeforeValidator(kind_from_string)] = Field(default_factory=PrecisionConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -1,14 +1,29 @@
-"""The device mesh of a plan: one dimension for each way of spreading that is in use."""
+"""The device mesh of a plan, and the groups of ranks that the strategies talk over."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from drumline.plan.plan import Mesh
+from drumline.plan.mesh import DIMENSIONS, Mesh
 
 
-def data_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """The ranks that see different samples: (shard,), or (replicate, shard) where there are several copies. Collective."""
-    if mesh.replicate == 1:
-        return init_device_mesh(device, (mesh.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
+    """All five dimensions by name, those of size one too. Collective."""
+    return init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+
+
+def data_mesh(whole: DeviceMesh) -> DeviceMesh:
+    """What FSDP2 spreads over: (shard,), or (replicate, shard) where there are several copies. Collective.
+
+    Ranks that hold parts of the same sequence hold the same weights, so context parallel ranks shard with the data ranks.
+    """
+    shard = whole["shard", "cp"]._flatten("shard_cp") if whole["cp"].size() > 1 else whole["shard"]
+    if whole["replicate"].size() == 1:
+        return shard
+    return whole["replicate", shard.mesh_dim_names[0]]  # type: ignore[index]
+
+
+def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the same weights and see different tokens: replicate × shard × cp. Collective."""
+    return whole["replicate", "shard", "cp"]._flatten("gradients").get_group()

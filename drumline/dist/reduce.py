@@ -18,12 +18,17 @@ def sum_over_ranks(values: list[float], device: str) -> list[float]:
 class Gather:
     """Names for the slots of one summed vector, so that a step needs one small collective instead of five."""
 
-    def __init__(self, rank: int, world_size: int, device: str) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+    def __init__(self, rank: int, world_size: int, device: str, counts: bool = True) -> None:
+        """`counts` False: another rank has the same samples, and gives their sums."""
+        self.rank, self.world_size, self.device, self.counts = rank, world_size, device, counts
 
-    def __call__(self, sums: dict[str, float], per_rank: float = 0.0) -> tuple[dict[str, float], list[float]]:
-        """Sums of `sums` over ranks (all ranks give the same keys), and `per_rank` of each rank in order."""
-        slots = [0.0] * self.world_size
-        slots[self.rank] = per_rank
-        total = sum_over_ranks([*sums.values(), *slots], self.device)
-        return dict(zip(sums, total[: len(sums)], strict=True)), total[len(sums) :]
+    def __call__(self, sums: dict[str, float], *per_rank: float) -> tuple[dict[str, float], list[list[float]]]:
+        """Sums of `sums` over all samples (all ranks give the same keys); and for each of `per_rank` its values, by rank."""
+        slots = []
+        for value in per_rank:
+            slots += [value if rank == self.rank else 0.0 for rank in range(self.world_size)]
+        mine = [value if self.counts else 0.0 for value in sums.values()]
+        total = sum_over_ranks([*mine, *slots], self.device)
+        rest = total[len(sums) :]
+        by_rank = [rest[i : i + self.world_size] for i in range(0, len(rest), self.world_size)]
+        return dict(zip(sums, total[: len(sums)], strict=True)), by_rank

@@ -16,9 +16,9 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_step(seed: int, step: int, data_rank: int) -> None:
-    """Seed python, numpy and torch (all devices) for one step of one data rank. Ranks that share a model share it."""
-    value = derive(seed, step, data_rank)
+def seed_step(seed: int, step: int, *stream: int) -> None:
+    """Seed python, numpy and torch (all devices) for one step of one stream of random numbers (`plan.mesh.Mesh.stream`)."""
+    value = derive(seed, step, *stream)
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

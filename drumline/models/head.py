@@ -11,16 +11,32 @@ import torch
 from torch import nn
 
 from drumline.errors import ModelError
+from drumline.models.losses import cross_entropy, linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What an objective gets. Either `logits_BTV`, or `hidden_BTD` with the head: logits = hidden @ weight_VDᵀ + bias_V."""
+    """What an objective asks its questions of: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V).
+
+    The answers are those of the whole sequences, the same on all ranks that share them, however head and sequence are spread:
+    an objective never sees that.
+    """
 
     hidden_BTD: torch.Tensor | None = None
     weight_VD: torch.Tensor | None = None
     bias_V: torch.Tensor | None = None
     logits_BTV: torch.Tensor | None = None
+
+    def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
+        exist at once, where the head is apart; 0: all."""
+        targets_N = targets_BT.reshape(-1)
+        if self.logits_BTV is not None:
+            loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), targets_N)
+        else:
+            assert self.hidden_BTD is not None and self.weight_VD is not None
+            loss_sum, correct_N = linear_cross_entropy(self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V, targets_N, chunk)
+        return loss_sum, correct_N.view_as(targets_BT)
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:

@@ -25,9 +25,15 @@ def count(number: float) -> str:
 
 
 def strategy_name(plan: Plan) -> str:
-    """What the plan runs, `auto` resolved: single or ddp."""
-    kind = plan.config.strategy.kind
-    return kind if kind != "auto" else ("single" if plan.mesh.world_size == 1 else "ddp")
+    """What the plan runs, `auto` resolved and mixes written out: `ddp`, `fsdp2 × tp 2`."""
+    kind, mesh = plan.config.strategy.kind, plan.mesh
+    if kind == "auto":
+        return "single" if mesh.world_size == 1 else "ddp"
+    base = plan.data_parallel if kind in ("tp", "cp", "pp", "model_parallel") else kind
+    parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
+    if kind == "model_parallel":
+        parts[0] = f"model_parallel {mesh.pp}"
+    return " × ".join(parts if parts and mesh.data_ranks == 1 else [base, *parts])
 
 
 def plan_line(plan: Plan) -> str:

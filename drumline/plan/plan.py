@@ -6,32 +6,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from drumline.config.schema import Config
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Mesh(Frozen):
-    """Degrees of each way of spreading, outermost first. Their product is the world size."""
-
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    cp: int = 1
-    tp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.replicate * self.shard * self.cp * self.tp
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that see different samples."""
-        return self.replicate * self.shard
+from drumline.plan.frozen import Frozen
+from drumline.plan.mesh import Mesh
 
 
 class BatchPlan(Frozen):
@@ -59,6 +38,13 @@ class DataPlan(Frozen):
     eval_samples: int = 0
 
 
+class PipelinePlan(Frozen):
+    """How a pipeline runs; `model_parallel` is one micro-batch at a time through stages in turn."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
+    stages_per_rank: int = 1
+
+
 class Predicted(Frozen):
     """What the planner expects; null where it does not know yet."""
 
@@ -75,12 +61,17 @@ class Plan(Frozen):
     config: Config
     run_dir: str
     mesh: Mesh
-    engine: Literal["native"]
+    engine: Literal["native", "pipeline", "deepspeed"]
+    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(
+        "none", description="How ranks that see different samples share the work."
+    )
+    pipeline: PipelinePlan | None = None
+    cp_method: Literal["ulysses", "ring"] = "ulysses"
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
     precision: Literal["fp32", "bf16", "fp16"]
-    activation_checkpointing: Literal["none", "full"] = "none"
-    offload: Literal["none"] = Field("none", description="Where training state is kept besides the devices. DDP keeps all of it on them.")
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "cpu", "nvme"] = Field("none", description="Where training state is kept besides the devices.")
     batch: BatchPlan
     lr: float = Field(description="Peak rate after lr_scaling.")
     steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")

@@ -7,11 +7,14 @@ from typing import Literal
 
 from drumline.cluster.catalog import peak_flops
 from drumline.cluster.detect import Machine
-from drumline.config.schema import Config, FSDP2Strategy, OptimizerConfig, ScheduleConfig
+from drumline.config import strategies as st
+from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import BatchPlan, DataPlan, Mesh, Plan, Predicted
+from drumline.plan.mesh import Mesh, resolve_mesh
+from drumline.plan.plan import BatchPlan, DataPlan, PipelinePlan, Plan, Predicted
+from drumline.plan.rules import Case, check_rules, cp_method
 
 # Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
 # al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
@@ -35,8 +38,9 @@ def resolve(
     why: list[str] = []
     device = _device(config, machine)
     world = _world_size(config, machine, device, world_size)
-    mesh = _mesh(config, world, why)
+    mesh = resolve_mesh(config.strategy, world, why)
     precision = _precision(config, machine, device, why)
+    check_rules(Case(config, mesh, device, precision, facts))
     batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch)
     why += batch_why
     if data is not None and data.train_samples < mesh.data_ranks:
@@ -51,7 +55,11 @@ def resolve(
         config=config,
         run_dir=run_dir,
         mesh=mesh,
-        engine="native",
+        engine=_engine(mesh, config.strategy),
+        data_parallel=_data_parallel(mesh, config.strategy),
+        pipeline=_pipeline(mesh, config.strategy),
+        cp_method=cp_method(config.strategy),
+        offload=_offload(config.strategy),
         device=device,
         backend="nccl" if device == "cuda" else "gloo",
         precision=precision,
@@ -78,7 +86,7 @@ def _world_size(config: Config, machine: Machine, device: str, launched: int | N
     if launched is not None:
         return launched
     nproc = config.launch.nproc
-    if config.strategy.kind == "single" and nproc is None:
+    if config.strategy.kind in ("single", "dp") and nproc is None:
         return 1
     if device == "cuda":
         found = len(machine.devices)
@@ -92,25 +100,39 @@ def _world_size(config: Config, machine: Machine, device: str, launched: int | N
     return nproc or 1
 
 
-def _mesh(config: Config, world: int, why: list[str]) -> Mesh:
-    kind = config.strategy.kind
-    if kind == "single" and world != 1:
-        raise PlanError(f"strategy single runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1")
-    if kind == "auto":
-        why.append(
-            "strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model"
-        )
-    if isinstance(config.strategy, FSDP2Strategy):
-        shard, rest = divmod(world, config.strategy.replicate)
-        if rest or not shard:
-            near = [n for n in range(1, world + 1) if world % n == 0]
-            raise PlanError(
-                f"{world} processes do not divide into {config.strategy.replicate} copies",
-                where="strategy.replicate",
-                fix=f"one of {', '.join(map(str, near))}",
-            )
-        return Mesh(replicate=config.strategy.replicate, shard=shard)
-    return Mesh(replicate=world)
+def _engine(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
+    if isinstance(strategy, st.ZeroStrategy):
+        return "deepspeed"
+    return "pipeline" if mesh.pp > 1 else "native"
+
+
+def _data_parallel(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]:
+    if isinstance(strategy, st.ZeroStrategy):
+        return "zero"
+    if isinstance(strategy, st.DPStrategy | st.FSDP2Strategy | st.LocalSGDStrategy | st.DiLoCoStrategy):
+        return strategy.kind
+    return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
+
+
+def _pipeline(mesh: Mesh, strategy: st.AnyStrategy) -> PipelinePlan | None:
+    if mesh.pp == 1:
+        return None
+    if isinstance(strategy, st.ModelParallelStrategy):
+        return PipelinePlan(schedule="model_parallel")
+    options = strategy if isinstance(strategy, st.PPStrategy) else strategy.pipeline  # type: ignore[union-attr]
+    several = options.schedule in ("interleaved", "zero_bubble")
+    return PipelinePlan(schedule=options.schedule, stages_per_rank=(options.stages_per_rank or 2) if several else 1)
+
+
+def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
+    if isinstance(strategy, st.FSDP2Strategy):
+        return strategy.offload
+    if isinstance(strategy, st.ZeroStrategy):
+        kinds = [strategy.offload_optimizer.kind]
+        if isinstance(strategy, st.Zero3Strategy):
+            kinds.append(strategy.offload_parameters.kind)
+        return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
+    return "none"
 
 
 def _precision(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
@@ -163,7 +185,7 @@ def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precisio
         return Predicted(peak_flops_per_device=peak)
     return Predicted(
         parameters=facts.parameters,
-        state_bytes_per_rank=math.ceil(facts.parameters * STATE_BYTES[config.optimizer.kind] / mesh.shard),
+        state_bytes_per_rank=math.ceil(facts.parameters * STATE_BYTES[config.optimizer.kind] / (mesh.shard * mesh.tp * mesh.pp)),
         flops_per_token=facts.flops_per_token,
         peak_flops_per_device=peak,
     )

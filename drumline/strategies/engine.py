@@ -11,14 +11,17 @@ Sums = dict[str, float]
 
 
 class Engine(Protocol):
-    """Owns the model, its gradients and its optimizer on this rank."""
+    """Owns the model, its gradients and its optimizer on this rank.
+
+    Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once.
+    """
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
-        """Accumulate the gradients of Σ loss / denominator over all ranks' micro-batches. Returns this rank's sums, `loss` among them."""
+        """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
         ...
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """This rank's sums without gradients; the model is left in training mode."""
+        """The sums without gradients; the model is left in training mode."""
         ...
 
     def grad_norm(self) -> float:
@@ -38,15 +41,19 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Live weights and optimizer state under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`); loading writes into them."""
+        """Weights and optimizer state as they are now, under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`).
+
+        Between them the ranks name all; a rank may name a part. A checkpoint is saved from them; loading fills them and hands them to
+        `load_state`. Collective.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
         """What else must survive, as JSON."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave. Called after the tensors were filled."""
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there."""
         ...
 
     def exposed_communication(self) -> float:
@@ -98,7 +105,7 @@ class FakeEngine:
     def state(self) -> dict[str, Any]:
         return {"calls": self.calls}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.calls = state["calls"]
 
     def exposed_communication(self) -> float:

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
-from drumline.config.schema import DDPStrategy, FSDP2Strategy
-from drumline.dist.mesh import data_mesh
+from drumline.config.strategies import DDPStrategy, FSDP2Strategy
+from drumline.dist.mesh import data_mesh, device_mesh
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
+from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Replicated, Sharded, Spread
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2
@@ -36,7 +35,7 @@ def _spread(plan: Plan, model: nn.Module, module: nn.Module) -> Spread:
     """Data parallelism goes on last, around everything."""
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
-        root = apply_fsdp2(module, model, strategy, data_mesh(plan.mesh, plan.device), LOW_PRECISION.get(plan.precision))
+        root = apply_fsdp2(module, model, strategy, data_mesh(device_mesh(plan.mesh, plan.device)), LOW_PRECISION.get(plan.precision))
         return Sharded(root, strategy.sync_each_micro_batch)
     if plan.mesh.replicate > 1:
         return Replicated(apply_ddp(module, strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()))
@@ -48,7 +47,7 @@ class NativeEngine:
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread) -> None:
         self.model, self.spread = model, spread
-        self.data_ranks = plan.mesh.data_ranks
+        self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.device = plan.device
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
@@ -60,7 +59,7 @@ class NativeEngine:
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
-        scale = self.data_ranks / denominator
+        scale = self.averaged_over / denominator
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.spread.micro_batch(last=index == len(micro_batches) - 1):
@@ -84,15 +83,14 @@ class NativeEngine:
 
     def grad_norm(self) -> float:
         self.scaler.unscale_(self.optimizer)
-        norm = get_total_norm(self._gradients())
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return global_norm(self._gradients())
 
     def step(self, lr: float, grad_norm: float) -> None:
         if self.max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, but with a number: plain and sharded gradients are scaled alike.
             factor = self.max_grad_norm / (grad_norm + 1e-6)
             if factor < 1.0:
-                torch._foreach_mul_(self._gradients(), factor)
+                torch._foreach_mul_([local(g) for g in self._gradients()], factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.step(self.optimizer)
@@ -114,7 +112,8 @@ class NativeEngine:
     def state(self) -> dict[str, Any]:
         return {"scaler": self.scaler.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        # The tensors are the live ones: filling them was all.
         if self.scaler.is_enabled() and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
 

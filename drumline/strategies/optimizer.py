@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drumline.config.schema import OptimizerConfig
 
 
 def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD. Weight decay on parameters of two dimensions or more; the learning rate is set at each step."""
-    learned = [p for p in named.values() if p.requires_grad]
-    groups = [
-        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
+    """AdamW or SGD. Weight decay on parameters of two dimensions or more; the learning rate is set at each step.
+
+    Parameters on another mesh, or on none, are a group of their own: torch updates a group's parameters together, and takes no mixture.
+    """
+    groups: dict[tuple[Any, bool], dict[str, Any]] = {}
+    for parameter in named.values():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            group = groups.setdefault((mesh, decays), {"params": [], "weight_decay": options.weight_decay if decays else 0.0})
+            group["params"].append(parameter)
     if options.kind == "adamw":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused
+            list(groups.values()), lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused
         )
     else:
-        optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=options.fused)
+        optimizer = torch.optim.SGD(list(groups.values()), lr=options.lr, momentum=options.momentum, fused=options.fused)
     _materialise(optimizer)
     return optimizer
 

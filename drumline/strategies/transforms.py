@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.config.schema import CompileConfig, DDPStrategy, FSDP2Strategy
+from drumline.config.schema import CompileConfig
+from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 
 
@@ -24,7 +25,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def apply_activation_checkpointing(model: Any, kind: Literal["none", "full"]) -> None:
+def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees."""
     if kind == "none":
         return

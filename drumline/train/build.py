@@ -20,13 +20,12 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError
-from drumline.models.head import require_documents_apart
-from drumline.models.load import build_model, load_tokenizer, pad_token_id
+from drumline.models.load import load_tokenizer, pad_token_id
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
 from drumline.report.events import series
+from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
-from drumline.strategies.native import prepare
 from drumline.train.loop import Asked, Loop
 from drumline.train.state import Goodput, TrainState
 
@@ -52,7 +51,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     if resume is not None:
         with goodput.spend("restore"):
             state = restore(plan, engine, resume, emit)
-    stream, held_out = build_streams(plan, ranks.rank, state.position, device)
+    stream, held_out = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
     losses = series(past, "loss")
     return Loop(
         plan=plan,
@@ -62,24 +61,15 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         held_out=held_out,
         checkpointer=checkpointer,
         emit=emit,
-        gather=Gather(ranks.rank, ranks.world_size, device),
+        gather=Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank)),
         asked=asked,
         memory_bytes=lambda: memory_in_use(plan.device),
         state=state,
         goodput=goodput,
-        data_rank=ranks.rank,
+        random_stream=plan.mesh.stream(ranks.rank),
         seen_step=max(losses, default=0),
         saved_step=state.step if resume is not None else -1,
     )
-
-
-def build_engine(plan: Plan, device: str) -> Engine:
-    """The model on this rank, spread as planned."""
-    config = plan.config
-    model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
-    if config.data.packing:
-        require_documents_apart(model)
-    return prepare(plan, model)
 
 
 def build_algorithm(config: Config) -> Algorithm:
@@ -93,8 +83,8 @@ def build_streams(
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
     pad = pad_token_id(load_tokenizer(plan.model_path, config.model))
-    # Compiled blocks want one shape; otherwise a micro-batch is as wide as its longest row.
-    width = config.data.max_length if config.compile.enabled else None
+    # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
+    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
 
     def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
         cache = TokenCache.open(Path(folder))
@@ -136,9 +126,10 @@ def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
         path = found.path
     else:
         check(path, verify)
-    load(path, engine.tensors())
+    tensors = engine.tensors()
+    load(path, tensors)
     saved = read_state(path)
-    engine.load_state(saved["engine"])
+    engine.load_state(saved["engine"], tensors)
     state = TrainState.load(saved["trainer"])
     if state.step < 0 or state.position < 0:
         raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(path))

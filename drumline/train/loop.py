@@ -47,7 +47,7 @@ class Loop:
     memory_bytes: Callable[[], int]
     state: TrainState
     goodput: Goodput
-    data_rank: int = 0
+    random_stream: tuple[int, ...] = (0,)
     seen_step: int = 0
     saved_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
@@ -80,12 +80,11 @@ class Loop:
         local = {"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)}
         agreed = self._agree(local)
         denominator = max(1.0, agreed["weight"])
-        seed_step(self.plan.config.run.seed, step, self.data_rank)
+        seed_step(self.plan.config.run.seed, step, *self.random_stream)
         sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         grad_norm = self.engine.grad_norm()
         comm_s = self.engine.exposed_communication()
-        sums |= {"data_s": data_s, "comm_s": comm_s}
-        total, memory = self.gather(sums, float(self.memory_bytes()))
+        total, clocks = self.gather(sums, data_s, comm_s, float(self.memory_bytes()))
         loss = total["loss"] / denominator
         lr = learning_rate(
             step, peak=self.plan.lr, steps=self.plan.steps or 1, warmup=self.plan.warmup_steps, schedule=self.plan.config.schedule
@@ -100,7 +99,7 @@ class Loop:
         seconds = time.time() - started
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, total, memory)
+            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, *clocks)
         if not finite:
             self._not_finite(batch, loss, grad_norm)
 
@@ -112,9 +111,11 @@ class Loop:
         grad_norm: float,
         tokens: float,
         seconds: float,
-        total: dict[str, float],
+        waits_data: list[float],
+        waits_comm: list[float],
         memory: list[float],
     ) -> None:
+        """`waits_…`: seconds of each rank, of which the mean is shown; `memory`: bytes of each."""
         world = self.gather.world_size
         samples = int((batch.sample_ids >= 0).sum())
         predicted = self.plan.predicted
@@ -122,7 +123,7 @@ class Loop:
         mfu = None
         if predicted.flops_per_token and predicted.peak_flops_per_device:
             mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world)
-        data_s, comm_s = total["data_s"] / world, total["comm_s"] / world
+        data_s, comm_s = sum(waits_data) / world, sum(waits_comm) / world
         data = self.plan.data
         self.emit(
             "step",
@@ -213,7 +214,7 @@ class Loop:
 
     def _agree(self, local: dict[str, float]) -> dict[str, float]:
         """Sum over ranks, and with it whether any rank was asked to stop: then all save at this same step and leave."""
-        total, signals = self.gather(local, float(self.asked.requested))
+        total, (signals,) = self.gather(local, float(self.asked.requested))
         number = int(max(signals))
         if number:
             self._save_last()

@@ -6,7 +6,6 @@ process with one micro-batch, in fp32, to 1e-5 relative.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +14,9 @@ import pytest
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
+from tests.distributed.rows import CASES, LOW, LOW_TOLERANCE, REFERENCE, ROWS, TOLERANCE, Case, Row
 from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
-
-TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to spread the work."""
-
-    name: str
-    world_size: int
-    sections: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of work; `sections` hold for every row."""
-
-    name: str
-    sections: dict[str, Any]
-
-
-REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
-ROWS = [
-    Row("one process, accumulation 4", 1, {"batch": {"global_samples": 8, "micro_batch": 2}}),
-    Row("ddp 2", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 4}}),
-    Row("ddp 2, accumulation 4", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 1}}),
-    Row("ddp 2, buckets of 10 KiB", 2, {"strategy": {"kind": "ddp", "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False}}),
-    Row("ddp 2, static graph", 2, {"strategy": {"kind": "ddp", "static_graph": True, "find_unused_parameters": False}}),
-    Row("ddp 2, finds unused", 2, {"strategy": {"kind": "ddp", "find_unused_parameters": True, "broadcast_buffers": False}}),
-    Row("ddp 2, activation checkpointing", 2, {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}}),
-    Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
-    Row("fsdp2 2, accumulation 4", 2, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 1}}),
-    Row("fsdp2 2, reduced once a step", 2, {"strategy": {"kind": "fsdp2", "sync_each_micro_batch": False}, "batch": {"micro_batch": 1}}),
-    Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False, "prefetch": 0}}),
-    Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
-    Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
-    Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
-    Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
-]
-# In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
-LOW = [
-    Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
-    for strategy in ("ddp", "fsdp2")
-    for precision in ("bf16", "fp16")
-]
-LOW_TOLERANCE = 1e-2
-CASES = [
-    Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
-    Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
-    Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
-    Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
-]
 
 
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +31,23 @@ def slug(row: Row, case: Case) -> str:
     return f"{row.name}-{case.name}".replace(" ", "_").replace(",", "")
 
 
+def wanted(session: pytest.Session) -> dict[Case, list[Row]]:
+    """The rows that the chosen tests of this file look at, and the reference: `-k "tp 2"` trains nothing else."""
+    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES}
+    for item in session.items:
+        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec"):
+            rows[item.callspec.params.get("case", CASES[0])].append(item.callspec.params["row"])
+    return rows
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All rows × cases, trained: one process group for each world size."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows × cases, trained: one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("parity")
-    model = tiny_model_dir(root / "model")
-    by_world: dict[int, list[Path]] = {}
-    for case in CASES:
-        for row in [REFERENCE, *ROWS, *(LOW if case is CASES[0] else [])]:
+    model = tiny_model_dir(root / "model", layers=4)
+    by_group: dict[tuple[int, str], list[Path]] = {}
+    for case, rows in wanted(request.session).items():
+        for row in rows:
             folder = root / slug(row, case)
             folder.mkdir()
             base = {
@@ -99,10 +56,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
             }
             path = write_config(folder, model, **merge(base, case.sections, row.sections))
-            request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-            plan_path, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-            by_world.setdefault(row.world_size, []).append(plan_path)
-    for world_size, plans in by_world.items():
+            asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
+            plan = make_plan(asked, on_progress=lambda *_: None)
+            plan_path, _ = claim_run_dir(plan, asked)
+            by_group.setdefault((row.world_size, plan.engine), []).append(plan_path)
+    for (world_size, _), plans in by_group.items():
         run_plans(plans, world_size)
     return root
 

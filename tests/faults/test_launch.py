@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.schema import Config
-from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.faults.live import gone, wait_for
 from tests.harness import ENV, ROOT, events
 

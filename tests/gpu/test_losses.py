@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.algorithms.losses import linear_cross_entropy
+from drumline.models.losses import linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from drumline.config.load import differences, load, load_text, schema, to_yaml
-from drumline.config.schema import Config, DDPStrategy, ModelConfig
+from drumline.config.schema import Config, ModelConfig
+from drumline.config.strategies import DDPStrategy
 from drumline.config.suggest import SYNONYMS, field_at, kinds_at
 from drumline.errors import ConfigError
 
@@ -37,7 +38,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "run: {max_steps: 3}\n", [], ["run.max_steps", "did you mean 'steps'?"]),
     (DATA + "run: {bf16: true}\n", [], ["did you mean 'precision'?"]),
     (DATA + "schedule: {type: cosine}\n", [], ["did you mean 'kind'?"]),
-    (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: algorithm"]),
+    (DATA + "zzz: 3\n", [], ["unknown key 'zzz'", "known here: adapter, algorithm"]),
     (DATA + "run: {foo: 1, bar: 2}\n", [], ["and 1 more mistake)"]),
     (DATA + "1: 2\n", [], ["c.yaml:2: 1", "the key 1 is no text"]),
     # values of another type, or out of range
@@ -58,8 +59,8 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("data: {train: []}", [], ["at least 1 is wanted"]),
     ("data: {train: [{kind: tasks, tasks: {chain_sum: 3}}]}", [], ["c.yaml:1: data.train.0.tasks.chain_sum: 3 given"]),
     # kinds
-    (DATA + "strategy: dpp\n", [], ["no kind 'dpp'", "did you mean 'ddp'?", "auto, single, ddp"]),
-    (DATA + "strategy: 3\n", [], ["3 given", "auto, single, ddp"]),
+    (DATA + "strategy: ddpp\n", [], ["no kind 'ddpp'", "did you mean 'ddp'?", "auto, single, dp, ddp"]),
+    (DATA + "strategy: 3\n", [], ["3 given", "auto, single, dp, ddp"]),
     (DATA + "schedule: cosin\n", [], ["schedule.kind", "did you mean 'cosine'?"]),
     ("data: {train: [{kind: fil, path: x}]}", [], ["data.train.0", "did you mean 'file'?"]),
     ("data: {train: [{path: x}]}", [], ["`kind`", "left out", "file, hub, saved, tasks"]),

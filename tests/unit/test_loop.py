@@ -22,7 +22,8 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
 from drumline.errors import ConfigError, Preempted, TrainingStopped
-from drumline.plan.plan import BatchPlan, DataPlan, Mesh, Plan, Predicted
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.strategies.engine import FakeEngine
 from drumline.train.loop import Loop
 from drumline.train.state import Goodput, TrainState

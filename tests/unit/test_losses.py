@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumline.algorithms.losses import cross_entropy, linear_cross_entropy
+from drumline.models.losses import cross_entropy, linear_cross_entropy
 
 N, D, V = 37, 16, 53
 

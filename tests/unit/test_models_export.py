@@ -17,7 +17,8 @@ from drumline.models import export as module
 from drumline.models.export import export
 from drumline.models.load import build_model
 from drumline.models.names import canonical_tensors
-from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import CHATML, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"

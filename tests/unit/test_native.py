@@ -14,7 +14,8 @@ from drumline.config.schema import Config, ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
 from drumline.models.load import build_model
-from drumline.plan.plan import BatchPlan, Mesh, Plan, Predicted
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.strategies.native import NativeEngine, prepare
 from drumline.strategies.transforms import apply_activation_checkpointing, blocks
 from tests.tiny import tiny_model_dir

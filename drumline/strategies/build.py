@@ -1,0 +1,22 @@
+"""Which engine runs a plan. Each is imported when it is needed: DeepSpeed alone takes seconds."""
+
+from __future__ import annotations
+
+from drumline.dist.seeds import derive
+from drumline.models.head import require_documents_apart
+from drumline.models.load import build_model
+from drumline.plan.plan import Plan
+from drumline.strategies.engine import Engine
+
+
+def build_engine(plan: Plan, device: str) -> Engine:
+    """The model on this rank, spread as planned. `device`: cpu, or cuda:N. Collective."""
+    config = plan.config
+    model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
+    if config.data.packing:
+        require_documents_apart(model)
+    if plan.engine == "native":
+        from drumline.strategies.native import prepare
+
+        return prepare(plan, model)
+    raise NotImplementedError(plan.engine)

@@ -1,0 +1,58 @@
+"""What parity is asked of: one row a strategy, one case a kind of work. A new strategy is a new row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One way to spread the work."""
+
+    name: str
+    world_size: int
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One kind of work; `sections` hold for every row."""
+
+    name: str
+    sections: dict[str, Any]
+
+
+REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
+ROWS = [
+    Row("one process, accumulation 4", 1, {"batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("ddp 2", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 4}}),
+    Row("ddp 2, accumulation 4", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("ddp 2, buckets of 10 KiB", 2, {"strategy": {"kind": "ddp", "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False}}),
+    Row("ddp 2, static graph", 2, {"strategy": {"kind": "ddp", "static_graph": True, "find_unused_parameters": False}}),
+    Row("ddp 2, finds unused", 2, {"strategy": {"kind": "ddp", "find_unused_parameters": True, "broadcast_buffers": False}}),
+    Row("ddp 2, activation checkpointing", 2, {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
+    Row("fsdp2 2, accumulation 4", 2, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("fsdp2 2, reduced once a step", 2, {"strategy": {"kind": "fsdp2", "sync_each_micro_batch": False}, "batch": {"micro_batch": 1}}),
+    Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False, "prefetch": 0}}),
+    Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
+]
+# In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
+LOW = [
+    Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
+    for strategy in ("ddp", "fsdp2")
+    for precision in ("bf16", "fp16")
+]
+LOW_TOLERANCE = 1e-2
+CASES = [
+    Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
+    Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
+    Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
+    Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
+]
