@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from drumline.strategies.norms import local
+
+BUCKET_BYTES = 25 * 2**20
 
 
 class Spread(Protocol):
@@ -70,3 +78,104 @@ class Sharded:
 
     def exposed_communication(self) -> float:
         return 0.0
+
+
+class Averaged:
+    """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
+    of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.module = self.inner = module
+        self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
+        self.clock = _Clock()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self.average()
+
+    def average(self) -> None:
+        """Average all gradients over the group, in flat buckets. Collective over the group.
+
+        A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
+        """
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if self.ranks == 1 or not parameters:
+            return
+        with self.clock.measure(parameters[0].device.type), torch.no_grad():
+            under_way: list[_Bucket] = []
+            for bucket in _buckets(parameters, self.bucket_bytes):
+                under_way.append(_Bucket(bucket, self.group))
+                # One is on its way while the next is packed: more would only take memory.
+                if len(under_way) > 1:
+                    under_way.pop(0).unpack(self.ranks)
+            for last in under_way:
+                last.unpack(self.ranks)
+
+    def exposed_communication(self) -> float:
+        return self.clock.seconds()
+
+
+class _Bucket:
+    """Gradients of some parameters end to end, and behind them a 1 for each that this rank has; summed over the group."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = parameters
+        parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters]
+        self.sizes, self.shapes = [part.numel() for part in parts], [part.shape for part in parts]
+        has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
+        self.flat = torch.cat([*(part.reshape(-1) for part in parts), has])
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def unpack(self, ranks: int) -> None:
+        assert self.work is not None
+        self.work.wait()
+        *parts, has = self.flat.split([*self.sizes, len(self.parameters)])
+        for index, (parameter, part, shape) in enumerate(zip(self.parameters, parts, self.shapes, strict=True)):
+            if parameter.grad is None:
+                if not has[index]:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part.view(shape)).div_(ranks)
+
+
+def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, up to `bucket_bytes` together (one larger than that goes by itself)."""
+    bucket: list[nn.Parameter] = []
+    held = 0
+    for parameter in parameters:
+        size = local(parameter).numel() * parameter.element_size()
+        if bucket and (held + size > bucket_bytes or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += size
+    yield bucket
+
+
+class _Clock:
+    """Seconds of a stretch of work, on a GPU by events in its stream: nothing is waited for until somebody asks."""
+
+    def __init__(self) -> None:
+        self.measured: float | tuple[torch.cuda.Event, torch.cuda.Event] = 0.0
+
+    @contextlib.contextmanager
+    def measure(self, device: str) -> Iterator[None]:
+        if device == "cuda":
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            yield
+            ended.record()
+            self.measured = (began, ended)
+        else:
+            start = time.perf_counter()
+            yield
+            self.measured = time.perf_counter() - start
+
+    def seconds(self) -> float:
+        if isinstance(self.measured, float):
+            return self.measured
+        began, ended = self.measured
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
