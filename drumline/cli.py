@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from drumline import __version__
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, UserError
 
 app = typer.Typer(
     name="drumline",
@@ -73,6 +73,34 @@ def export(
 
 
 @app.command()
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    strategies: Annotated[str, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: all usual ones.")] = "",
+    nproc: Annotated[int, typer.Option(min=1, help="Processes of each strategy.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as the same.")] = 1e-5,
+    keep: Annotated[Path | None, typer.Option(help="A new folder to keep the runs in.")] = None,
+) -> None:
+    """Prove it: train a few steps on one process and under each strategy, compare losses, gradient norms, weights and moments."""
+    from drumline.bench.verify import verify as run
+
+    wanted = [name.strip() for name in strategies.split(",") if name.strip()]
+    raise typer.Exit(run(config, overrides or [], wanted, steps, nproc, tolerance, keep))
+
+
+@app.command()
+def strategies(
+    device: Annotated[str, typer.Option(help="cpu or cuda: some combinations need a GPU.")] = "cuda",
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
+    """Print what goes with what: every strategy against tensor, context and pipeline parallelism, LoRA, offload and the rest."""
+    from drumline.plan.matrix_text import as_markdown, as_text
+
+    print((as_markdown if markdown else as_text)(_device(device)))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     import json
@@ -80,6 +108,12 @@ def schema() -> None:
     from drumline.config.load import schema as json_schema
 
     print(json.dumps(json_schema(), indent=2))
+
+
+def _device(name: str) -> str:
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"no device {name!r}", where="--device", fix="cpu or cuda")
+    return name
 
 
 def main(arguments: list[str] | None = None) -> None:

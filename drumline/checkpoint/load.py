@@ -79,12 +79,13 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path, tensors: dict[str, Tensor], alone: bool = False) -> None:
+def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bool = False) -> None:
     """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint saved by any number of ranks.
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: between them the ranks must name all the tensors of
-    each section they name any of. Shapes and dtypes must be the stored ones. Collective unless `alone`. Raises CheckpointError on
-    every rank: before anything is read when names, shapes or dtypes differ; after that, `tensors` is not to be used.
+    each section they name any of, unless `partly` is said by somebody who only looks. Shapes and dtypes must be the stored ones.
+    Collective unless `alone`. Raises CheckpointError on every rank: before anything is read when names, shapes or dtypes differ;
+    after that, `tensors` is not to be used.
     """
     path = Path(path)
     ranks = Ranks.alone() if alone else Ranks.all()
@@ -106,7 +107,8 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False) -> None:
 
     try:
         named = {name for names in ranks.each(fit) for name in names}
-        ranks.first(lambda: _require_whole_sections(path, named))
+        if not partly:
+            ranks.first(lambda: _require_whole_sections(path, named))
         ranks.each(read)
     except RanksError as failure:
         raise CheckpointError(str(failure)) from failure

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from drumline.config.suggest import field_at, keys_at, kind_of, kinds_at, meant, models_at, nearest
+from drumline.config.together import NOT_TOGETHER
 from drumline.config.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -162,6 +163,9 @@ def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
 def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     key, section = place[-1], place[:-1]
     what = f"unknown key {key!r}"
+    if section == ("strategy",) and (kind, key) in NOT_TOGETHER:
+        reason, instead = NOT_TOGETHER[str(kind), key]
+        return f"{kind} has no {key}: {reason}", f"use {instead}"
     owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
     if kind and owners:
         return f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it"

@@ -42,7 +42,8 @@ MAY: dict[str, set[str]] = {
         "strategies",
         "rollout",
     },
-    "cli": {"config", "train"},
+    "bench": {"config", "plan", "launch", "report", "checkpoint", "models", "train"},
+    "cli": {"config", "plan", "train", "bench"},
     "__main__": {"cli"},
     "__init__": set(),
 }

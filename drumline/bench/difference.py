@@ -1,0 +1,82 @@
+"""How far two runs lie apart: their losses, gradient norms, and every tensor of their last checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.errors import CheckpointError
+from drumline.report.events import read, series
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences. Of figures: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
+
+    `moments` None: the optimizer has none. `worst`: the name of the tensor that lies furthest apart.
+    """
+
+    loss: float
+    grad_norm: float
+    weights: float
+    moments: float | None
+    worst: str
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.grad_norm, self.weights, self.moments or 0.0)
+
+
+def difference(run: Path, reference: Path) -> Difference:
+    """Of two finished runs of the same work. Raises CheckpointError where one of them has no whole checkpoint, or another set of tensors.
+
+    Checkpoints are read one tensor at a time: two models need not fit into memory.
+    """
+    past, expected = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
+    figures = {key: _figures(series(past, key), series(expected, key)) for key in ("loss", "grad_norm")}
+    by_tensor = dict(_tensors(run, reference))
+    weights = {name: d for name, d in by_tensor.items() if name.startswith("model.")}
+    moments = [d for name, d in by_tensor.items() if name.startswith("optim.")]
+    return Difference(
+        loss=figures["loss"],
+        grad_norm=figures["grad_norm"],
+        weights=max(weights.values()),
+        moments=max(moments) if moments else None,
+        worst=max(by_tensor, key=lambda name: by_tensor[name]),
+    )
+
+
+def _figures(mine: dict[int, float], reference: dict[int, float]) -> float:
+    """Infinite where a step is missing on one side, or a figure is not finite."""
+    if mine.keys() != reference.keys() or not mine:
+        return float("inf")
+    apart = [abs(mine[step] - value) / max(abs(value), 1e-30) for step, value in reference.items()]
+    return max((d if d == d else float("inf")) for d in apart)
+
+
+def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float]]:
+    import torch
+
+    from drumline.checkpoint.load import check, load, newest
+
+    folders = []
+    for folder in (run, reference):
+        path = newest(folder / "checkpoints", verify=True, alone=True).path
+        if path is None:
+            raise CheckpointError("the run left no whole checkpoint", where=str(folder))
+        folders.append(path)
+    named = [check(path, verify=False, alone=True).tensors for path in folders]
+    # What a strategy keeps for itself (DiLoCo's outer momentum) has no match in one process.
+    names = [{n for n in tensors if n.startswith(("model.", "optim."))} for tensors in named]
+    if names[0] != names[1]:
+        apart = sorted(names[0] ^ names[1])
+        raise CheckpointError(f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run))
+    for name in sorted(names[0]):
+        pair = []
+        for path, tensors in zip(folders, named, strict=True):
+            tensor = torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
+            load(path, {name: tensor}, alone=True, partly=True)
+            pair.append(tensor.double())
+        norm = float(torch.linalg.vector_norm(pair[1]))
+        yield name, float(torch.linalg.vector_norm(pair[0] - pair[1])) / max(norm, 1e-30) if not torch.equal(*pair) else 0.0

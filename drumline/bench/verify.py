@@ -1,0 +1,183 @@
+"""`drumline verify`: a few steps of the user's own work on one process and under each strategy, and how far the numbers lie apart."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from drumline.bench.difference import Difference, difference
+from drumline.config.load import Loaded, load
+from drumline.config.schema import Config
+from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.plan.plan import Plan
+from drumline.report.bars import OnProgress, bars
+
+# What is tried where nobody says which; with four processes or more, mixes too.
+USUAL = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp")
+MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
+REFERENCE = "one process"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One strategy's row. `apart` None: it was refused before it started, or failed, as `note` says."""
+
+    name: str
+    ranks: int | None
+    apart: Difference | None
+    note: str = ""
+
+
+def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: int, nproc: int, tolerance: float, keep: Path | None) -> int:
+    """Print the table; 0 where every strategy that runs stays within `tolerance` (relative), 1 where one does not or fails.
+
+    All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
+    for the runs; None: a temporary one. Raises ConfigError and its kin where the config itself cannot be trained on one process.
+    """
+    strategies = wanted or [*USUAL, *(MIXES if nproc >= 4 else ())]
+    spelled = {name: _spell(name) for name in strategies}
+    console = Console()
+    with _folder(keep) as root, bars(Console(stderr=True)) as on_progress:
+        common = [*overrides, *_common(config_path, overrides, nproc, steps, on_progress)]
+        alone = load(config_path, [*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
+        _run(alone, REFERENCE, on_progress)
+        outcomes = [_outcome(config_path, common, name, spelled[name], nproc, root, on_progress) for name in strategies]
+    return _tell(console, outcomes, steps, tolerance)
+
+
+def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: float) -> int:
+    """The table, what lies beyond it, and the exit code."""
+    console.print(_table(outcomes, steps, tolerance))
+    for o in outcomes:
+        if o.note:
+            console.print(f"  {o.name} {o.note}", highlight=False, soft_wrap=True)
+    compared = [o for o in outcomes if o.apart is not None]
+    if not compared:
+        raise UserError("no strategy could be compared", where="--strategies", fix="see the reasons above")
+    beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.apart.largest <= tolerance]
+    failed = [o.name for o in outcomes if o.note.startswith("failed")]
+    if beyond:
+        console.print(f"not what one process trains: {', '.join(beyond)}", highlight=False)
+    else:
+        console.print(f"{len(compared)} of {len(outcomes)} strategies train what one process trains", highlight=False)
+    return int(bool(beyond or failed))
+
+
+def _spell(name: str) -> str:
+    """`fsdp2 tp=2` → the override `strategy={kind: fsdp2, tp: 2}`."""
+    kind, *options = name.split()
+    if any("=" not in option for option in options):
+        raise UserError(f"{name!r} is no strategy", where="--strategies", fix="write it as `fsdp2` or `fsdp2 tp=2`, several with commas")
+    return "strategy={" + ", ".join([f"kind: {kind}", *(option.replace("=", ": ", 1) for option in options)]) + "}"
+
+
+def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
+    """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
+    from drumline.models.load import load_config
+    from drumline.models.package import resolve
+    from drumline.plan.batch import resolve_batch
+
+    config = load(config_path, overrides).config
+    samples = resolve_batch(config.batch, nproc, config.data.max_length, None)[0]
+    hf_config = load_config(resolve(config.model, on_progress), config.model)
+    dropouts = [key for key, value in hf_config.to_dict().items() if _is_dropout(key) and isinstance(value, float) and value > 0]
+    lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
+    return [
+        f"batch={{global_samples: {samples.global_samples}, micro_batch: {_micro_batch(config, samples.global_samples, nproc)}}}",
+        f"run.steps={steps}",
+        "run.log_every=1",
+        "run.report_to=[]",
+        "precision={kind: fp32, tf32: false}",
+        "checkpoint={asynchronous: false, export: none, keep: 1, keep_best: false}",
+        "eval.at_start=false",
+        "eval.every=null",
+        "launch.max_restarts=0",
+        *(f"model.config.{key}=0.0" for key in dropouts),
+        *lora,
+    ]
+
+
+def _is_dropout(key: str) -> bool:
+    return key.endswith(("dropout", "pdrop", "dropout_prob", "_drop"))
+
+
+def _micro_batch(config: Config, samples: int, nproc: int) -> int:
+    """A micro-batch that every strategy can have: at most the user's own, and small enough for a pipeline to have work for all stages."""
+    per_rank = max(1, samples // nproc)
+    most = min(config.batch.micro_batch or per_rank, per_rank)
+    return max(m for m in range(1, most + 1) if per_rank % m == 0)
+
+
+def _outcome(config_path: Path, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:
+    run_dir = root / name.replace(" ", "-").replace("=", "")
+    try:
+        plan = _run(load(config_path, [*common, spelled, f"launch.nproc={nproc}", f"run.dir={run_dir}"]), name, on_progress)
+        return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
+    except _Failed as failure:
+        return Outcome(name, nproc, None, f"failed: {failure}")
+    except DrumlineError as refusal:
+        return Outcome(name, None, None, f"refused: {refusal.line()}")
+
+
+class _Failed(Exception):
+    """A run that started and did not end well."""
+
+
+def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
+    """Train to the end. Raises _Failed where a rank failed, KeyboardInterrupt where the user stopped it."""
+    from drumline.launch.local import launch
+    from drumline.train.setup import Request, claim_run_dir, make_plan
+
+    request = Request(loaded)
+    plan = make_plan(request, on_progress=on_progress)
+    plan_path, _ = claim_run_dir(plan, request)
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            on_progress(name, event["step"], plan.steps)
+
+    on_progress(name, 0, plan.steps)
+    code = launch(plan, plan_path, None, follow)
+    if code == 75:
+        raise KeyboardInterrupt
+    if code:
+        if name == REFERENCE:
+            raise DrumlineError("the work does not run on one process; nothing can be compared with it", where=plan.run_dir)
+        raise _Failed(f"with exit code {code}, as told above; --keep FOLDER keeps its logs")
+    return plan
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="drumline-verify-") as root:
+            yield Path(root)
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise EnvironmentFault("the folder is not empty", where=str(keep), fix="choose another with --keep")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+def _table(outcomes: list[Outcome], steps: int, tolerance: float) -> Table:
+    title = f"{steps} steps against one process: largest relative difference, tolerance {tolerance:g}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):
+        table.add_column(column, justify="left" if column in ("strategy", "") else "right")
+    for o in outcomes:
+        if o.apart is None:
+            table.add_row(o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0])
+            continue
+        a = o.apart
+        moments = "" if a.moments is None else f"{a.moments:.1e}"
+        verdict = "same" if a.largest <= tolerance else "differs"
+        table.add_row(o.name, str(o.ranks), f"{a.loss:.1e}", f"{a.grad_norm:.1e}", f"{a.weights:.1e}", moments, verdict)
+    return table

@@ -1,0 +1,41 @@
+"""What goes with what: every cell has an answer, and the table, the schema and the error line give the same one."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.config.load import load_text
+from drumline.config.strategies import AnyStrategy
+from drumline.config.together import NOT_TOGETHER
+from drumline.errors import ConfigError
+from drumline.plan.matrix import FEATURES, KINDS, matrix
+from drumline.plan.matrix_text import as_markdown, as_text
+
+DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_cell_has_an_answer(device: str) -> None:
+    cells = [cell for row in matrix(device) for cell in row]
+    assert len(cells) == len(KINDS) * len(FEATURES)
+    assert all(cell.works or cell.instead for cell in cells)
+    assert {"ddp", "fsdp2", "zero3"} <= {cell.kind for cell in cells if cell.works and cell.feature == "LoRA"}
+
+
+def test_every_strategy_has_a_row() -> None:
+    kinds = {member.model_fields["kind"].default for member in AnyStrategy.__args__}  # type: ignore[attr-defined]
+    assert kinds - {"auto"} == set(KINDS)
+
+
+def test_the_config_refuses_with_the_words_of_the_table() -> None:
+    reason, instead = NOT_TOGETHER["zero3", "tp"]
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + "strategy: {kind: zero3, tp: 2}\n", [], "c.yaml")
+    assert reason in error.value.line() and instead in error.value.line() and error.value.line().startswith("c.yaml:2: strategy.tp")
+
+
+def test_the_table_is_printed_whole() -> None:
+    text, markdown = as_text("cpu"), as_markdown("cpu")
+    for name in (*KINDS, *FEATURES):
+        assert name in text and name in markdown
+    assert max(map(len, text.splitlines()[: len(FEATURES) + 1])) <= 120
