@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from drumline.config.schema import ModelConfig
+from drumline.config.schema import Adapter, LoRAConfig, ModelConfig
 from drumline.config.suggest import nearest
 from drumline.errors import ModelError
 from drumline.plan.facts import ModelFacts
@@ -157,12 +157,14 @@ def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
         )
 
 
-def facts(config: Any, length: int) -> ModelFacts:
+def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
+    `adapter`: laid over it, which raises ModelError where its targets are not in the model.
 
     FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
     is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
     appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
+    A frozen parameter has no gradient, so 4 for each.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -171,6 +173,12 @@ def facts(config: Any, length: int) -> ModelFacts:
     remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+    frozen, frozen_bytes = 0, 0
+    if isinstance(adapter, LoRAConfig):
+        from drumline.models import adapters
+
+        adapters.inject(model, adapter, seed=0)
+        frozen, frozen_bytes = adapters.frozen(model, adapter)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
@@ -180,15 +188,18 @@ def facts(config: Any, length: int) -> ModelFacts:
     heads = int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     positions = getattr(text, "max_position_embeddings", None)
-    products = parameters - (0 if tied else embedding.numel())
+    look_up = 0 if tied else embedding.numel()
+    products = 6 * (parameters - look_up) if not frozen else 6 * (parameters - frozen) + 4 * (frozen - look_up)
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
-        flops_per_token=float(6 * products + 12 * layers * width * length),
+        flops_per_token=float(products + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
         max_positions=int(positions) if positions else None,
         layers=layers,
         hidden=hidden,
+        frozen=frozen,
+        frozen_bytes=frozen_bytes,
     )
 
 

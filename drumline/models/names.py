@@ -7,8 +7,13 @@ from torch import nn
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<fqn>` → live tensor for each parameter (tied ones once, under the first name) and each persistent buffer."""
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    """`model.<fqn>` → live tensor for each parameter that learns (tied ones once, under the first name) and each persistent buffer.
+
+    Frozen parameters are left out: they are what the model was built from, and building it again gives them.
+    """
+    tensors: dict[str, torch.Tensor] = {
+        f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.plan.plan import Plan
+from drumline.plan.plan import Plan, Predicted
 
 
 def size(bytes_: float) -> str:
@@ -36,13 +36,18 @@ def strategy_name(plan: Plan) -> str:
     return " × ".join(parts if parts and mesh.data_ranks == 1 else [base, *parts])
 
 
+def _parameters(predicted: Predicted) -> str:
+    assert predicted.parameters is not None
+    all_learn = predicted.learned is None or predicted.learned == predicted.parameters
+    return count(predicted.parameters) + ("" if all_learn else f", {count(predicted.learned or 0)} of them learn")
+
+
 def plan_line(plan: Plan) -> str:
     """The plan on one line."""
     predicted, world = plan.predicted, plan.mesh.world_size
     model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
     parts = [
-        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}"
-        + (f" {count(predicted.parameters)}" if predicted.parameters else ""),
+        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {_parameters(predicted)}" if predicted.parameters else ""),
         f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),

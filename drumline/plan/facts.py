@@ -16,3 +16,10 @@ class ModelFacts:
     max_positions: int | None
     layers: int
     hidden: int
+    frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
+    frozen_bytes: int = 0  # of those, on a device
+
+    @property
+    def learned(self) -> int:
+        """Parameters with a gradient and moments."""
+        return self.parameters - self.frozen

@@ -49,6 +49,7 @@ class Predicted(Frozen):
     """What the planner expects; null where it does not know yet."""
 
     parameters: int | None = None
+    learned: int | None = Field(None, description="Of these, those that learn; the others lie frozen under an adapter.")
     state_bytes_per_rank: int | None = Field(None, description="Weights, gradients and moments, bytes.")
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")

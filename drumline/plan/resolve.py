@@ -183,9 +183,11 @@ def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precisio
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
+    state_bytes = facts.learned * STATE_BYTES[config.optimizer.kind] + facts.frozen_bytes
     return Predicted(
         parameters=facts.parameters,
-        state_bytes_per_rank=math.ceil(facts.parameters * STATE_BYTES[config.optimizer.kind] / (mesh.shard * mesh.tp * mesh.pp)),
+        learned=facts.learned,
+        state_bytes_per_rank=math.ceil(state_bytes / (mesh.shard * mesh.tp * mesh.pp)),
         flops_per_token=facts.flops_per_token,
         peak_flops_per_device=peak,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drumline.dist.seeds import derive
+from drumline.models import adapters
 from drumline.models.head import require_documents_apart
 from drumline.models.load import build_model
 from drumline.plan.plan import Plan
@@ -15,6 +16,8 @@ def build_engine(plan: Plan, device: str) -> Engine:
     model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
     if config.data.packing:
         require_documents_apart(model)
+    if config.adapter.kind == "lora":
+        adapters.inject(model, config.adapter, config.run.seed)
     if plan.engine == "native":
         from drumline.strategies.native import prepare
 

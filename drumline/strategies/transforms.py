@@ -17,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drumline.config.schema import CompileConfig
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, by the class names that Hugging Face models declare as not to be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+from drumline.models.blocks import blocks
 
 
 def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:

@@ -13,6 +13,7 @@ from drumline.config.schema import Config
 from drumline.data import prepare as data_prepare
 from drumline.data.cache import TokenCache
 from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.package import resolve as resolve_model
 from drumline.plan.explain import default_run_dir, size
@@ -40,6 +41,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
     config, base = request.loaded.config, request.loaded.base_dir
     check_installed(config.run.report_to)
+    if config.adapter.kind == "lora":
+        adapters.require_installed(config.adapter)
     model_path = resolve_model(config.model, on_progress)
     hf_config = models.load_config(model_path, config.model)
     tokenizer = models.load_tokenizer(model_path, config.model)
@@ -54,7 +57,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=detect(),
         world_size=request.world_size,
-        facts=models.facts(hf_config, config.data.max_length),
+        facts=models.facts(hf_config, config.data.max_length, config.adapter),
         model_path=model_path,
         data=None if prepared is None else describe(prepared),
     )
@@ -94,7 +97,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault(
             f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…"
         ) from error
-    needed = CHECKPOINT_BYTES_PER_PARAMETER * (plan.predicted.parameters or 0)
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * (plan.predicted.learned or 0)
     free = free_bytes(run_dir)
     if free < needed:
         raise EnvironmentFault(

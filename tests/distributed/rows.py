@@ -19,10 +19,11 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One kind of work; `sections` hold for every row."""
+    """One kind of work; `sections` hold for every row. `rows`: the names of those that it is asked of; empty: all."""
 
     name: str
     sections: dict[str, Any]
+    rows: tuple[str, ...] = ()
 
 
 REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
@@ -55,4 +56,17 @@ CASES = [
     Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
     Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
+    Case(
+        "lora",
+        {"data": {"packing": True}, "rows": 120, "adapter": {"kind": "lora", "r": 4}},
+        rows=(
+            "one process, accumulation 4",
+            "ddp 2",
+            "ddp 2, activation checkpointing",
+            "fsdp2 2, accumulation 4",
+            "fsdp2 2, activation checkpointing",
+        ),
+    ),
 ]
+PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
+assert all(name in {row.name for row in ROWS} for case in CASES for name in case.rows), "a case names a row that is not there"

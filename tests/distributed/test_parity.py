@@ -14,7 +14,7 @@ import pytest
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CASES, LOW, LOW_TOLERANCE, REFERENCE, ROWS, TOLERANCE, Case, Row
+from tests.distributed.rows import CASES, LOW, LOW_TOLERANCE, PAIRS, REFERENCE, TOLERANCE, Case, Row
 from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -65,8 +65,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+@pytest.mark.parametrize(("row", "case"), PAIRS, ids=[f"{row.name}-{case.name}" for row, case in PAIRS])
 def test_same_numbers_as_one_process(runs: Path, row: Row, case: Case) -> None:
     mine, reference = (runs / slug(r, case) / "run" for r in (row, REFERENCE))
     for key in ("loss", "grad_norm"):

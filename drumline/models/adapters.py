@@ -1,0 +1,186 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, laid into a model in place: its class and its blocks stay what they were.
+
+An adapted layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
+y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.config.schema import LoRAConfig
+from drumline.config.suggest import nearest
+from drumline.dist.seeds import derive
+from drumline.errors import EnvironmentFault, ModelError
+from drumline.models.blocks import blocks
+
+NAME = "default"
+A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
+WHERE = "adapter.targets"
+
+
+def require_installed(adapter: LoRAConfig) -> None:
+    """Raises EnvironmentFault for a missing package; nothing is imported."""
+    needs = {"peft": "lora"} | ({"bitsandbytes": "qlora"} if adapter.quantize != "none" else {})
+    for package, extra in needs.items():
+        if importlib.util.find_spec(package) is None:
+            raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install 'drumline[{extra}]'")
+
+
+def target_names(model: nn.Module, adapter: LoRAConfig) -> list[str]:
+    """Full names of the layers that get an adapter, in the model's order. Raises ModelError where `targets` meets none."""
+    linear = dict(_linear_layers(model))
+    if not linear:
+        raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
+    if adapter.targets == "all-linear":
+        return list(linear)
+    if adapter.targets == "attention":
+        within = [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
+        chosen = [name for name in linear if any(name.startswith(f"{outer}.") for outer in within)]
+        if not chosen:
+            raise ModelError(f"{type(model).__name__} has no linear layers in an attention", where=WHERE, fix=_offer(linear))
+        return chosen
+    for ending in adapter.targets:
+        if not any(_ends(name, ending) for name in linear):
+            guess = nearest(ending, sorted({name.rpartition(".")[2] for name in linear}))
+            raise ModelError(
+                f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}",
+                where=WHERE,
+                fix=f"did you mean {guess}?" if guess else _offer(linear),
+            )
+    return [name for name in linear if any(_ends(name, ending) for ending in adapter.targets)]
+
+
+def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
+    """Lay adapters over `target_names`, freeze everything else. Same values for the same `seed`, however many ranks there are.
+
+    A model on the meta device gets adapters there, to be filled with `first_values`.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = target_names(model, adapter)
+    alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha  # other readers of the file want an integer
+    options = LoraConfig(
+        r=adapter.r,
+        lora_alpha=alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=_short(model, names),
+        fan_in_fan_out=all(type(model.get_submodule(name)).__name__ == "Conv1D" for name in names),
+        task_type="CAUSAL_LM",
+    )
+    meta = next(model.parameters()).is_meta
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
+        inject_adapter_in_model(options, model, adapter_name=NAME, low_cpu_mem_usage=meta)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if parameter.requires_grad and not meta:
+            parameter.data.copy_(first_values(name, parameter.shape, seed))
+
+
+def frozen(model: nn.Module, adapter: LoRAConfig) -> tuple[int, int]:
+    """How many parameters do not learn, and their bytes on a device: fp32, or what `quantize` makes of the linear layers in the blocks.
+
+    4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits (QLoRA's double quantisation).
+    """
+    whole = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    weights = [layer.weight for _, layer in _linear_layers(model) if adapter.quantize != "none"]
+    packed = sum(weight.numel() for weight in weights if not weight.requires_grad)
+    bits = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}[adapter.quantize]
+    return whole, math.ceil(4 * (whole - packed) + packed * bits / 8)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of an adapter."""
+    return name.endswith((A, B))
+
+
+def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """What an adapter's parameter starts from, whole, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero.
+
+    Drawn for each name by itself: a rank that holds a part of the model draws what one with all of it does.
+    """
+    values = torch.zeros(shape)
+    if name.endswith(A):
+        generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    return values
+
+
+def merge(model: Any) -> None:
+    """Add each adapter to the layer it lies over, and put that layer back in its place. Raises ModelError for one that is not finite."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            try:
+                module.merge(safe_merge=True)
+            except ValueError as error:
+                raise ModelError(f"the adapter of {name} cannot be merged: {error}", where=WHERE) from None
+            outer, _, own = name.rpartition(".")
+            setattr(model.get_submodule(outer), own, module.get_base_layer())
+    del model.peft_config
+
+
+def require_learned(model: nn.Module) -> None:
+    """Raises ModelError for a model without adapters, or one whose adapters all do nothing: there would be nothing to save."""
+    factors = [parameter for name, parameter in model.named_parameters() if name.endswith(B)]
+    if not factors:
+        raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
+    if not any(bool(factor.any()) for factor in factors):
+        raise ModelError("the adapter is empty: every lora_B is zero", where="adapter", fix="train for a step first")
+
+
+def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> None:
+    """Write PEFT's own files (adapter_config.json, adapter_model.safetensors, fp32) to `folder`; PeftModel.from_pretrained reads them.
+
+    `base`: the folder or hub id of the frozen model.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    require_learned(model)
+    # PEFT's names are those within a PeftModel, which holds the model as base_model.model.
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    tensors = {f"base_model.model.{name}": value.detach().contiguous() for name, value in state.items()}
+    trained = sum(is_adapter(name) for name, _ in model.named_parameters())
+    assert len(tensors) == trained, f"{len(tensors)} of {trained} adapter tensors would be saved"
+    options = model.peft_config[NAME]
+    options.base_model_name_or_path, options.revision, options.inference_mode = base, revision, True
+    options.save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _linear_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Linear layers of the blocks (GPT-2's Conv1D are such), of the whole model but its head where it declares no blocks."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
+    for name, module in model.named_modules():
+        if id(module) in inner and isinstance(module, nn.Linear | Conv1D):
+            yield name, module
+
+
+def _ends(name: str, ending: str) -> bool:
+    return name == ending or name.endswith(f".{ending}")
+
+
+def _short(model: nn.Module, names: list[str]) -> list[str]:
+    """The last parts of the names where those mean the same layers (as people write them, and as other readers of the saved config
+    expect), else the full names."""
+    own = sorted({name.rpartition(".")[2] for name in names})
+    meant = {name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)}
+    return own if meant == set(names) else names
+
+
+def _offer(linear: dict[str, nn.Module]) -> str:
+    return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
