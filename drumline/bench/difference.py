@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.errors import CheckpointError
 from drumline.report.events import read, series
+
+PORTION = 64 * 2**20  # entries read at once
+SMALLEST_NORM = 1e-12  # a tensor of zeros has no relative difference
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Difference:
 def difference(run: Path, reference: Path) -> Difference:
     """Of two finished runs of the same work. Raises CheckpointError where one of them has no whole checkpoint, or another set of tensors.
 
-    Checkpoints are read one tensor at a time: two models need not fit into memory.
+    Checkpoints are read in portions: two models need not fit into memory.
     """
-    past, expected = list(read(run / "events.jsonl")), list(read(reference / "events.jsonl"))
+    past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
     figures = {key: _figures(series(past, key), series(expected, key)) for key in ("loss", "grad_norm")}
     by_tensor = dict(_tensors(run, reference))
     weights = {name: d for name, d in by_tensor.items() if name.startswith("model.")}
@@ -72,11 +76,27 @@ def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float]]:
     if names[0] != names[1]:
         apart = sorted(names[0] ^ names[1])
         raise CheckpointError(f"one of the checkpoints lacks {apart[0]} ({len(apart)} such)", where=str(run))
-    for name in sorted(names[0]):
+    for together in _portions({name: named[1][name].shape for name in sorted(names[0])}):
         pair = []
         for path, tensors in zip(folders, named, strict=True):
-            tensor = torch.empty(tensors[name].shape, dtype=getattr(torch, tensors[name].dtype))
-            load(path, {name: tensor}, alone=True, partly=True)
-            pair.append(tensor.double())
-        norm = float(torch.linalg.vector_norm(pair[1]))
-        yield name, float(torch.linalg.vector_norm(pair[0] - pair[1])) / max(norm, 1e-30) if not torch.equal(*pair) else 0.0
+            read = {n: torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype)) for n in together}
+            load(path, read, alone=True, partly=True)
+            pair.append(read)
+        for name in together:
+            mine, expected = (side[name].double() for side in pair)
+            norm = float(torch.linalg.vector_norm(expected))
+            yield name, float(torch.linalg.vector_norm(mine - expected)) / max(norm, SMALLEST_NORM)
+
+
+def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:
+    """Names in portions of at most PORTION entries, one at least."""
+    portion: list[str] = []
+    entries = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        if portion and entries + size > PORTION:
+            yield portion
+            portion, entries = [], 0
+        portion.append(name)
+        entries += size
+    yield portion
