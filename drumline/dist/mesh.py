@@ -24,6 +24,11 @@ def data_mesh(whole: DeviceMesh) -> DeviceMesh:
     return whole["replicate", shard.mesh_dim_names[0]]  # type: ignore[index]
 
 
+def first_row(rows: int, over: DeviceMesh) -> int:
+    """The first of the rows that this rank holds of a tensor cut by rows over one dimension, as DTensor's Shard(0) cuts it."""
+    return min(rows, over.get_local_rank() * -(-rows // over.size()))
+
+
 def gradient_group(whole: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that hold the same weights and see different tokens: replicate × shard × cp. Collective."""
     return whole["replicate", "shard", "cp"]._flatten("gradients").get_group()

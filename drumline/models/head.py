@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
-from drumline.models.losses import cross_entropy, linear_cross_entropy
+from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What an objective asks its questions of: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V).
+    """What an objective asks its questions of: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V;
+    `part`: which rows of the head these are, where they are not all).
 
     The answers are those of the whole sequences, the same on all ranks that share them, however head and sequence are spread:
     an objective never sees that.
@@ -26,6 +29,7 @@ class Outputs:
     weight_VD: torch.Tensor | None = None
     bias_V: torch.Tensor | None = None
     logits_BTV: torch.Tensor | None = None
+    part: VocabularyPart | None = None
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
@@ -35,7 +39,8 @@ class Outputs:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), targets_N)
         else:
             assert self.hidden_BTD is not None and self.weight_VD is not None
-            loss_sum, correct_N = linear_cross_entropy(self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V, targets_N, chunk)
+            hidden_ND = self.hidden_BTD.flatten(0, 1)
+            loss_sum, correct_N = linear_cross_entropy(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, self.part)
         return loss_sum, correct_N.view_as(targets_BT)
 
 
@@ -128,7 +133,16 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None) -
     if parts is None:
         return Outputs(logits_BTV=model(**inputs).logits)
     trunk, head = parts
-    return Outputs(hidden_BTD=trunk(**inputs).last_hidden_state, weight_VD=head.weight, bias_V=head.bias)
+    hidden_BTD = trunk(**inputs).last_hidden_state
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return Outputs(hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias)
+    part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
+    return Outputs(hidden_BTD=hidden_BTD, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part)
+
+
+def _rows_here(tensor: Any) -> Any:
+    return None if tensor is None else tensor.to_local()
 
 
 class ForwardWithObjective(nn.Module):

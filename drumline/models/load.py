@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from drumline.config.schema import Adapter, LoRAConfig, ModelConfig
 from drumline.config.suggest import nearest
 from drumline.errors import ModelError
+from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
 T = TypeVar("T")
@@ -184,6 +185,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
+    cut = tensor_plan(model)
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
     heads = int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
@@ -200,6 +202,10 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
         hidden=hidden,
         frozen=frozen,
         frozen_bytes=frozen_bytes,
+        heads=heads,
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        tp_styles=frozenset(cut.values()),
+        tp_cuts_heads=cuts_heads(cut),
     )
 
 

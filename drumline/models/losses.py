@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 IGNORE = -100
 # softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
 FP16_SCALE = 2.0**15
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Which rows of the head this rank holds: those from `first` on. The ranks of `group` hold all of them and see the same tokens."""
+
+    group: dist.ProcessGroup
+    first: int
 
 
 def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,7 +29,12 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[tor
 
 
 def linear_cross_entropy(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, targets_N: torch.Tensor, chunk: int
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    chunk: int,
+    part: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
 
@@ -29,11 +44,16 @@ def linear_cross_entropy(
     before the product. Under autocast the product runs in its type, as a linear layer would; softmax, sums and the gradients of
     the products are fp32. fp16's loss scale is not known yet when gradients are made, so a scale of their own keeps small ones.
     `chunk` 0: all logits at once. One backward, and no second derivatives.
+
+    `part`: weight and bias are this rank's rows. Softmax is taken over all of them (Megatron-LM's vocabulary-parallel loss, Shoeybi et
+    al. 2019): loss, first choice and hidden's gradient are those of the whole head on each rank. Collective.
     """
-    if chunk == 0:
+    if part is not None:
+        chunk = chunk or max(1, len(targets_N))
+    elif chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
     # Inside a Function neither grad mode nor needs_input_grad tells of a no_grad around it.
-    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, torch.is_grad_enabled())
+    loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, part, torch.is_grad_enabled())
     return loss_sum, correct_N
 
 
@@ -46,6 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         chunk: int,
+        part: VocabularyPart | None,
         learning: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kind = hidden_ND.device.type
@@ -64,16 +85,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for rows in learned.split(chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
                 logits = functional.linear(hidden, weight, bias).to(precise)
-                top, first = logits.max(-1)
+                top, first = _largest(logits, part)
                 correct_N[rows] = first == targets
                 # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
                 grad = logits.sub_(top[:, None])
-                chosen = grad.gather(1, targets[:, None]).squeeze(1)
+                column, mine = _columns(targets, part, grad.shape[1])
+                chosen = torch.where(mine, grad.gather(1, column), 0.0).squeeze(1)
                 total = grad.exp_().sum(-1)
+                if part is not None:
+                    both = torch.stack([chosen, total])
+                    dist.all_reduce(both, group=part.group)
+                    chosen, total = both.unbind()
                 loss_sum += (total.log() - chosen).sum()
                 if not any(wants):
                     continue
-                grad.div_(total[:, None]).scatter_add_(1, targets[:, None], torch.full_like(total[:, None], -1))
+                grad.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise))
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 low = grad.mul_(scale).to(dtype) if scale != 1.0 else grad.to(dtype)
@@ -83,6 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight.addmm_(low.T, hidden)
                 elif grad_weight is not None:
                     grad_weight.add_(_product(low.T, hidden, precise), alpha=1 / scale)
+        if grad_hidden is not None and part is not None:
+            dist.all_reduce(grad_hidden, group=part.group)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(correct_N)
@@ -95,7 +123,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # change and refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
+
+
+def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest logit of each row and its number in the whole vocabulary, of equal ones the lowest."""
+    top_N, first_N = logits_NV.max(-1)
+    if part is None:
+        return top_N, first_N
+    mine_N = top_N.clone()
+    dist.all_reduce(top_N, dist.ReduceOp.MAX, group=part.group)
+    first_N = torch.where(mine_N == top_N, first_N + part.first, torch.iinfo(torch.int64).max)
+    dist.all_reduce(first_N, dist.ReduceOp.MIN, group=part.group)
+    return top_N, first_N
+
+
+def _columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each target here, int64[N, 1], and bool[N, 1]: whether it is one (else the column is any)."""
+    column_N1 = targets_N[:, None] - (0 if part is None else part.first)
+    mine_N1 = (column_N1 >= 0) & (column_N1 < width)
+    return column_N1.clamp(0, width - 1), mine_N1
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:

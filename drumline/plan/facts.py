@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The words of transformers' tensor-parallel plans that strategies.tensor_parallel knows; the others are of mixtures of experts.
+TP_STYLES = frozenset(
+    (
+        "colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "rowwise",
+        "rowwise_rep",
+        "rowwise_split_input",
+    )
+)
+
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a model. Counts are of parameters (tied ones once), FLOPs of the matrix products of one token, forward and backward."""
+    """Sizes of a model. Counts are of parameters (tied ones once), FLOPs of the matrix products of one token, forward and backward.
+
+    `tp_styles`: the words of the tensor-parallel plan that the model carries, none without one. `tp_cuts_heads`: under it, a rank
+    holds some of the attention heads.
+    """
 
     name: str
     parameters: int
@@ -16,6 +34,10 @@ class ModelFacts:
     max_positions: int | None
     layers: int
     hidden: int
+    heads: int = 1
+    kv_heads: int = 1
+    tp_styles: frozenset[str] = frozenset()
+    tp_cuts_heads: bool = False
     frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
     frozen_bytes: int = 0  # of those, on a device
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
-from drumline.dist.mesh import data_mesh, device_mesh
+from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
-from drumline.strategies.spread import Alone, Replicated, Sharded, Spread
+from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
+from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,17 +28,25 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def prepare(plan: Plan, model: nn.Module) -> NativeEngine:
     """Spread a model as the plan says: transforms in order, then the optimizer over the parameters they left."""
     config = plan.config
+    whole = device_mesh(plan.mesh, plan.device) if plan.mesh.world_size > 1 else None
+    if plan.mesh.tp > 1:
+        assert whole is not None
+        apply_tp(model, whole["tp"])
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
-    return NativeEngine(plan, model, _spread(plan, model, ForwardWithObjective(model)))
+    return NativeEngine(plan, model, _spread(plan, whole, model, ForwardWithObjective(model)))
 
 
-def _spread(plan: Plan, model: nn.Module, module: nn.Module) -> Spread:
+def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module) -> Spread:
     """Data parallelism goes on last, around everything."""
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
-        root = apply_fsdp2(module, model, strategy, data_mesh(device_mesh(plan.mesh, plan.device)), LOW_PRECISION.get(plan.precision))
+        assert whole is not None
+        root = apply_fsdp2(module, model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision))
         return Sharded(root, strategy.sync_each_micro_batch)
+    if plan.mesh.tp > 1 and plan.mesh.data_ranks * plan.mesh.cp > 1:
+        assert whole is not None
+        return Averaged(module, gradient_group(whole))
     if plan.mesh.replicate > 1:
         return Replicated(apply_ddp(module, strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()))
     return Alone(module)
