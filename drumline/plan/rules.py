@@ -9,7 +9,7 @@ from typing import Literal
 from drumline.config import strategies as s
 from drumline.config.schema import Config
 from drumline.errors import PlanError
-from drumline.plan.facts import ModelFacts
+from drumline.plan.facts import TP_STYLES, ModelFacts
 from drumline.plan.mesh import Mesh
 
 
@@ -41,6 +41,30 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.mesh.cp > 1 and c.device == "cpu" and cp_method(c.config.strategy) == "ring",
         "ring attention has no CPU kernel in torch",
         "use cp_method=ulysses",
+    ),
+    Rule(
+        "tp × no plan",
+        lambda c: c.mesh.tp > 1 and c.facts is not None and not c.facts.tp_styles,
+        "this model's class carries no tensor-parallel plan in transformers",
+        "use strategy=fsdp2",
+    ),
+    Rule(
+        "tp × mixture of experts",
+        lambda c: c.mesh.tp > 1 and c.facts is not None and not c.facts.tp_styles <= TP_STYLES,
+        "this model's tensor-parallel plan has styles for experts, which are not built",
+        "use strategy=fsdp2",
+    ),
+    Rule(
+        "tp × heads",
+        lambda c: c.facts is not None and c.facts.tp_cuts_heads and bool(c.facts.heads % c.mesh.tp or c.facts.kv_heads % c.mesh.tp),
+        "the attention heads, and those of keys and values, must divide by tp",
+        "choose a tp that divides both numbers",
+    ),
+    Rule(
+        "tp × small vocabulary",
+        lambda c: c.facts is not None and -(-c.facts.vocab_size // c.mesh.tp) * (c.mesh.tp - 1) >= c.facts.vocab_size,
+        "some rank would hold no row of the vocabulary",
+        "use a smaller tp",
     ),
 )
 

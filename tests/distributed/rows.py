@@ -42,12 +42,17 @@ ROWS = [
     Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
     Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("tp 2", 2, {"strategy": "tp"}),
+    Row("tp 2, accumulation 4", 2, {"strategy": "tp", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("tp 2, activation checkpointing", 2, {"strategy": "tp", "memory": {"activation_checkpointing": "full"}}),
+    Row("ddp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
 # In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
 LOW = [
     Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
-    for strategy in ("ddp", "fsdp2")
+    for strategy in ("ddp", "fsdp2", "tp")
     for precision in ("bf16", "fp16")
 ]
 LOW_TOLERANCE = 1e-2
