@@ -16,6 +16,7 @@ from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
+from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
@@ -46,7 +47,8 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         return Sharded(root, strategy.sync_each_micro_batch)
     if plan.mesh.tp > 1 and plan.mesh.data_ranks * plan.mesh.cp > 1:
         assert whole is not None
-        return Averaged(module, gradient_group(whole))
+        buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+        return Averaged(module, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
     if plan.mesh.replicate > 1:
         return Replicated(apply_ddp(module, strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()))
     return Alone(module)
@@ -62,20 +64,20 @@ class NativeEngine:
         self.device = plan.device
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
         self.autocast_dtype = None if isinstance(spread, Sharded) else LOW_PRECISION.get(plan.precision)
-        self.scaler = torch.amp.GradScaler(self.device, init_scale=plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
+        self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.named, plan.config.optimizer)
         self.model.train()
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
-        scale = self.averaged_over / denominator
+        scale = self.averaged_over / denominator * self.loss_scale.value
         outs = []
         for index, batch in enumerate(micro_batches):
             with self.spread.micro_batch(last=index == len(micro_batches) - 1):
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
-                self.scaler.scale(loss_sum * scale).backward()
+                (loss_sum * scale).backward()
             outs.append({"loss": loss_sum.detach(), **sums})
         return _total(outs)
 
@@ -92,8 +94,9 @@ class NativeEngine:
             self.model.train()
 
     def grad_norm(self) -> float:
-        self.scaler.unscale_(self.optimizer)
-        return global_norm(self._gradients())
+        gradients = self._gradients()
+        self.loss_scale.unscale([local(g) for g in gradients])
+        return global_norm(gradients)
 
     def step(self, lr: float, grad_norm: float) -> None:
         if self.max_grad_norm is not None:
@@ -103,29 +106,26 @@ class NativeEngine:
                 torch._foreach_mul_([local(g) for g in self._gradients()], factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
+        self.loss_scale.good()
         self.optimizer.zero_grad(set_to_none=True)
 
     def skip(self) -> None:
-        if self.scaler.is_enabled():
-            # Said outright: a rank whose own shard is finite would keep its scale, and ranks would drift apart.
-            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
 
     def rescales(self) -> bool:
-        return self.scaler.is_enabled()
+        return self.loss_scale.enabled
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
 
     def state(self) -> dict[str, Any]:
-        return {"scaler": self.scaler.state_dict()}
+        return {"scaler": self.loss_scale.state()}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         # The tensors are the live ones: filling them was all.
-        if self.scaler.is_enabled() and state.get("scaler"):
-            self.scaler.load_state_dict(state["scaler"])
+        self.loss_scale.load(state.get("scaler", {}))
 
     def exposed_communication(self) -> float:
         return self.spread.exposed_communication()

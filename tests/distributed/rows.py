@@ -70,6 +70,8 @@ CASES = [
             "ddp 2, activation checkpointing",
             "fsdp2 2, accumulation 4",
             "fsdp2 2, activation checkpointing",
+            "tp 2",
+            "fsdp2 2 x tp 2",
         ),
     ),
 ]
