@@ -63,13 +63,15 @@ def apply_fsdp2(
 
 def apply_ddp(module: nn.Module, options: DDPStrategy) -> DistributedDataParallel:
     """Replicate: gradients are averaged over ranks while backward still runs (Li et al. 2020)."""
+    # Named only where it is switched off: torch 2.13 warns about the name, and older ones know no other.
+    buffers: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         module,
         bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
         find_unused_parameters=options.find_unused_parameters,
-        broadcast_buffers=options.broadcast_buffers,
+        **buffers,
     )
     # Its own clocks around each step's communication; 1 = every step.
     wrapped._set_ddp_runtime_logging_sample_rate(1)
