@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
+from drumline.models.sequence import SequencePart
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,23 @@ class Outputs:
     bias_V: torch.Tensor | None = None
     logits_BTV: torch.Tensor | None = None
     part: VocabularyPart | None = None
+    sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
         exist at once, where the head is apart; 0: all."""
-        targets_N = targets_BT.reshape(-1)
+        mine = targets_BT if self.sequence is None else self.sequence.cut(targets_BT)
+        targets_N = mine.reshape(-1)
         if self.logits_BTV is not None:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), targets_N)
         else:
             assert self.hidden_BTD is not None and self.weight_VD is not None
             hidden_ND = self.hidden_BTD.flatten(0, 1)
             loss_sum, correct_N = linear_cross_entropy(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, self.part)
-        return loss_sum, correct_N.view_as(targets_BT)
+        correct = correct_N.view_as(mine)
+        if self.sequence is None:
+            return loss_sum, correct
+        return self.sequence.total(loss_sum), self.sequence.gather(correct)
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
@@ -78,9 +84,9 @@ def can_split(model: Any) -> bool:
         if len(hidden) != 1 or hidden[0] is None or hidden[0].shape[-1] != head.in_features:
             return False
         by_itself = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return torch.equal(logits, head(hidden[0])) and _close(by_itself, hidden[0])
+        return torch.equal(logits, head(hidden[0])) and close(by_itself, hidden[0])
 
-    return _tried(model, is_head_of_trunk)
+    return tried(model, is_head_of_trunk)
 
 
 def require_documents_apart(model: Any) -> None:
@@ -93,9 +99,9 @@ def require_documents_apart(model: Any) -> None:
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
         packed = model(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
         alone = model(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
-        return _close(packed, alone)
+        return close(packed, alone)
 
-    if not _tried(model, apart):
+    if not tried(model, apart):
         raise ModelError(
             f"{type(model).__name__} does not keep the documents of a pack apart",
             where="data.packing",
@@ -103,7 +109,7 @@ def require_documents_apart(model: Any) -> None:
         )
 
 
-def _tried(model: Any, trial: Callable[[torch.Tensor], bool]) -> bool:
+def tried(model: Any, trial: Callable[[torch.Tensor], bool]) -> bool:
     """`trial` on eight token ids, int64[1, 8]: in eval mode, without gradients, in full fp32, and not compiled (the odd shape would
     cost a compilation). Random state, modes and settings are as before afterwards."""
     device = next(model.parameters()).device
@@ -121,24 +127,24 @@ def _tried(model: Any, trial: Callable[[torch.Tensor], bool]) -> bool:
         torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal up to rounding, relative to the largest value: one logit may be near zero by cancellation."""
     return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
 
 
-def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None) -> Outputs:
-    """Run a model on a batch (`input_ids_BT`, `position_ids_BT`). Documents of a pack are told apart by positions that start
-    again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
-    inputs = {"input_ids": batch.input_ids_BT, "position_ids": batch.position_ids_BT, "use_cache": False}
+def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
+    """Run a model on a batch (`input_ids_BT`, `position_ids_BT`), or on its part of it. Documents of a pack are told apart by positions
+    that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
+    inputs = {"input_ids": batch.input_ids_BT, "position_ids": batch.position_ids_BT} if sequence is None else sequence.inputs(batch)
     if parts is None:
-        return Outputs(logits_BTV=model(**inputs).logits)
+        return Outputs(logits_BTV=model(**inputs, use_cache=False).logits, sequence=sequence)
     trunk, head = parts
-    hidden_BTD = trunk(**inputs).last_hidden_state
+    hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
-        return Outputs(hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias)
+        return Outputs(hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias, sequence=sequence)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
-    return Outputs(hidden_BTD=hidden_BTD, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part)
+    return Outputs(hidden_BTD=hidden_BTD, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part, sequence=sequence)
 
 
 def _rows_here(tensor: Any) -> Any:
@@ -152,9 +158,10 @@ class ForwardWithObjective(nn.Module):
         super().__init__()
         self.model = model
         self.splits = can_split(model)
+        self.sequence: SequencePart | None = None
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors in those, and not in a dataclass."""
         parts = split(self.model) if self.splits else None
-        out = objective(outputs(self.model, batch, parts), batch)
+        out = objective(outputs(self.model, batch, parts, self.sequence), batch)
         return out.loss_sum, out.sums

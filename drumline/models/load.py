@@ -200,10 +200,10 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
         max_positions=int(positions) if positions else None,
         layers=layers,
         hidden=hidden,
-        frozen=frozen,
-        frozen_bytes=frozen_bytes,
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        frozen=frozen,
+        frozen_bytes=frozen_bytes,
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
     )

@@ -26,12 +26,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`."""
+    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`. Words may be made
+    from the numbers of the case."""
 
     name: str
     refuses: Callable[[Case], bool]
-    reason: str
-    instead: str
+    reason: str | Callable[[Case], str]
+    instead: str | Callable[[Case], str]
     where: str = "strategy"
 
 
@@ -66,6 +67,52 @@ RULES: tuple[Rule, ...] = (
         "some rank would hold no row of the vocabulary",
         "use a smaller tp",
     ),
+    Rule(
+        "ring × packing",
+        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.config.data.packing,
+        "torch's ring attention takes no mask, and documents of a pack are kept apart by one",
+        "use cp_method=ulysses, or data.packing=false",
+    ),
+    Rule(
+        "cp × pp",
+        lambda c: c.mesh.cp > 1 and c.mesh.pp > 1,
+        "the stages of a pipeline are handed whole sequences",
+        "use cp with ddp or fsdp2, or pp without cp",
+    ),
+    Rule(
+        "cp × attention",
+        lambda c: c.mesh.cp > 1 and c.config.model.attention not in ("auto", "sdpa"),
+        lambda c: f"parts of sequences are exchanged around sdpa, not around {c.config.model.attention}",
+        "use model.attention=auto",
+        where="model.attention",
+    ),
+    Rule(
+        "cp × max_length",
+        lambda c: c.config.data.max_length % _stretches(c) != 0,
+        lambda c: f"sequences of {c.config.data.max_length} tokens do not divide into {_stretches(c)} parts",
+        lambda c: f"nearest: {' or '.join(map(str, _nearest(c.config.data.max_length, _stretches(c))))}",
+        where="data.max_length",
+    ),
+    Rule(
+        "cp × heads",
+        lambda c: (
+            c.mesh.cp > 1
+            and c.facts is not None
+            and cp_method(c.config.strategy) == "ulysses"
+            and c.facts.heads % (c.mesh.cp * c.mesh.tp) != 0
+        ),
+        lambda c: f"{_heads(c)} attention heads do not divide by cp {c.mesh.cp}" + (f" × tp {c.mesh.tp}" if c.mesh.tp > 1 else ""),
+        lambda c: (
+            f"use cp={max(n for n in range(1, c.mesh.cp + 1) if _heads(c) % (n * c.mesh.tp) == 0 or n == 1)}, or cp_method=ring on GPUs"
+        ),
+    ),
+    Rule(
+        "dp × compile",
+        lambda c: c.config.strategy.kind == "dp" and c.config.compile.enabled,
+        "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",
+        "use strategy=ddp, or compile.enabled=false",
+        where="compile.enabled",
+    ),
 )
 
 
@@ -73,7 +120,8 @@ def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses."""
     for rule in RULES:
         if rule.refuses(case):
-            raise PlanError(f"{rule.name}: {rule.reason}", where=rule.where, fix=rule.instead)
+            reason, instead = (words if isinstance(words, str) else words(case) for words in (rule.reason, rule.instead))
+            raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
 
 
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
@@ -81,3 +129,17 @@ def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
     if isinstance(strategy, s.CPStrategy):
         return strategy.method
     return strategy.cp_method if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else "ulysses"
+
+
+def _stretches(case: Case) -> int:
+    """Into how many stretches a sequence is cut: one a rank, or two where a ring shares causal work out evenly."""
+    return case.mesh.cp * (2 if case.mesh.cp > 1 and cp_method(case.config.strategy) == "ring" else 1)
+
+
+def _nearest(length: int, by: int) -> list[int]:
+    return sorted({max(1, length // by) * by, (length // by + 1) * by})
+
+
+def _heads(case: Case) -> int:
+    assert case.facts is not None
+    return case.facts.heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
+from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.engine import Sums
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
@@ -23,6 +24,7 @@ from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spr
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2
 
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,9 +35,14 @@ def prepare(plan: Plan, model: nn.Module) -> NativeEngine:
     if plan.mesh.tp > 1:
         assert whole is not None
         apply_tp(model, whole["tp"])
+    module = ForwardWithObjective(model)
+    if plan.mesh.cp > 1:
+        assert whole is not None
+        apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.data.packing)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
-    return NativeEngine(plan, model, _spread(plan, whole, model, ForwardWithObjective(model)))
+    around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
+    return NativeEngine(plan, model, _spread(plan, whole, model, module), around)
 
 
 def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module) -> Spread:
@@ -45,20 +52,20 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         assert whole is not None
         root = apply_fsdp2(module, model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision))
         return Sharded(root, strategy.sync_each_micro_batch)
-    if plan.mesh.tp > 1 and plan.mesh.data_ranks * plan.mesh.cp > 1:
-        assert whole is not None
-        buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
-        return Averaged(module, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
-    if plan.mesh.replicate > 1:
-        return Replicated(apply_ddp(module, strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()))
-    return Alone(module)
+    if whole is None or plan.mesh.data_ranks * plan.mesh.cp == 1:
+        return Alone(module)
+    options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+    if plan.mesh.tp > 1:
+        return Averaged(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
+    return Replicated(apply_ddp(module, options, gradient_group(whole)))
 
 
 class NativeEngine:
     """Engine over one module whose forward runs model and objective in one go (so wrappers' hooks see the whole graph)."""
 
-    def __init__(self, plan: Plan, model: nn.Module, spread: Spread) -> None:
-        self.model, self.spread = model, spread
+    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+        """`around`: a context that each forward and its backward run in."""
+        self.model, self.spread, self.around = model, spread, around
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.device = plan.device
@@ -74,7 +81,7 @@ class NativeEngine:
         scale = self.averaged_over / denominator * self.loss_scale.value
         outs = []
         for index, batch in enumerate(micro_batches):
-            with self.spread.micro_batch(last=index == len(micro_batches) - 1):
+            with self.around(), self.spread.micro_batch(last=index == len(micro_batches) - 1):
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
                 (loss_sum * scale).backward()
@@ -85,7 +92,7 @@ class NativeEngine:
         self.model.eval()
         try:
             outs = []
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._autocast(), self.around():
                 for batch in micro_batches:
                     loss_sum, sums = self.spread.inner(batch, objective)
                     outs.append({"loss": loss_sum, **sums})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -61,12 +62,13 @@ def apply_fsdp2(
     return root
 
 
-def apply_ddp(module: nn.Module, options: DDPStrategy) -> DistributedDataParallel:
-    """Replicate: gradients are averaged over ranks while backward still runs (Li et al. 2020)."""
+def apply_ddp(module: nn.Module, options: DDPStrategy, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """Replicate: gradients are averaged over the ranks of `group` while backward still runs (Li et al. 2020)."""
     # Named only where it is switched off: torch 2.13 warns about the name, and older ones know no other.
     buffers: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         module,
+        process_group=group,
         bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,

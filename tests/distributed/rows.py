@@ -47,6 +47,13 @@ ROWS = [
     Row("tp 2, activation checkpointing", 2, {"strategy": "tp", "memory": {"activation_checkpointing": "full"}}),
     Row("ddp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("cp 2", 2, {"strategy": "cp"}),
+    Row("cp 2, accumulation 4", 2, {"strategy": "cp", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("cp 2, activation checkpointing", 2, {"strategy": "cp", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 x cp 2", 2, {"strategy": {"kind": "fsdp2", "cp": 2}}),
+    Row("ddp 2 x cp 2", 4, {"strategy": {"kind": "ddp", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("cp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2}}),
+    Row("fsdp2 2 x cp 2", 4, {"strategy": {"kind": "fsdp2", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
 # In low precision the numbers are near, not equal: held against the reference in fp32, losses only.

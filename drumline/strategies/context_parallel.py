@@ -1,0 +1,195 @@
+"""Context parallelism: each rank runs the model on its part of every sequence; only attention sees the whole of it.
+
+Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one all-to-all), attention runs over
+whole sequences for a share of the heads, and a second all-to-all changes back. Ring (Liu et al. 2023): each rank keeps its queries,
+keys and values go round; torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
+Either is laid under a model by transformers' own seam, an attention function and a mask function under a name of ours, so which tokens
+may meet (causal, sliding windows, chunks) is said by the model.
+B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.errors import PlanError
+from drumline.models.head import ForwardWithObjective, close, tried
+from drumline.models.sequence import SequencePart
+
+NAME = "drumline_sequence_part"
+
+
+def apply_context_parallel(
+    module: ForwardWithObjective, model: Any, mesh: DeviceMesh, method: Literal["ulysses", "ring"], packing: bool
+) -> None:
+    """Cut the sequences of `module`'s batches over the ranks of `mesh` (one dimension). Collective.
+
+    Forward and backward must run in `module.sequence.around`.
+
+    Raises PlanError for a model whose tokens meet elsewhere than in attention, or whose attention is not transformers' own.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if method == "ring":
+        part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
+        attention, masks = ring(part), no_masks(part)
+    else:
+        part = SequencePart(mesh.get_group())
+        attention, masks = ulysses(part), whole_masks(part)
+    if not (model._supports_attention_backend and model._supports_sdpa):
+        raise _refused(model, "its attention does not go through transformers' attention interface with sdpa")
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, masks)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    if not _same_in_parts(model, part, packing):
+        model.set_attn_implementation(before)
+        raise _refused(model, "cut in parts it does not compute what it computes whole")
+    module.sequence = part
+
+
+def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An attention function of transformers' interface over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
+
+    Key and value heads that N does not divide are repeated (each at most H / kv times), so that each rank gets the same number.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if not part.active:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        repeats = part.parts // math.gcd(key.shape[1], part.parts)
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        query, key, value = heads_for_parts(part, query, key, value)
+        heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=getattr(module, "is_causal", True))
+        out_BThD, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)  # type: ignore[arg-type]
+        return parts_for_heads(part, out_BThD), None
+
+    return attend
+
+
+def heads_for_parts(part: SequencePart, *tensors_BHtD: torch.Tensor) -> list[torch.Tensor]:
+    """[B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence. One all-to-all for all tensors."""
+    shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]  # [N, B, H / N, t, D]
+    received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
+    whole = received.split([share[0].numel() for share in shares], 1)
+    return [flat.view(share.shape).movedim(0, 2).flatten(2, 3) for flat, share in zip(whole, shares, strict=True)]
+
+
+def parts_for_heads(part: SequencePart, out_BThD: torch.Tensor) -> torch.Tensor:
+    """The way back: [B, t, H, D] of [B, T, H / N, D]."""
+    stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()  # [N, B, t, H / N, D]
+    return _exchange(part, stretches).movedim(0, 2).flatten(2, 3)
+
+
+def _exchange(part: SequencePart, by_rank: torch.Tensor) -> torch.Tensor:
+    """Entry i of dimension 0 goes to rank i; what comes from rank i is entry i. Its gradient travels back the same way."""
+    received: torch.Tensor = all_to_all_single_autograd(by_rank, [1] * part.parts, [1] * part.parts, part.group)
+    return received
+
+
+def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
+    """A mask function of transformers' interface: the mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
+
+    The model says which tokens may meet by their places (`mask_function`: causal, a window, chunks). Which documents they are of
+    hangs on the positions of the whole sequence; the model has seen one part.
+    """
+    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function, sdpa_mask
+
+    def mask(**asked: Any) -> torch.Tensor | None:
+        if not part.active:
+            return sdpa_mask(**asked)
+        positions_BT = part.positions_BT
+        assert positions_BT is not None
+        documents_BT = find_packed_sequence_indices(positions_BT)
+        if documents_BT is not None:
+            asked["mask_function"] = packed_sequence_compatibility_function(asked["mask_function"], positions_BT, documents_BT)
+            asked["allow_is_causal_skip"] = False
+        length = positions_BT.shape[1]
+        return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": None})
+
+    return mask
+
+
+def ring(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An attention function as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if not part.active:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        alike = SimpleNamespace(num_key_value_groups=1, is_causal=True)
+        return sdpa_attention_forward(alike, query, key, value, None, **options)  # type: ignore[arg-type]
+
+    return attend
+
+
+def no_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
+    """A mask function for the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
+    from transformers.masking_utils import sdpa_mask
+
+    def mask(**asked: Any) -> torch.Tensor | None:
+        if not part.active:
+            return sdpa_mask(**asked)
+        if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
+            raise PlanError(
+                "ring attention in torch takes no mask, and this model has layers with windows of their own",
+                where="strategy.cp_method",
+                fix="use cp_method=ulysses",
+            )
+        return None
+
+    return mask
+
+
+@contextlib.contextmanager
+def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
+    """sdpa is a ring over `mesh`, in forward and in backward. Of tensors to cut torch wants one at least; ours are cut already."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    stand_in = torch.empty(2 * mesh.size(), device=mesh.device_type)
+    with context_parallel(mesh, buffers=[stand_in], buffer_seq_dims=[0], no_restore_buffers={stand_in}):
+        yield
+
+
+def _same_in_parts(model: Any, part: SequencePart, packing: bool) -> bool:
+    """Whether the model's hidden states come out the same in parts as whole, tried on 8 tokens a rank (two documents, where rows are
+    packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class says so."""
+    trunk = model.get_decoder() or model
+
+    def trial(ids_BT: torch.Tensor) -> bool:
+        ids_BT = ids_BT.repeat(1, part.parts)
+        length = ids_BT.shape[1]
+        positions_BT = torch.arange(length, device=ids_BT.device)[None]
+        if packing:
+            positions_BT = torch.where(positions_BT < length - 5, positions_BT, positions_BT - (length - 5))
+        whole = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
+        batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=positions_BT)
+        with part.around():
+            in_part = trunk(**part.inputs(batch), use_cache=False)[0]
+        return close(in_part, part.cut(whole))
+
+    same = torch.tensor(float(tried(model, trial)), device=next(model.parameters()).device)
+    part.active = False
+    return float(part.total(same)) == part.parts
+
+
+def _refused(model: Any, why: str) -> PlanError:
+    return PlanError(
+        f"context parallelism cannot run {type(model).__name__}: {why}", where="strategy", fix="use fsdp2, ddp or pp without cp"
+    )
