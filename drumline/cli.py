@@ -65,11 +65,12 @@ def export(
     to: Annotated[Path, typer.Option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or the number of a step.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: PEFT's files of the adapter alone, not merged.")] = False,
 ) -> None:
     """Write a Hugging Face folder from a run's checkpoint; reload it and compare logits before saying done."""
     from drumline.train.command import export as run_export
 
-    run_export(run, to, which, dtype)
+    run_export(run, to, which, dtype, adapter)
 
 
 @app.command()

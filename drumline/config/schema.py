@@ -34,6 +34,11 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
 
+    @property
+    def as_published(self) -> bool:
+        """Whether training starts from just what `id` names, so that a reader can have it too."""
+        return self.id is not None and self.init == "pretrained" and not self.config
+
 
 # ----------------------------------------------------------------------------------------------------------------- data
 
@@ -238,6 +243,7 @@ class CheckpointConfig(Section):
     export: Literal["none", "last", "best"] = Field(
         "best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last."
     )
+    export_adapter: bool = Field(False, description="With an adapter: export PEFT's files of the adapter alone, not the merged model.")
 
 
 class EvalConfig(Section):

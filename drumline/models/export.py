@@ -15,8 +15,10 @@ from typing import Any, Literal
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
-from drumline.config.schema import ModelConfig
-from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
+from drumline.config.schema import LoRAConfig, ModelConfig
+from drumline.dist.seeds import derive
+from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
+from drumline.models import adapters
 from drumline.models.load import build_model, load_tokenizer, quiet
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
@@ -38,13 +40,19 @@ class ExportResult:
 
 
 def export(
-    run_dir: Path, to: Path, which: Which, on_progress: Callable[[str, int, int | None], None] | None = None, dtype: str = "fp32"
+    run_dir: Path,
+    to: Path,
+    which: Which,
+    on_progress: Callable[[str, int, int | None], None] | None = None,
+    dtype: str = "fp32",
+    adapter: bool = False,
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 
-    `which`: the newest checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. An older export
-    in `to` is replaced; any other content is left alone. Raises CheckpointError or EnvironmentFault, and DrumlineError where the
-    folder does not read back as the same model; in all cases `to` is as it was before.
+    `which`: the newest checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. A LoRA run's
+    adapters are merged into the model; `adapter`: they are written by themselves, as PEFT's files. An older export in `to` is
+    replaced; any other content is left alone. Raises CheckpointError, ModelError (no adapter, or one that was never trained) or
+    EnvironmentFault, and DrumlineError where the folder does not read back as the same model; in all cases `to` is as it was before.
     """
     import torch
 
@@ -53,27 +61,34 @@ def export(
     if dtype not in DTYPES:
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")
     plan = _plan_of(run_dir)
+    base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
     # Attention as a reader of the folder will have it: what the run used may need another device, and rounds differently.
     source = plan.config.model.model_copy(update={"attention": "auto"})
-    model = _filled(plan.model_path, source, checkpoint)
+    model = _filled(plan, source, checkpoint, merged=not adapter)
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
-    for parameter in model.parameters():
+    written = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in written:
         parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     temporary = to.parent / f".{to.name}-{secrets.token_hex(4)}"
     try:
-        _require_space(to.parent, model)
+        _require_space(to.parent, written)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
+        if base is not None:
+            adapters.save_adapter(model, temporary, base, source.revision)
+        else:
+            model.save_pretrained(temporary)
         load_tokenizer(plan.model_path, source).save_pretrained(temporary)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
-        difference = _compare(model.float(), temporary, source.trust_remote_code)
+        again = _read_back(temporary, base, source)
+        failure = "the folder does not read back as the same model"
+        difference = _require_equal(_logits(model.float()), _logits(again), TOLERANCE, failure, str(temporary))
         progress("export", 3, 4)
         _put(temporary, to)
     except OSError as error:
@@ -89,18 +104,46 @@ def export(
     return ExportResult(to, step, time.time() - began, difference)
 
 
-def _filled(path: str | None, model: ModelConfig, checkpoint: Path) -> Any:
-    """The model with a checkpoint's weights, in eval mode. What is not weights (how to generate) is the original model's."""
+def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
+    """The model with a checkpoint's weights, in eval mode; adapters over the model that they were trained on, or merged into it.
+    What is not weights (how to generate) is the original model's."""
     from transformers import GenerationConfig
 
-    built = build_model(path, model.model_copy(update={"init": "random"}), seed=0)
+    path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
+    if isinstance(adapter, LoRAConfig):
+        built = build_model(path, model, seed=derive(seed, "weights"))
+        adapters.inject(built, adapter, seed)
+    else:
+        built = build_model(path, model.model_copy(update={"init": "random"}), seed=0)
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
     if path is not None:
         # A model need not have one: then it is what transformers makes from the config.
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if isinstance(adapter, LoRAConfig):
+        adapters.require_learned(built)
+        if merged:
+            apart = _logits(built)
+            adapters.merge(built)
+            built.requires_grad_(True)
+            # A sum of weights rounds otherwise than a sum of products: relative to the largest logit, then.
+            near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
+            _require_equal(apart, _logits(built), near, "the merged model is not the one that was trained", str(checkpoint))
     return built.eval()
+
+
+def _base_of(plan: Plan) -> str:
+    """The model that a reader lays the adapter over. Raises ModelError where there is none to name."""
+    if plan.config.adapter.kind != "lora":
+        raise ModelError("this run has no adapter", where=plan.run_dir, fix="export the whole model: leave --adapter out")
+    if plan.model_path is None or not plan.config.model.as_published:
+        raise ModelError(
+            "the frozen model of this run lies in no folder that a reader could lay the adapter over",
+            where=plan.run_dir,
+            fix="export the merged model: leave --adapter out",
+        )
+    return plan.model_path
 
 
 def _plan_of(run_dir: Path) -> Plan:
@@ -137,11 +180,11 @@ def _require_free(to: Path) -> None:
         raise EnvironmentFault("holds something that is not an export of Drumline", where=str(to), fix="name another folder with --to")
 
 
-def _require_space(folder: Path, model: Any) -> None:
+def _require_space(folder: Path, written: list[Any]) -> None:
     """Said before half an hour of writing rather than after it."""
     while not folder.exists():
         folder = folder.parent
-    needed, free = sum(p.numel() * p.element_size() for p in model.parameters()), shutil.disk_usage(folder).free
+    needed, free = sum(p.numel() * p.element_size() for p in written), shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentFault(
             f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
@@ -165,22 +208,35 @@ def _put(temporary: Path, to: Path) -> None:
     shutil.rmtree(old)
 
 
-def _compare(model: Any, folder: Path, trust_remote_code: bool) -> float:
-    """The largest difference of logits between `model` (fp32, with the weights as they were written) and the folder read back by
-    transformers, computed in fp32. Raises DrumlineError above 1e-5."""
+def _read_back(folder: Path, base: str | None, model: ModelConfig) -> Any:
+    """What transformers reads from a folder, or PEFT over `base`, in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
     quiet()
-    again: Any = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code
+    if base is not None:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(build_model(base, model, seed=0), str(folder))
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
+
+
+def _logits(model: Any) -> Any:
+    """What a model says to a few tokens, float[1, T, V]."""
+    import torch
+
     text = model.config.get_text_config()
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids_BT = torch.arange(length)[None] % text.vocab_size
     with torch.no_grad():
-        logits, logits_again = (m.eval()(input_ids=ids_BT).logits for m in (model, again))
-    difference = float((logits - logits_again).abs().max())
-    if not difference <= TOLERANCE:
-        raise DrumlineError(f"the folder does not read back as the same model: logits differ by {difference:g}", where=str(folder))
+        return model.eval()(input_ids=ids_BT).logits
+
+
+def _require_equal(logits: Any, others: Any, tolerance: float, failure: str, where: str) -> float:
+    """The largest difference. Raises DrumlineError above `tolerance`."""
+    difference = float((logits - others).abs().max())
+    if not difference <= tolerance:
+        raise DrumlineError(f"{failure}: logits differ by {difference:g}", where=where)
     return difference

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drumline.config import strategies as s
-from drumline.config.schema import Config
+from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import PlanError
 from drumline.plan.facts import TP_STYLES, ModelFacts
 from drumline.plan.mesh import Mesh
@@ -37,6 +37,34 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "QLoRA × weights that are cut or sharded",
+        lambda c: _packed(c) and not (c.config.strategy.kind in ("auto", "single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        "packed weights are proven whole on each rank only",
+        "use strategy=ddp, or adapter.quantize=none",
+        "adapter.quantize",
+    ),
+    Rule(
+        "QLoRA × random weights",
+        lambda c: _packed(c) and (c.config.model.id is None or c.config.model.init == "random"),
+        "only weights that are loaded can be packed",
+        "use adapter.quantize=none",
+        "adapter.quantize",
+    ),
+    Rule(
+        "adapter export × no adapter",
+        lambda c: c.config.checkpoint.export_adapter and c.config.adapter.kind == "none",
+        "there is no adapter to export",
+        "use adapter=lora, or take checkpoint.export_adapter out",
+        "checkpoint.export_adapter",
+    ),
+    Rule(
+        "adapter export × a model of the run's own",
+        lambda c: c.config.checkpoint.export_adapter and not c.config.model.as_published,
+        "the frozen model lies in no folder that a reader could lay the adapter over",
+        "take checkpoint.export_adapter out: the merged model is exported",
+        "checkpoint.export_adapter",
+    ),
     Rule(
         "ring × CPU",
         lambda c: c.mesh.cp > 1 and c.device == "cpu" and cp_method(c.config.strategy) == "ring",
@@ -122,6 +150,11 @@ def check_rules(case: Case) -> None:
         if rule.refuses(case):
             reason, instead = (words if isinstance(words, str) else words(case) for words in (rule.reason, rule.instead))
             raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
+
+
+def _packed(case: Case) -> bool:
+    adapter = case.config.adapter
+    return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"
 
 
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:

@@ -57,7 +57,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
 
 
-def export(run: Path, to: Path, which: str, dtype: str) -> None:
+def export(run: Path, to: Path, which: str, dtype: str, adapter: bool) -> None:
     """`drumline export`: a Hugging Face folder, reloaded and compared."""
     from drumline.models.export import Which
     from drumline.models.export import export as write
@@ -72,5 +72,5 @@ def export(run: Path, to: Path, which: str, dtype: str) -> None:
     else:
         raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
     with bars(Console(stderr=True)) as on_progress:
-        result = write(run, to, choice, on_progress, dtype=dtype)
+        result = write(run, to, choice, on_progress, dtype=dtype, adapter=adapter)
     print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")

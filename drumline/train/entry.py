@@ -111,7 +111,7 @@ class Speaker:
         from drumline.models.export import export
 
         run_dir = Path(self.plan.run_dir)
-        result = export(run_dir, run_dir / "export", which)
+        result = export(run_dir, run_dir / "export", which, adapter=self.plan.config.checkpoint.export_adapter)
         self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:

@@ -1,0 +1,198 @@
+"""LoRA: which layers are adapted, what learns, what is saved, and that what is exported is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.checkpoint.save import Checkpointer
+from drumline.config.schema import Config, LoRAConfig, ModelConfig
+from drumline.errors import ModelError
+from drumline.models import adapters
+from drumline.models.export import export
+from drumline.models.load import build_model, facts, load_config
+from drumline.models.names import canonical_tensors
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, Plan, Predicted
+from tests.tiny import tiny_model_dir
+
+IDS = torch.arange(24)[None] * 7 % 300
+LORA = LoRAConfig(r=4, alpha=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("adapters") / "model")
+
+
+def adapted(folder: Path, options: LoRAConfig = LORA, seed: int = 0) -> Any:
+    model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
+    adapters.inject(model, options, seed)
+    return model
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=300))
+
+
+def learned(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+
+
+def move(model: Any) -> Any:
+    """Adapters as if they had been trained."""
+    torch.manual_seed(1)
+    for value in learned(model).values():
+        value += 0.3 * torch.randn_like(value)
+    return model
+
+
+def run_of(tmp_path: Path, folder: Path, model: Any, /, **sections: Any) -> Path:
+    """A run folder with one checkpoint of an adapted model."""
+    values = {"model": {"id": str(folder)}, "data": {"train": [{"kind": "file", "path": "x"}]}, "adapter": LORA.model_dump(), **sections}
+    plan = Plan(
+        config=Config.model_validate(values), run_dir=str(tmp_path / "run"), mesh=Mesh(), engine="native", device="cpu", backend="gloo",
+        precision="fp32", batch=BatchPlan(global_samples=1, micro_batch=1, accumulation=1, eval_micro_batch=1),
+        lr=1e-3, steps=3, data=None, model_path=str(folder), predicted=Predicted(),
+    )  # fmt: skip
+    (tmp_path / "run").mkdir()
+    plan.save(tmp_path / "run" / "plan.json")
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints", keep=2, keep_best=True, mode="min", asynchronous=False)
+    checkpointer.save(1, canonical_tensors(model), {"step": 1}, None)
+    (result,) = checkpointer.wait()
+    assert result.error is None, result.error
+    return tmp_path / "run"
+
+
+def test_a_fresh_adapter_changes_nothing_and_only_it_learns(folder: Path) -> None:
+    plain, model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0), adapted(folder)
+    assert type(model) is type(plain)
+    assert torch.equal(plain(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    names = learned(model)
+    assert len(names) == 2 * 7 * 2 and all(adapters.is_adapter(name) for name in names)
+    assert not any("lm_head" in name or "embed" in name for name in names)
+    model(input_ids=IDS).logits.sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(names)
+    saved = canonical_tensors(model)
+    assert {name for name in saved if name.startswith("model.")} == {f"model.{name}" for name in names}
+
+
+def test_first_values_hang_on_seed_and_name_alone(folder: Path) -> None:
+    torch.manual_seed(1)
+    a = learned(adapted(folder))
+    torch.manual_seed(2)
+    b, other = learned(adapted(folder)), learned(adapted(folder, seed=1))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert all(torch.equal(a[name], adapters.first_values(name, a[name].shape, 0)) for name in a)
+    assert all(torch.equal(a[name], other[name]) == name.endswith(adapters.B) for name in a)
+    first, second = (v for name, v in a.items() if name.endswith(adapters.A) and "layers.0" in name and ("q_proj" in name or "k_proj" in name))
+    assert not torch.equal(first, second) and first.abs().max() <= 1 / first.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("targets", "ends"),
+    [
+        ("attention", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (["v_proj", "mlp.up_proj"], {"v_proj", "up_proj"}),
+    ],
+)
+def test_targets(folder: Path, targets: Any, ends: set[str]) -> None:
+    model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
+    names = adapters.target_names(model, LoRAConfig(targets=targets))
+    assert len(names) == 2 * len(ends) and {name.rpartition(".")[2] for name in names} == ends
+
+
+def test_gpt2_has_conv1d(tmp_path: Path) -> None:
+    model = gpt2().eval()
+    before = model(input_ids=IDS).logits
+    with torch.no_grad():
+        adapters.inject(model, LoRAConfig(r=4, targets="attention"), seed=0)
+        assert len(learned(model)) == 2 * 2 * 2, "c_attn and c_proj of two blocks, not the c_proj of their MLPs"
+        assert torch.equal(model(input_ids=IDS).logits, before)
+        moved = move(model)(input_ids=IDS).logits
+        adapters.merge(model)
+        assert set(dict(model.named_parameters())) == set(dict(gpt2().named_parameters()))
+        assert not torch.allclose(moved, before) and torch.allclose(model(input_ids=IDS).logits, moved, atol=1e-5)
+
+
+def test_unknown_targets_are_told_with_the_nearest(folder: Path) -> None:
+    model = build_model(str(folder), ModelConfig(id=str(folder)), seed=0)
+    with pytest.raises(ModelError, match=r"named 'q_porj' — did you mean q_proj\?"):
+        adapters.target_names(model, LoRAConfig(targets=["q_porj"]))
+    with pytest.raises(ModelError, match="there are down_proj, gate_proj"):
+        facts(load_config(str(folder), ModelConfig(id=str(folder))), 64, LoRAConfig(targets=["lm_head"]))
+
+
+def test_facts_count_what_learns(folder: Path) -> None:
+    config, model = load_config(str(folder), ModelConfig(id=str(folder))), adapted(folder)
+    found, plain = facts(config, 64, LORA), facts(config, 64)
+    assert found.learned == sum(v.numel() for v in learned(model).values()) and plain.learned == plain.parameters
+    assert found.frozen == plain.parameters and found.frozen_bytes == 4 * found.frozen
+    assert found.flops_per_token == plain.flops_per_token - 2 * plain.parameters + 6 * found.learned
+    packed = facts(config, 64, LoRAConfig(r=4, quantize="8bit"))
+    blocks = sum(m.weight.numel() for n, m in build_model(str(folder), ModelConfig(id=str(folder)), 0).named_modules() if n.endswith("_proj"))
+    assert packed.frozen_bytes == 4 * (found.frozen - blocks) + blocks
+
+
+def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = move(adapted(folder))
+    result = export(run_of(tmp_path, folder, model), tmp_path / "out", "last")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert result.max_logit_difference == 0.0 and not (tmp_path / "out" / "adapter_config.json").exists()
+    expected = model.eval()(input_ids=IDS).logits
+    assert torch.allclose(again(input_ids=IDS).logits, expected, atol=1e-5)
+    base = build_model(str(folder), ModelConfig(id=str(folder)), 0).eval()
+    assert not torch.allclose(base(input_ids=IDS).logits, expected, atol=1e-2)
+
+
+def test_adapter_export_is_what_peft_reads(folder: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
+    from transformers import AutoTokenizer
+
+    model = move(adapted(folder))
+    result = export(run_of(tmp_path, folder, model), tmp_path / "out", "last", adapter=True)
+    assert result.max_logit_difference == 0.0
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "drumline.json"}
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["base_model_name_or_path"]) == (4, 16, str(folder))
+    assert set(written["target_modules"]) == {f"{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
+    base = build_model(str(folder), ModelConfig(id=str(folder)), 0)
+    for again in (PeftModel.from_pretrained(base, tmp_path / "out"), AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")):
+        assert torch.equal(again.eval()(input_ids=IDS).logits, model.eval()(input_ids=IDS).logits)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) > 300
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["merged", "adapter"])
+def test_an_empty_adapter_is_not_exported(folder: Path, tmp_path: Path, adapter: bool) -> None:
+    with pytest.raises(ModelError, match="the adapter is empty: every lora_B is zero"):
+        export(run_of(tmp_path, folder, adapted(folder)), tmp_path / "out", "last", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="the model has no adapter"):
+        adapters.save_adapter(build_model(str(folder), ModelConfig(id=str(folder)), 0), tmp_path / "out", str(folder), None)
+
+
+def test_an_adapter_over_a_random_model(folder: Path, tmp_path: Path) -> None:
+    """Merged into the very weights that the run's seed drew; by itself it would mean nothing to a reader."""
+    from transformers import AutoModelForCausalLM
+
+    from drumline.dist.seeds import derive
+
+    own = {"model": {"id": str(folder), "init": "random"}, "run": {"seed": 5}}
+    model = build_model(str(folder), ModelConfig(id=str(folder), init="random"), seed=derive(5, "weights"))
+    adapters.inject(model, LORA, 5)
+    run = run_of(tmp_path, folder, move(model), **own)
+    export(run, tmp_path / "out", "last")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    difference = (again(input_ids=IDS).logits - model.eval()(input_ids=IDS).logits).abs().max()
+    assert difference < 1e-4
+    with pytest.raises(ModelError, match="lies in no folder"):
+        export(run, tmp_path / "other", "last", adapter=True)
