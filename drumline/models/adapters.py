@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.config.schema import LoRAConfig
+from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.dist.seeds import derive
 from drumline.errors import EnvironmentFault, ModelError
@@ -84,6 +84,23 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
         parameter.requires_grad_(is_adapter(name))
         if parameter.requires_grad and not meta:
             parameter.data.copy_(first_values(name, parameter.shape, seed))
+
+
+def quantization(adapter: Adapter, precision: str) -> Any:
+    """How the frozen linear layers (all but the head) are packed for QLoRA (Dettmers et al. 2023), as transformers' config; None: not.
+
+    4bit: NormalFloat in blocks of 64 whose scales are quantised too, multiplied in the type of `precision`; 8bit: LLM.int8().
+    """
+    if not isinstance(adapter, LoRAConfig) or adapter.quantize == "none":
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if adapter.quantize == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
 
 
 def frozen(model: nn.Module, adapter: LoRAConfig) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +218,9 @@ def _read_back(folder: Path, base: str | None, model: ModelConfig) -> Any:
     if base is not None:
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(build_model(base, model, seed=0), str(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
+            return PeftModel.from_pretrained(build_model(base, model, seed=0), str(folder))
     return AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )

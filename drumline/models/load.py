@@ -119,8 +119,11 @@ def pad_token_id(tokenizer: Any) -> int:
     return instead
 
 
-def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None) -> Any:
+def build_model(
+    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None
+) -> Any:
     """A causal LM in fp32 (or `dtype`) on `device`: weights of `path`, or random ones drawn from `seed` where init is random.
+    `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`).
 
     attention `auto` is transformers' own choice: sdpa, or eager for a class that has no sdpa. Raises ModelError, also where the folder
     holds no weights for some part of the model (transformers would fill it at random).
@@ -133,6 +136,8 @@ def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
     if path is not None and model.init == "pretrained":
         options |= _options(path, model) | {"config": config, "output_loading_info": True}
+        if quantization is not None:
+            options |= {"quantization_config": quantization, "device_map": {"": device}}
         built: Any
         report: dict[str, Any]
         built, report = _from_hub(path, model, lambda: cast(Any, AutoModelForCausalLM.from_pretrained(path, **options)))
@@ -143,7 +148,7 @@ def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "
             torch.manual_seed(seed)
             built = _from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options))
     built.config.use_cache = False
-    return built.to(device)
+    return built if quantization is not None else built.to(device)
 
 
 def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:

@@ -13,7 +13,8 @@ from drumline.strategies.engine import Engine
 def build_engine(plan: Plan, device: str) -> Engine:
     """The model on this rank, spread as planned. `device`: cpu, or cuda:N. Collective."""
     config = plan.config
-    model = build_model(plan.model_path, config.model, seed=derive(config.run.seed, "weights"), device=device)
+    seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
+    model = build_model(plan.model_path, config.model, seed=seed, device=device, quantization=packed)
     if config.data.packing:
         require_documents_apart(model)
     if config.adapter.kind == "lora":

@@ -24,12 +24,20 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "fsdp2 2 grad-op": (2, {"kind": "fsdp2", "reshard_after_forward": False}),
     "fsdp2 hybrid 2 x 2": (4, {"kind": "fsdp2", "replicate": 2}),
 }
-PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b]
+# With an adapter only what learns is in a checkpoint.
+LORA = "lora, "
+LORA_PAIRS = [(f"{LORA}ddp 2", f"{LORA}fsdp2 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
+PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS
+RUNS = [*SPREADS, *dict.fromkeys([f"{LORA}single", *(a for a, _ in LORA_PAIRS)])]
+
+
+def spread(name: str) -> tuple[int, Any]:
+    return SPREADS[name.removeprefix(LORA)]
 
 
 def plan(root: Path, name: str, folder: str) -> Path:
     """The plan of a run of four steps under one spread, with a checkpoint after two."""
-    world_size, strategy = SPREADS[name]
+    world_size, strategy = spread(name)
     place = root / folder
     place.mkdir()
     path = write_config(
@@ -38,6 +46,7 @@ def plan(root: Path, name: str, folder: str) -> Path:
         rows=60,
         data={"packing": False},
         strategy=strategy,
+        adapter={"kind": "lora", "r": 4} if name.startswith(LORA) else "none",
         optimizer={"lr": 3e-3, "weight_decay": 0.1},
         batch={"global_samples": 8, "micro_batch": 2},
         checkpoint={"every": 2, "asynchronous": False, "export": "none"},
@@ -48,7 +57,7 @@ def plan(root: Path, name: str, folder: str) -> Path:
 
 
 def slug(*names: str) -> str:
-    return "-to-".join(names).replace(" ", "_")
+    return "-to-".join(names).replace(" ", "_").replace(",", "")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +65,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pairs")
     tiny_model_dir(root / "model")
     for world_size in (1, 2, 4):
-        mine = [name for name, (size, _) in SPREADS.items() if size == world_size]
-        run_plans([plan(root, name, slug(name)) for name in mine], world_size)
+        run_plans([plan(root, name, slug(name)) for name in RUNS if spread(name)[0] == world_size], world_size)
     for world_size in (1, 2, 4):
         plans = []
         for a, b in PAIRS:
-            if SPREADS[b][0] == world_size:
+            if spread(b)[0] == world_size:
                 plans.append(plan(root, b, slug(a, b)))
                 stopped = root / slug(a) / "run" / "checkpoints" / "step-00000002"
                 shutil.copytree(stopped, plans[-1].parent / "checkpoints" / stopped.name)
@@ -71,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
 def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
-    run, reference = runs / slug(a, b) / "run", runs / slug("single") / "run"
+    run, reference = runs / slug(a, b) / "run", runs / slug(f"{LORA}single" if b.startswith(LORA) else "single") / "run"
     assert [e["step"] for e in events(run, "step")] == [3, 4]
     for key in ("loss", "grad_norm"):
         assert [e[key] for e in events(run, "step")] == pytest.approx([e[key] for e in events(reference, "step")][2:], rel=TOLERANCE), key
