@@ -98,9 +98,7 @@ def quantization(adapter: Adapter, precision: str) -> Any:
     if adapter.quantize == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-    )
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
 
 
 def frozen(model: nn.Module, adapter: LoRAConfig) -> tuple[int, int]:

@@ -119,9 +119,7 @@ def pad_token_id(tokenizer: Any) -> int:
     return instead
 
 
-def build_model(
-    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None
-) -> Any:
+def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None) -> Any:
     """A causal LM in fp32 (or `dtype`) on `device`: weights of `path`, or random ones drawn from `seed` where init is random.
     `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,13 @@ def test_compiled_blocks_train(tmp_path: Path) -> None:
     assert drumline("train", config(tmp_path, compile={"enabled": True}), timeout=280).code == 0
     figures = losses(tmp_path / "run")
     assert figures[6] < figures[1]
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes; it is not installed")
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str) -> None:
+    ended = drumline("train", config(tmp_path, adapter={"kind": "lora", "quantize": bits}, checkpoint={"export": "last"}))
+    assert ended.code == 0, ended.err
+    figures = losses(tmp_path / "run")
+    assert figures[6] < figures[1]
+    assert events(tmp_path / "run", "export")[0]["max_logit_difference"] < 1e-5
