@@ -79,29 +79,33 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bool = False) -> None:
+def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bool = False, optional: frozenset[str] = frozenset()) -> None:
     """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint saved by any number of ranks.
 
     A section of names (`model.`, `optim.`) is loaded whole or not at all: between them the ranks must name all the tensors of
     each section they name any of, unless `partly` is said by somebody who only looks. Shapes and dtypes must be the stored ones.
-    Collective unless `alone`. Raises CheckpointError on every rank: before anything is read when names, shapes or dtypes differ;
-    after that, `tensors` is not to be used.
+    Tensors of an `optional` section that the checkpoint does not have are left as they are. Collective unless `alone`. Raises
+    CheckpointError on every rank: before anything is read when names, shapes or dtypes differ; after that, `tensors` is not to be used.
     """
     path = Path(path)
     ranks = Ranks.alone() if alone else Ranks.all()
+    wanted: dict[str, Tensor] = {}
 
     def fit() -> list[str]:
-        misfit = _misfit(_structure(path), tensors)
+        manifest = _structure(path)
+        absent = optional - {_section(name) for name in manifest.tensors}
+        wanted.update((name, tensor) for name, tensor in tensors.items() if _section(name) not in absent)
+        misfit = _misfit(manifest, wanted)
         if misfit:
             raise CheckpointError(misfit, where=str(path), fix="load it with the model and optimizer it was saved with")
-        return list(tensors)
+        return list(wanted)
 
     def read() -> None:
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         # Each rank reads what it needs; the agreement on the outcome is ours.
         try:
-            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
             raise CheckpointError(f"cannot be read: {words(failure)}", where=str(path)) from failure
 
@@ -221,14 +225,18 @@ def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
 
 def _require_whole_sections(path: Path, named: set[str]) -> None:
     """Raises CheckpointError when a section is asked for in part: something that was trained would be lost without a word."""
-    sections = {name.partition(".")[0] for name in named}
-    left = [name for name in read_manifest(path).tensors if name not in named and name.partition(".")[0] in sections]
+    sections = {_section(name) for name in named}
+    left = [name for name in read_manifest(path).tensors if name not in named and _section(name) in sections]
     if left:
         raise CheckpointError(
             f"holds {_some(left)}, which this run has no place for",
             where=str(path),
             fix="load it with the model and optimizer it was saved with",
         )
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _some(names: list[str]) -> str:

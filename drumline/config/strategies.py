@@ -44,6 +44,9 @@ class DPStrategy(Section):
     kind: Literal["dp"] = "dp"
 
 
+WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
+
+
 class Compression(Section):
     """What DDP sends instead of fp32 gradients."""
 
@@ -53,7 +56,7 @@ class Compression(Section):
         " for later (Stich et al. 2018). int8: 8-bit quantised, a quarter of the bytes.",
     )
     rank: int = Field(4, gt=0, description="powersgd: the rank of the factors.")
-    start_step: int = Field(0, ge=0, description="powersgd, topk: plain all-reduce before this step (powersgd needs 2 or more).")
+    start_step: int = Field(0, ge=0, description="powersgd, topk: gradients are sent whole before this step.")
     ratio: float = Field(0.01, gt=0, le=1, description="topk: the part of the entries that is sent.")
 
 

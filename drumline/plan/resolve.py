@@ -11,6 +11,7 @@ from drumline.config import strategies as st
 from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
+from drumline.plan.communication import communication_why
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, PipelinePlan, Plan, Predicted
@@ -51,6 +52,7 @@ def resolve(
             fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
         )
     steps = _steps(config, batch, data)
+    why += communication_why(config.strategy, world)
     return Plan(
         config=config,
         run_dir=run_dir,

@@ -38,6 +38,27 @@ class Rule:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "compression × tp",
+        lambda c: c.mesh.tp > 1 and compression(c.config.strategy) != "none",
+        "gradients of cut matrices are averaged without DDP, whose buckets the compression works on",
+        "use compression=none",
+        "strategy.compression",
+    ),
+    Rule(
+        "compression × pp",
+        lambda c: c.mesh.pp > 1 and compression(c.config.strategy) != "none",
+        "gradients of a pipeline's stages are averaged without DDP, whose buckets the compression works on",
+        "use compression=none",
+        "strategy.compression",
+    ),
+    Rule(
+        "powersgd, topk × fp16",
+        lambda c: c.precision == "fp16" and compression(c.config.strategy) in s.WITH_MEMORY,
+        "what they keep for the next step would be in units of a loss scale that changes",
+        "use precision=bf16, or compression=int8",
+        "strategy.compression",
+    ),
+    Rule(
         "QLoRA × weights that are cut or sharded",
         lambda c: _packed(c) and not (c.config.strategy.kind in ("auto", "single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "packed weights are proven whole on each rank only",
@@ -155,6 +176,11 @@ def check_rules(case: Case) -> None:
 def _packed(case: Case) -> bool:
     adapter = case.config.adapter
     return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"
+
+
+def compression(strategy: s.AnyStrategy) -> str:
+    """What DDP's gradients are compressed by; `none` where there is no DDP."""
+    return strategy.compression.kind if isinstance(strategy, s.DDPStrategy) else "none"
 
 
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:

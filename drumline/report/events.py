@@ -37,6 +37,8 @@ KINDS: dict[str, dict[str, str]] = {
         "data_s": "seconds waiting for data, mean over ranks",
         "compute_s": "what is left of the seconds, mean over ranks",
         "comm_s": "seconds waiting for other ranks, mean over ranks",
+        "sent_bytes": "that a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind,"
+        " by the ring algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted",
         "memory_bytes": "of each rank: the allocator's peak on a GPU, the resident set on a CPU",
         "epoch": "passes over the training samples so far",
     },

@@ -67,6 +67,7 @@ class Progress:
         self.evals = [event for event in past if event["kind"] == "eval"]
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
+        self.sent: list[float] = []  # bytes, of the steps where they are known
         self.restarts = self.restored = 0
         self.began = 0.0  # unix seconds of the first start
         self.live: Live | None = None
@@ -107,6 +108,8 @@ class Progress:
         if isinstance(loss, float | int):
             self.losses[event["step"]] = loss
         self.recent.append(event["seconds"])
+        if event.get("sent_bytes"):
+            self.sent.append(event["sent_bytes"])
         self.step, self.fault = event, {}
         steps = self.start.get("steps") or 0
         every = max(1, steps // PLAIN_STEP_LINES)
@@ -116,6 +119,7 @@ class Progress:
             self._say(
                 f"step {event['step']}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event['lr']:.3g}"
                 f"  |g| {_number(event['grad_norm'])}  {event['tokens_per_s']:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
+                + (f"  sent {size(event['sent_bytes'])}" if event.get("sent_bytes") else "")
             )
 
     def _on_eval(self, event: dict[str, Any]) -> None:
@@ -180,6 +184,8 @@ class Progress:
             before, after = self.evals[0], self.evals[-1]
             both = [name for name in _names(after) if name in before]
             lines += [f"  held-out {name:<15} {_number(before[name], '.4f')} → {_number(after[name], '.4f')}" for name in both]
+        if self.sent:
+            lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
         if self.export:
             lines.append(f"  model   {self.export['path']}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
@@ -223,6 +229,8 @@ class Progress:
         mfu = f" · MFU {now['mfu']:.1%}" if now.get("mfu") else ""
         table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s · {now['samples_per_s']:.2f} samples/s{mfu}")
         table.add_row("time", f"data {now['data_s']:.2f} s · compute {now['compute_s']:.2f} s · waiting for others {now['comm_s']:.2f} s")
+        if self.sent:
+            table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
         table.add_row("rate", f"lr {now['lr']:.3g} · gradient norm {_number(now['grad_norm'])}")
         table.add_row("memory", self._memory())
         if self.save:

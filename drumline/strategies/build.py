@@ -19,6 +19,11 @@ def build_engine(plan: Plan, device: str) -> Engine:
         require_documents_apart(model)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
+    if plan.data_parallel in ("local_sgd", "diloco"):
+        from drumline.strategies.local import LocalEngine
+        from drumline.strategies.native import prepare
+
+        return prepare(plan, model, LocalEngine)
     if plan.engine == "native":
         from drumline.strategies.native import prepare
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 
 Sums = dict[str, float]
+# Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
+OPTIONAL = frozenset({"outer"})
 
 
 class Engine(Protocol):
@@ -53,7 +55,10 @@ class Engine(Protocol):
         ...
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there."""
+        """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there, with `step`: steps done.
+
+        The checkpoint may be another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
+        """
         ...
 
     def exposed_communication(self) -> float:

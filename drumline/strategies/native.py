@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.dist.seeds import derive
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
+from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.engine import Sums
 from drumline.strategies.loss_scale import LossScale
@@ -28,7 +30,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(plan: Plan, model: nn.Module) -> NativeEngine:
+def prepare(plan: Plan, model: nn.Module, engine: type[NativeEngine] | None = None) -> NativeEngine:
     """Spread a model as the plan says: transforms in order, then the optimizer over the parameters they left."""
     config = plan.config
     whole = device_mesh(plan.mesh, plan.device) if plan.mesh.world_size > 1 else None
@@ -42,7 +44,7 @@ def prepare(plan: Plan, model: nn.Module) -> NativeEngine:
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    return NativeEngine(plan, model, _spread(plan, whole, model, module), around)
+    return (engine or NativeEngine)(plan, model, _spread(plan, whole, model, module), around)
 
 
 def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module) -> Spread:
@@ -52,12 +54,13 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         assert whole is not None
         root = apply_fsdp2(module, model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision))
         return Sharded(root, strategy.sync_each_micro_batch)
-    if whole is None or plan.mesh.data_ranks * plan.mesh.cp == 1:
+    if whole is None or plan.data_parallel != "ddp":
         return Alone(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
     if plan.mesh.tp > 1:
         return Averaged(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
-    return Replicated(apply_ddp(module, options, gradient_group(whole)))
+    ddp = apply_ddp(module, options, gradient_group(whole))
+    return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
 
 
 class NativeEngine:
@@ -133,6 +136,8 @@ class NativeEngine:
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         # The tensors are the live ones: filling them was all.
         self.loss_scale.load(state.get("scaler", {}))
+        if isinstance(self.spread, Replicated) and self.spread.compressor:
+            self.spread.compressor.step = state["step"]
 
     def exposed_communication(self) -> float:
         return self.spread.exposed_communication()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.strategies.compress import Compressor
 from drumline.strategies.norms import local
 
 BUCKET_BYTES = 25 * 2**20
@@ -49,18 +50,26 @@ class Alone:
 class Replicated:
     """DDP. Evaluation runs below it: nothing is to be reduced there."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self.ddp = module
+    def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
+        self.ddp, self.compressor = module, compressor
+        self.learns_graph = module.static_graph
         self.module: nn.Module = module
         self.inner: nn.Module = module.module
 
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.ddp.no_sync()
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # A static graph is learned in the first backward, which has to be a reducing one: averages of averages are averages.
+        with contextlib.nullcontext() if last or self.learns_graph else self.ddp.no_sync():
+            yield
+        self.learns_graph = False
+        if last and self.compressor:
+            self.compressor.step += 1
 
     def exposed_communication(self) -> float:
         clocks = self.ddp._get_ddp_logging_data()
         nanoseconds = clocks.get("backward_comm_time", 0) - clocks.get("backward_compute_comm_overlap_time", 0)
-        return max(0, nanoseconds) / 1e9
+        # A compressor waits inside of backward, where DDP's clocks see no waiting.
+        return max(0, nanoseconds) / 1e9 + (self.compressor.take_seconds() if self.compressor else 0.0)
 
 
 class Sharded:

@@ -19,13 +19,15 @@ from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic
 from drumline.dist.start import Ranks
+from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError
 from drumline.models.load import load_tokenizer, pad_token_id
+from drumline.plan.communication import step_kind
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
 from drumline.report.events import series
 from drumline.strategies.build import build_engine
-from drumline.strategies.engine import Engine
+from drumline.strategies.engine import OPTIONAL, Engine
 from drumline.train.loop import Asked, Loop
 from drumline.train.state import Goodput, TrainState
 
@@ -67,6 +69,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
+        traffic=Traffic(lambda step: step_kind(config.strategy, step), device),
         seen_step=max(losses, default=0),
         saved_step=state.step if resume is not None else -1,
     )
@@ -127,10 +130,10 @@ def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
     else:
         check(path, verify)
     tensors = engine.tensors()
-    load(path, tensors)
+    load(path, tensors, optional=OPTIONAL)
     saved = read_state(path)
-    engine.load_state(saved["engine"], tensors)
     state = TrainState.load(saved["trainer"])
+    engine.load_state({**saved["engine"], "step": state.step}, tensors)
     if state.step < 0 or state.position < 0:
         raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(path))
     emit("restore", step=state.step, path=str(path), seconds=time.time() - began, skipped=skipped)

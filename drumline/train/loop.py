@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from drumline.algorithms.base import Algorithm
@@ -14,6 +14,7 @@ from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
+from drumline.dist.traffic import Traffic
 from drumline.errors import ConfigError, DrumlineError, Preempted, TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.plan.schedule import learning_rate
@@ -48,6 +49,7 @@ class Loop:
     state: TrainState
     goodput: Goodput
     random_stream: tuple[int, ...] = (0,)
+    traffic: Traffic = field(default_factory=lambda: Traffic(lambda step: "whole", "cpu"))
     seen_step: int = 0
     saved_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
@@ -81,8 +83,9 @@ class Loop:
         agreed = self._agree(local)
         denominator = max(1.0, agreed["weight"])
         seed_step(self.plan.config.run.seed, step, *self.random_stream)
-        sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
-        grad_norm = self.engine.grad_norm()
+        with self.traffic.watch(step):
+            sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
+            grad_norm = self.engine.grad_norm()
         comm_s = self.engine.exposed_communication()
         total, clocks = self.gather(sums, data_s, comm_s, float(self.memory_bytes()))
         loss = total["loss"] / denominator
@@ -91,15 +94,17 @@ class Loop:
         )
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
-            self.engine.step(lr, grad_norm)
+            with self.traffic.watch(step):
+                self.engine.step(lr, grad_norm)
             self.state.skips = 0
             self.metric = None
+        sent = self.traffic.end_step(step, whole=finite)
         self.state.step, self.state.position = step + 1, batch.position
         self.state.tokens += int(agreed["tokens"])
         seconds = time.time() - started
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, *clocks)
+            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, sent, *clocks)
         if not finite:
             self._not_finite(batch, loss, grad_norm)
 
@@ -111,6 +116,7 @@ class Loop:
         grad_norm: float,
         tokens: float,
         seconds: float,
+        sent: int | None,
         waits_data: list[float],
         waits_comm: list[float],
         memory: list[float],
@@ -140,6 +146,7 @@ class Loop:
             data_s=data_s,
             compute_s=max(0.0, seconds - data_s - comm_s),
             comm_s=comm_s,
+            sent_bytes=sent,
             memory_bytes=[int(m) for m in memory],
             epoch=self.state.position / data.train_samples if data and data.train_samples else 0.0,
         )

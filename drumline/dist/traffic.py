@@ -1,0 +1,130 @@
+"""Bytes that a rank sends to others, counted at the collectives that really run, whoever calls them: DDP's C++ reducer, FSDP2, DTensor,
+pipelines, DeepSpeed. Each goes through torch's dispatcher as an operator of c10d; a dispatch mode sees it with its tensors.
+
+A mode costs microseconds for each operator, so one step of each kind is counted and the figure used for the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drumline.dist.reduce import sum_over_ranks
+
+# Operator → which argument is sent, and how often its bytes leave each of n ranks in the ring algorithm (Thakur et al. 2005; NCCL's
+# and gloo's for large tensors). A broadcast or a reduction to one rank is passed on by all ranks but one.
+_SHARES: dict[str, tuple[int, Callable[[int], float]]] = {
+    "all_reduce": (0, lambda n: 2 * (n - 1) / n),
+    "all_gather": (1, lambda n: n - 1),
+    "reduce_scatter": (1, lambda n: (n - 1) / n),
+    "all_to_all": (1, lambda n: (n - 1) / n),
+    "passed_on": (0, lambda n: (n - 1) / n),
+    "send": (0, lambda n: 1),
+}
+_C10D = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "passed_on",
+    "reduce_": "passed_on",
+    "send": "send",
+}
+# Functional collectives (DTensor's) name what is sent first, the group last.
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "passed_on",
+    "broadcast_": "passed_on",
+}
+
+
+class SentBytes(TorchDispatchMode):
+    """While it is entered, adds up in `total` what this rank sends by collectives of this thread and of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # compiled code stays compiled under it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes back as the collectives and local operators that it is made of
+        self.total += _sent(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _sent(func: Any, args: tuple[Any, ...]) -> float:
+    """Bytes that one call of an operator sends from this rank."""
+    name = func.overloadpacket.__name__
+    if func.namespace == "c10d" and name in _C10D:
+        index, share = _SHARES[_C10D[name]]
+        return share(_group_size(args)) * _bytes(args[index])
+    if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
+        _, share = _SHARES[_FUNCTIONAL[name]]
+        return share(_resolve_process_group(args[-1]).size()) * _bytes(args[0])
+    return 0.0
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    group = next(a for a in args if isinstance(a, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(group).size()
+
+
+def _bytes(tensors: Any) -> int:
+    """Of a tensor, or of all in nested lists."""
+    return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(_bytes, tensors))
+
+
+class Traffic:
+    """Bytes that each step sends, mean over ranks. The first two steps of a process are not counted: DDP arranges its buckets in them."""
+
+    FIRST = 2
+
+    def __init__(self, kind: Callable[[int], str], device: str) -> None:
+        """`kind`: a name for what the step after so many steps sends; the same name, the same bytes."""
+        self.kind, self.device = kind, device
+        self.known: dict[str, float] = {}
+        self.steps = 0
+        self._mode: SentBytes | None = None
+
+    def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Around the parts of a step whose collectives count; it may be entered several times a step."""
+        if self.steps < self.FIRST or self.kind(step) in self.known or not dist.is_initialized():
+            return contextlib.nullcontext()
+        self._mode = self._mode or SentBytes()
+        return self._mode
+
+    def end_step(self, step: int, whole: bool) -> int | None:
+        """Bytes that the step sent; None where it is not known yet. `whole` False: it was broken off. Collective."""
+        if not dist.is_initialized():
+            return 0
+        kind, mode = self.kind(step), self._mode
+        self._mode, self.steps = None, self.steps + 1
+        if mode is not None and whole:
+            self.known[kind] = sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
+        return round(self.known[kind]) if kind in self.known and whole else None

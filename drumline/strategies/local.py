@@ -1,0 +1,170 @@
+"""Strategies that talk rarely: each rank trains a copy by itself, and every `period` steps the copies come together.
+
+A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the global batch): the mean over ranks is
+DDP's gradient, and each token weighs the same. A rank clips by the norm of its own gradient. The figure that is logged is the root mean
+square of the ranks' norms; it is not finite where any rank's is not, so all ranks pass over a step together. The sums of the loop (a few
+numbers a step: losses, who was asked to stop) still go over all ranks.
+
+Whatever others see is the mean of the copies: evaluation looks at it and leaves the copies as they are; a checkpoint makes the copies
+and their moments that mean, so the run that goes on and the one that is resumed from it take the same course, under any strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drumline.config.strategies import DiLoCoStrategy, LocalSGDStrategy
+from drumline.dist.reduce import sum_over_ranks
+from drumline.models.names import canonical_tensors
+from drumline.plan.communication import averages
+from drumline.plan.plan import Plan
+from drumline.strategies.engine import Sums
+from drumline.strategies.native import Around, NativeEngine
+from drumline.strategies.spread import Spread
+
+CHUNK = 2**24  # entries averaged by one collective
+
+
+class LocalEngine(NativeEngine):
+    """Local SGD (Stich 2019): weights are averaged every `period` steps, moments stay each rank's own.
+
+    With DiLoCo the average is not taken as it is: it tells an outer optimizer where to go (see `Outer`).
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+        super().__init__(plan, model, spread, around)
+        strategy = plan.config.strategy
+        assert isinstance(strategy, LocalSGDStrategy | DiLoCoStrategy)
+        self.strategy = strategy
+        self.ranks = plan.mesh.data_ranks
+        # What differs between ranks: learned weights, and statistics that a forward updates.
+        self.apart = {name: tensor for name, tensor in canonical_tensors(model).items() if tensor.is_floating_point()}
+        self.outer = None
+        if isinstance(strategy, DiLoCoStrategy):
+            self.outer = Outer(strategy, {n: t for n, t in self.apart.items() if n.removeprefix("model.") in self.named})
+        self.steps = 0
+        self.own_norm = 0.0
+        self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
+        self.together = True
+        self.waited = 0.0
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        if self.own is not None:
+            torch._foreach_copy_(list(self.apart.values()), self.own)
+            self.own, self.together = None, False
+        return super().forward_backward(micro_batches, objective, denominator)
+
+    def grad_norm(self) -> float:
+        self.own_norm = super().grad_norm()
+        (squares,) = sum_over_ranks([self.own_norm**2], self._tensor_device())
+        return math.sqrt(squares / self.ranks)
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        super().step(lr, self.own_norm)
+        self.together = False
+        self._end_step()
+
+    def skip(self) -> None:
+        super().skip()
+        self._end_step()
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        if not self.together:
+            self.own = [tensor.clone() for tensor in self.apart.values()]
+            average(list(self.apart.values()), self.ranks)
+            self.together = True
+        return super().evaluate(micro_batches, objective)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self.own = None
+        tensors = super().tensors()
+        average([t for n, t in tensors.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())], self.ranks)
+        self.together = True
+        return tensors | (self.outer.tensors() if self.outer else {})
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | ({"outer": True} if self.outer else {})
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        super().load_state(state, tensors)
+        self.steps = state["step"]
+        if self.outer and not state.get("outer"):
+            self.outer.start_from_here()
+
+    def exposed_communication(self) -> float:
+        """Seconds of the last averaging, told with the step that follows it."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def _end_step(self) -> None:
+        """Come together where it is time to; a step that was passed over counts like any other."""
+        self.steps += 1
+        if averages(self.strategy, self.steps - 1):
+            began = time.perf_counter()
+            average(list(self.apart.values()), self.ranks)
+            self.waited = time.perf_counter() - began
+            self.together = True
+            if self.outer:
+                self.outer.step()
+
+    def _tensor_device(self) -> str:
+        return str(next(iter(self.named.values())).device)
+
+
+class Outer:
+    """DiLoCo's outer optimizer (Douillard et al. 2023, algorithm 1): SGD with Nesterov momentum on how far the ranks have come.
+
+    With θ the weights after the last outer step, Δ = θ − mean of the copies, m ← μ m + Δ, and θ ← θ − rate × (Δ + μ m), where all ranks
+    go on from. Costs 8 bytes a parameter on each rank. Saved as `outer.<fqn>.weight` and `outer.<fqn>.momentum`; other strategies
+    leave that section where it is. A run that comes from one of them starts with m = 0 and θ = its weights.
+    """
+
+    def __init__(self, strategy: DiLoCoStrategy, weights: dict[str, torch.Tensor]) -> None:
+        self.rate, self.momentum = strategy.outer_lr, strategy.outer_momentum
+        self.names, self.live = [n.removeprefix("model.") for n in weights], list(weights.values())
+        self.anchors = [weight.clone() for weight in self.live]
+        self.moments = [torch.zeros_like(weight) for weight in self.live]
+
+    def step(self) -> None:
+        """The live weights are the mean of the copies; afterwards they are the new θ."""
+        deltas = torch._foreach_sub(self.anchors, self.live)
+        torch._foreach_mul_(self.moments, self.momentum)
+        torch._foreach_add_(self.moments, deltas)
+        torch._foreach_add_(deltas, self.moments, alpha=self.momentum)
+        torch._foreach_sub_(self.anchors, deltas, alpha=self.rate)
+        torch._foreach_copy_(self.live, self.anchors)
+
+    def start_from_here(self) -> None:
+        torch._foreach_copy_(self.anchors, self.live)
+        torch._foreach_zero_(self.moments)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"outer.{n}.weight": t for n, t in zip(self.names, self.anchors, strict=True)} | {
+            f"outer.{n}.momentum": t for n, t in zip(self.names, self.moments, strict=True)
+        }
+
+
+@torch.no_grad()
+def average(tensors: list[torch.Tensor], ranks: int) -> None:
+    """Replace each tensor by its mean over all ranks, in flat pieces; the same bits on every rank. Collective."""
+    if ranks == 1:
+        return
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        pending: list[torch.Tensor] = []
+        for tensor in [*(t for t in tensors if t.dtype == dtype), None]:
+            if pending and (tensor is None or sum(t.numel() for t in pending) + tensor.numel() > CHUNK):
+                flat = torch.cat([t.flatten() for t in pending])
+                dist.all_reduce(flat.div_(ranks))
+                parts = flat.split([t.numel() for t in pending])
+                torch._foreach_copy_(pending, [part.view_as(t) for part, t in zip(parts, pending, strict=True)])
+                pending = []
+            if tensor is not None:
+                pending.append(tensor)
