@@ -1,0 +1,167 @@
+"""Tensor parallelism on kinds of models: loss and every gradient as in one process, whatever the model's own plan says.
+
+Two real processes take all models in turn; the reference is the same model, whole, in the same process.
+"""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from drumline.algorithms.tokens import NextToken
+from drumline.config.schema import CompileConfig, LoRAConfig, ModelConfig
+from drumline.data.batches import TokenBatch
+from drumline.models.adapters import inject
+from drumline.models.head import ForwardWithObjective, require_documents_apart
+from drumline.models.load import build_model
+from drumline.strategies.tensor_parallel import apply_tp
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model: its type and what differs from SIZES."""
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    adapter: LoRAConfig | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    chunk: int = 8
+
+
+KINDS = {
+    "llama tied": Kind("llama", {"tie_word_embeddings": True}),
+    "llama untied, plain cross-entropy": Kind("llama", {"tie_word_embeddings": False}, chunk=0),
+    "odd widths": Kind("llama", {"vocab_size": 97, "intermediate_size": 45, "tie_word_embeddings": True}),
+    "odd widths untied, padding on the last rank": Kind("llama", {"vocab_size": 97, "pad_token_id": 90, "tie_word_embeddings": False}),
+    "all biases": Kind("llama", {"attention_bias": True, "mlp_bias": True}),
+    "norms between": Kind("qwen3", {"head_dim": 8}),
+    "norms between, checkpointed": Kind("qwen3", {"head_dim": 8}, checkpointing=True),
+    "norms between, compiled": Kind("qwen3", {"head_dim": 8, "num_hidden_layers": 1}, compiled=True),
+    "bias of queries": Kind("qwen2"),
+    "whole heads": Kind("olmo2", {"vocab_size": 97}),
+    "fused projections": Kind("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
+    "capped logits": Kind("gemma2", {"head_dim": 8, "vocab_size": 97}),
+    "scaled embedding": Kind("gemma3_text", {"head_dim": 8}),
+    "lora": Kind("qwen2", adapter=LoRAConfig(kind="lora", r=3)),
+    "lora, fused projections": Kind("phi3", adapter=LoRAConfig(kind="lora", r=3)),
+}
+
+
+def batch(vocabulary: int) -> TokenBatch:
+    """Two packs of two documents each, every other target learned."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (2, 24), generator=generator)
+    ids[:, 3] = 0
+    ids[:, 5] = vocabulary - 7
+    targets = ids.roll(-1, 1).masked_fill(torch.arange(24) % 2 == 0, -100)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).repeat(2, 1)
+    return TokenBatch(input_ids_BT=ids, targets_BT=targets, position_ids_BT=positions, weight=24)
+
+
+def built(kind: Kind) -> Any:
+    model = build_model(None, ModelConfig(config={"model_type": kind.model_type, **SIZES, **kind.config}), seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Fresh biases are zero and fresh norms one: nothing would tell a wrong one.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+        if kind.adapter is not None:
+            inject(model, kind.adapter, seed=5)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model
+
+
+def trained(model: Any, kind: Kind) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The sums and all gradients, whole, of two micro-batches."""
+    module = ForwardWithObjective(model)
+    objective = NextToken(kind.chunk, True).eval_objective
+    sums: dict[str, float] = {}
+    for _ in range(2):
+        loss, others = module(batch(model.config.vocab_size), objective)
+        (loss / 40).backward()
+        sums = {"loss": float(loss.detach()), **{name: float(value) for name, value in others.items()}}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            gradients[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return sums, gradients
+
+
+def compare(kind: Kind) -> dict[str, Any]:
+    """What differs: {} where all is as in one process."""
+    expected, whole = trained(built(kind), kind)
+    model = built(kind)
+    apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    require_documents_apart(model)
+    apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
+    apply_compile(model, CompileConfig(enabled=kind.compiled))
+    sums, gradients = trained(model, kind)
+    assert gradients.keys() == whole.keys()
+    wrong: dict[str, Any] = {}
+    for name, value in expected.items():
+        if sums[name] != pytest.approx(value, rel=1e-5):
+            wrong[name] = (sums[name], value)
+    # A gradient that is next to nothing beside the others (queries of a fresh model) is made of rounding.
+    least = 3e-2 * max(gradient.norm() for gradient in whole.values())
+    for name, gradient in whole.items():
+        difference = float((gradients[name] - gradient).norm() / torch.maximum(gradient.norm(), least))
+        if not difference <= 1e-5:
+            wrong[name] = difference
+    return wrong
+
+
+def worker(rank: int, port: int, names: list[str], results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name in names:
+        try:
+            results[name, rank] = compare(KINDS[name])
+        except Exception:
+            results[name, rank] = {"error": traceback.format_exc()}
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of the kinds that the chosen tests look at."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        mp.spawn(worker, (port, names, shared), nprocs=2)
+        return dict(shared)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if kind.compiled else []) for name, kind in KINDS.items()])
+def test_same_gradients_as_in_one_process(results: dict[tuple[str, int], dict[str, Any]], name: str) -> None:
+    assert [results[name, rank] for rank in range(2)] == [{}, {}]
