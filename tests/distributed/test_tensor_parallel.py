@@ -6,7 +6,6 @@ Two real processes take all models in turn; the reference is the same model, who
 from __future__ import annotations
 
 import socket
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +85,7 @@ def built(kind: Kind) -> Any:
     model = build_model(None, ModelConfig(config={"model_type": kind.model_type, **SIZES, **kind.config}), seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # Fresh biases are zero and fresh norms one: nothing would tell a wrong one.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
@@ -129,11 +128,11 @@ def compare(kind: Kind) -> dict[str, Any]:
     for name, value in expected.items():
         if sums[name] != pytest.approx(value, rel=1e-5):
             wrong[name] = (sums[name], value)
-    # A gradient that is next to nothing beside the others (queries of a fresh model) is made of rounding.
-    least = 3e-2 * max(gradient.norm() for gradient in whole.values())
+    # A wrong sum would be off by the half. What is next to nothing beside the others (queries of a fresh model) is made of rounding.
+    least = 1e-2 * max(gradient.norm() for gradient in whole.values())
     for name, gradient in whole.items():
         difference = float((gradients[name] - gradient).norm() / torch.maximum(gradient.norm(), least))
-        if not difference <= 1e-5:
+        if not difference <= 5e-5:
             wrong[name] = difference
     return wrong
 
@@ -141,10 +140,7 @@ def compare(kind: Kind) -> dict[str, Any]:
 def worker(rank: int, port: int, names: list[str], results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     for name in names:
-        try:
-            results[name, rank] = compare(KINDS[name])
-        except Exception:
-            results[name, rank] = {"error": traceback.format_exc()}
+        results[name, rank] = compare(KINDS[name])
     dist.destroy_process_group()
 
 
