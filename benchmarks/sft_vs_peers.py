@@ -205,7 +205,7 @@ def _tokens(bench: dict[str, Any]) -> Any:
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
     from drumline.config.load import load
-    from drumline.models.load import build_model
+    from drumline.models.build import build_model
 
     model = build_model(bench["model"], load(work / "bench.yaml", []).config.model, seed=0, device=bench["device"])
     if bench["checkpointing"]:

@@ -20,7 +20,8 @@ from drumline.config.schema import LoRAConfig, ModelConfig
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
-from drumline.models.load import build_model, load_tokenizer, quiet
+from drumline.models.build import build_model
+from drumline.models.load import load_tokenizer, quiet
 from drumline.models.names import canonical_tensors
 from drumline.plan.plan import Plan
 

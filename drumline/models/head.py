@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 from drumline.models.sequence import SequencePart
+from drumline.models.small import close, tried
 
 
 @dataclass(frozen=True)
@@ -64,72 +63,47 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 def can_split(model: Any) -> bool:
     """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling).
 
-    Found out by trying eight tokens, not by a list of classes, and to the last bit: soft-capping changes the small logits of a fresh
-    model by less than any tolerance. Random state and training mode are left as they were.
+    Found out by trying eight tokens on a small copy, not by a list of classes, and to the last bit. Its logits are made large:
+    soft-capping hardly changes the small ones of a fresh model.
     """
-    parts = split(model)
-    if parts is None:
-        return False
-    trunk, head = parts
 
-    def is_head_of_trunk(ids_BT: torch.Tensor) -> bool:
+    def is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
+        parts = split(small)
+        if parts is None:
+            return False
+        trunk, head = parts
+        head.weight.mul_(50)
         seen: list[Any] = []
-        hook = trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-        try:
-            logits = model(input_ids=ids_BT, use_cache=False).logits
-        finally:
-            hook.remove()
-        # The hidden states of that same run: two runs of a trunk may round differently (atomic sums on GPUs).
+        trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        logits = small(input_ids=ids_BT, use_cache=False).logits
+        # The hidden states of that same run: two runs of a trunk may round differently.
         hidden = [getattr(output, "last_hidden_state", None) for output in seen]
         if len(hidden) != 1 or hidden[0] is None or hidden[0].shape[-1] != head.in_features:
             return False
         by_itself = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
         return torch.equal(logits, head(hidden[0])) and close(by_itself, hidden[0])
 
-    return tried(model, is_head_of_trunk)
+    return split(model) is not None and tried(model, "cpu", is_head_of_trunk)
 
 
-def require_documents_apart(model: Any) -> None:
+def require_documents_apart(model: Any, device: str) -> None:
     """Raises ModelError for a model that, told by the positions alone, lets a document of a pack see the one before it.
 
-    Tried on two documents of four tokens: the second must come out the same behind the first as it does by itself.
+    Tried on two documents of four tokens, on `device`: the second must come out the same behind the first as it does by itself.
     """
 
-    def apart(ids_BT: torch.Tensor) -> bool:
+    def apart(small: Any, ids_BT: torch.Tensor) -> bool:
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-        packed = model(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
-        alone = model(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
+        packed = small(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
+        alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
         return close(packed, alone)
 
-    if not tried(model, apart):
+    if not tried(model, device, apart):
         raise ModelError(
             f"{type(model).__name__} does not keep the documents of a pack apart",
             where="data.packing",
             fix="set data.packing: false for this model",
         )
-
-
-def tried(model: Any, trial: Callable[[torch.Tensor], bool]) -> bool:
-    """`trial` on eight token ids, int64[1, 8]: in eval mode, without gradients, in full fp32, and not compiled (the odd shape would
-    cost a compilation). Random state, modes and settings are as before afterwards."""
-    device = next(model.parameters()).device
-    ids_BT = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    training, tf32 = model.training, torch.backends.cuda.matmul.allow_tf32
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
-    model.eval()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
-                return trial(ids_BT)
-    finally:
-        model.train(training)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to rounding, relative to the largest value: one logit may be near zero by cancellation."""
-    return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
 
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:

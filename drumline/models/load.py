@@ -1,11 +1,11 @@
-"""Configs, tokenizers and models by Hugging Face's own classes; what is missing or does not fit becomes one line."""
+"""Configs and tokenizers by Hugging Face's own classes; what is missing or does not fit becomes one line."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from drumline.config.schema import Adapter, LoRAConfig, ModelConfig
 from drumline.config.suggest import nearest
@@ -33,7 +33,7 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     if path is not None:
-        config = _from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **_options(path, model)))
+        config = from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **hub_options(path, model)))
         return _lay_over(config, model.config)
     kind = model.config.get("model_type")
     if kind is None:
@@ -52,6 +52,8 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
 def _lay_over(config: Any, values: dict[str, Any]) -> Any:
     """Set values on a config. What followed from others follows again, unless it is set itself: a head size from width and heads,
     the kinds of layers from their number (the pattern is cut, or goes on)."""
+    if not values:
+        return config
     _require_known(config, values)
     width, heads, size = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     followed = bool(width and heads and size == width // heads)
@@ -103,7 +105,7 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
         raise ModelError(
             "a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one"
         )
-    tokenizer = _from_hub(source, model, lambda: AutoTokenizer.from_pretrained(source, **_options(source, model)))
+    tokenizer = from_hub(source, model, lambda: AutoTokenizer.from_pretrained(source, **hub_options(source, model)))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template))
     return tokenizer
@@ -117,48 +119,6 @@ def pad_token_id(tokenizer: Any) -> int:
     instead = int(tokenizer.eos_token_id or 0)
     logger.warning("the tokenizer has no padding token: rows are filled with %r (id %d)", tokenizer.convert_ids_to_tokens(instead), instead)
     return instead
-
-
-def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None) -> Any:
-    """A causal LM in fp32 (or `dtype`) on `device`: weights of `path`, or random ones drawn from `seed` where init is random.
-    `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`).
-
-    attention `auto` is transformers' own choice: sdpa, or eager for a class that has no sdpa. Raises ModelError, also where the folder
-    holds no weights for some part of the model (transformers would fill it at random).
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    quiet()
-    config = load_config(path, model)
-    options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
-    if path is not None and model.init == "pretrained":
-        options |= _options(path, model) | {"config": config, "output_loading_info": True}
-        if quantization is not None:
-            options |= {"quantization_config": quantization, "device_map": {"": device}}
-        built: Any
-        report: dict[str, Any]
-        built, report = _from_hub(path, model, lambda: cast(Any, AutoModelForCausalLM.from_pretrained(path, **options)))
-        _require_all(report["missing_keys"], path, model)
-    else:
-        options["trust_remote_code"] = model.trust_remote_code
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            built = _from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options))
-    built.config.use_cache = False
-    return built if quantization is not None else built.to(device)
-
-
-def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
-    if missing:
-        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"has no weights for {first}{more}",
-            where=path,
-            fix="model.config asks for a larger model than this: take it back, or set model.init: random"
-            if model.config
-            else "name a whole model",
-        )
 
 
 def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFacts:
@@ -230,12 +190,12 @@ def check_fits(config: Any, tokenizer: Any, max_length: int) -> None:
         )
 
 
-def _options(path: str, model: ModelConfig) -> dict[str, Any]:
+def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
     local = Path(path).is_dir()
     return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})
 
 
-def _from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
+def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
     """Run one of transformers' loaders; its many ways of failing become one line each."""
     try:
         return make()

@@ -19,3 +19,8 @@ def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 tensors[f"model.{prefix + '.' if prefix else ''}{name}"] = buffer
     return tensors
+
+
+def file_name(name: str) -> str:
+    """What the model's own files call a tensor: the name without the layer that an adapter is laid over."""
+    return name.replace(".base_layer.", ".")

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from drumline.dist.seeds import derive
 from drumline.models import adapters
+from drumline.models.build import lay_out
 from drumline.models.head import require_documents_apart
-from drumline.models.load import build_model
+from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
 
 
-def build_engine(plan: Plan, device: str) -> Engine:
-    """The model on this rank, spread as planned. `device`: cpu, or cuda:N. Collective."""
+def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) -> Engine:
+    """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds.
+
+    `device`: cpu, or cuda:N. `held`: names of tensors that a checkpoint fills afterwards, so that nothing else need. Collective.
+    """
     config = plan.config
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    model = build_model(plan.model_path, config.model, seed=seed, device=device, quantization=packed)
+    model, source = lay_out(plan.model_path, config.model, seed, device, quantization=packed)
     if config.data.packing:
-        require_documents_apart(model)
+        require_documents_apart(model, device)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
+    values = Values(source, device, config.run.seed, held)
     if plan.data_parallel in ("local_sgd", "diloco"):
         from drumline.strategies.local import LocalEngine
         from drumline.strategies.native import prepare
 
-        return prepare(plan, model, LocalEngine)
+        return prepare(plan, model, values, LocalEngine)
     if plan.engine == "native":
         from drumline.strategies.native import prepare
 
-        return prepare(plan, model)
+        return prepare(plan, model, values)
     raise NotImplementedError(plan.engine)

@@ -21,8 +21,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
-from drumline.models.head import ForwardWithObjective, close, tried
+from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
+from drumline.models.small import close, tried
 
 NAME = "drumline_sequence_part"
 
@@ -50,7 +51,7 @@ def apply_context_parallel(
     AttentionMaskInterface.register(NAME, masks)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    if not _same_in_parts(model, part, packing):
+    if not _same_in_parts(model, mesh.device_type, part, packing):
         model.set_attn_implementation(before)
         raise _refused(model, "cut in parts it does not compute what it computes whole")
     module.sequence = part
@@ -167,12 +168,12 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
         yield
 
 
-def _same_in_parts(model: Any, part: SequencePart, packing: bool) -> bool:
+def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -> bool:
     """Whether the model's hidden states come out the same in parts as whole, tried on 8 tokens a rank (two documents, where rows are
     packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class says so."""
-    trunk = model.get_decoder() or model
 
-    def trial(ids_BT: torch.Tensor) -> bool:
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        trunk = small.get_decoder() or small
         ids_BT = ids_BT.repeat(1, part.parts)
         length = ids_BT.shape[1]
         positions_BT = torch.arange(length, device=ids_BT.device)[None]
@@ -184,7 +185,7 @@ def _same_in_parts(model: Any, part: SequencePart, packing: bool) -> bool:
             in_part = trunk(**part.inputs(batch), use_cache=False)[0]
         return close(in_part, part.cut(whole))
 
-    same = torch.tensor(float(tried(model, trial)), device=next(model.parameters()).device)
+    same = torch.tensor(float(tried(model, device, trial)), device=device)
     part.active = False
     return float(part.total(same)) == part.parts
 

@@ -15,6 +15,7 @@ from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
+from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
@@ -30,8 +31,8 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(plan: Plan, model: nn.Module, engine: type[NativeEngine] | None = None) -> NativeEngine:
-    """Spread a model as the plan says: transforms in order, then the optimizer over the parameters they left."""
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEngine] | None = None) -> NativeEngine:
+    """Spread a model as the plan says: transforms in order, then its weights, then the optimizer over the parameters there are."""
     config = plan.config
     whole = device_mesh(plan.mesh, plan.device) if plan.mesh.world_size > 1 else None
     if plan.mesh.tp > 1:
@@ -44,16 +45,18 @@ def prepare(plan: Plan, model: nn.Module, engine: type[NativeEngine] | None = No
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    return (engine or NativeEngine)(plan, model, _spread(plan, whole, model, module), around)
+    return (engine or NativeEngine)(plan, model, _spread(plan, whole, model, module, values), around)
 
 
-def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module) -> Spread:
-    """Data parallelism goes on last, around everything."""
+def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values) -> Spread:
+    """Data parallelism goes on last, around everything. FSDP2 takes a model without weights, the others one with them."""
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
         assert whole is not None
         root = apply_fsdp2(module, model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision))
+        values.fill(model, offloaded=plan.offload == "cpu")
         return Sharded(root, strategy.sync_each_micro_batch)
+    values.fill(model)
     if whole is None or plan.data_parallel != "ddp":
         return Alone(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()

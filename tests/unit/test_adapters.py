@@ -13,8 +13,9 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.config.schema import Config, LoRAConfig, ModelConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
+from drumline.models.build import build_model
 from drumline.models.export import export
-from drumline.models.load import build_model, facts, load_config
+from drumline.models.load import facts, load_config
 from drumline.models.names import canonical_tensors
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, Plan, Predicted

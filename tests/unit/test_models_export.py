@@ -14,8 +14,8 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.config.schema import Config
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.models import export as module
+from drumline.models.build import build_model
 from drumline.models.export import export
-from drumline.models.load import build_model
 from drumline.models.names import canonical_tensors
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, Plan, Predicted

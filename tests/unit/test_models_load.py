@@ -13,7 +13,8 @@ import torch
 
 from drumline.config.schema import ModelConfig
 from drumline.errors import ModelError
-from drumline.models.load import build_model, check_fits, facts, load_config, load_tokenizer, pad_token_id
+from drumline.models.build import build_model
+from drumline.models.load import check_fits, facts, load_config, load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

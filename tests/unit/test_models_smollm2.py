@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from drumline.config.schema import ModelConfig
+from drumline.models.build import build_model
 from drumline.models.head import can_split, require_documents_apart
-from drumline.models.load import build_model, facts, load_config, load_tokenizer
+from drumline.models.load import facts, load_config, load_tokenizer
 from drumline.models.package import resolve
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ from drumline.algorithms.tokens import NextToken
 from drumline.config.schema import Config, ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
-from drumline.models.load import build_model
+from drumline.models.build import lay_out
+from drumline.models.shards import Values
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, Plan, Predicted
 from drumline.strategies.native import NativeEngine, prepare
@@ -34,7 +35,8 @@ def engine(model_dir: Path, precision: str = "fp32", /, **sections: Any) -> Nati
         batch=BatchPlan(global_samples=2, micro_batch=1, accumulation=2, eval_micro_batch=1), lr=1e-2, steps=3,
         data=None, model_path=str(model_dir), predicted=Predicted(),
     )  # fmt: skip
-    return prepare(plan, build_model(str(model_dir), ModelConfig(id=str(model_dir)), seed=0))
+    model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
+    return prepare(plan, model, Values(source, "cpu", 0))
 
 
 def batches(rows: int = 2, length: int = 24) -> list[TokenBatch]:

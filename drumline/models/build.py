@@ -1,0 +1,112 @@
+"""The model itself: laid out without weights where that can be, built whole where not; by Hugging Face's own classes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import torch
+
+from drumline.config.schema import ModelConfig
+from drumline.errors import ModelError
+from drumline.models.draw import Drawn
+from drumline.models.load import from_hub, hub_options, load_config, quiet
+from drumline.models.shards import Loaded, Source, Values, Whole, from_files
+
+logger = logging.getLogger(__name__)
+
+
+def lay_out(
+    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None
+) -> tuple[Any, Source]:
+    """A causal LM in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
+
+    Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
+    is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
+    no sdpa. `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`).
+    Raises ModelError, also where the folder holds no weights for some part of the model (transformers would draw them).
+    """
+    quiet()
+    config = load_config(path, model)
+    options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
+    pretrained = path if model.init == "pretrained" else None
+    try:
+        if quantization is not None and pretrained is not None:
+            raise Whole("its weights are packed as they are read")
+        built = _without_weights(path, model, config, options)
+        if pretrained is None:
+            return built, Drawn(built, seed)
+        hub = hub_options(pretrained, model)
+        return built, from_files(pretrained, built, hub["local_files_only"], hub.get("revision"))
+    except Whole as reason:
+        logger.warning("the whole model is built on each rank: %s", reason)
+    if pretrained is None:
+        return _whole_random(path, model, config, options, seed).to(device), Loaded()
+    if quantization is not None:
+        packing = {"quantization_config": quantization, "device_map": {"": device}}
+        return _whole_pretrained(pretrained, model, config, options | packing), Loaded()
+    return _whole_pretrained(pretrained, model, config, options).to(device), Loaded()
+
+
+def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None) -> Any:
+    """`lay_out`, filled: the whole model on `device`."""
+    built, source = lay_out(path, model, seed, device, dtype)
+    Values(source, device, seed).fill(built)
+    return built
+
+
+def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
+    """The model on the meta device but for the buffers that no file holds. Raises Whole where that cannot be relied on."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config).__module__.startswith("transformers_modules"):
+        raise Whole("it brings code of its own")
+    if getattr(config, "quantization_config", None) is not None:
+        raise Whole("its weights are quantised")
+    with torch.device("meta"):
+        built: Any = from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options))
+    # As from_pretrained does it: the model's own rules write what is not marked as initialised.
+    stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
+    for tensor in stored.values():
+        tensor._is_hf_initialized = True
+    for name, buffer in list(built.named_non_persistent_buffers()):
+        owner, _, key = name.rpartition(".")
+        built.get_submodule(owner)._buffers[key] = torch.empty_like(buffer, device="cpu")
+    built.initialize_weights()
+    for tensor in stored.values():
+        del tensor._is_hf_initialized
+    built.config.use_cache = False
+    return built
+
+
+def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
+    built, report = from_hub(path, model, lambda: cast(Any, AutoModelForCausalLM.from_pretrained(path, **options)))
+    _require_all(report["missing_keys"], path, model)
+    built.config.use_cache = False
+    return built
+
+
+def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], seed: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        remote = {"trust_remote_code": model.trust_remote_code}
+        built = from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options, **remote))
+    built.config.use_cache = False
+    return built
+
+
+def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
+    if missing:
+        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"has no weights for {first}{more}",
+            where=path,
+            fix="model.config asks for a larger model than this: take it back, or set model.init: random"
+            if model.config
+            else "name a whole model",
+        )

@@ -1,0 +1,128 @@
+"""Random weights drawn piece by piece, by the model's own rules: the same ones however the model is spread, and never all at once.
+
+A piece is a block (a member of a list of modules), or a module outside of them with its own weights. Its random numbers hang on the seed
+and its name alone: a rank that holds some pieces, or parts of them, draws what a rank with the whole model does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from drumline.dist.seeds import derive
+from drumline.models.shards import Whole, aliases, copy_part
+
+Init = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module that is drawn at once, with all below it where it is a block. `init` is the rule of the model it belongs to."""
+
+    name: str
+    module: nn.Module
+    block: bool
+    init: Init
+
+    def draw(self) -> None:
+        if self.block:
+            _depth_first(self.module, self.init)
+        else:
+            self.init(self.module)
+
+    def places(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """(full name, the dictionary of its module that holds it, its key there) of each parameter and buffer."""
+        for prefix, module in self.module.named_modules() if self.block else [("", self.module)]:
+            path = ".".join(part for part in (self.name, prefix) if part)
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        yield f"{path}.{key}" if path else key, held, key
+
+
+class Drawn:
+    """Weights drawn from `seed`; a `shards.Source`. Raises Whole for a model whose own rules cannot be followed piece by piece."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        """`model`: laid out on the meta device, before any transform."""
+        # A layout of its own: transforms put other modules into the model, and stages of a pipeline lose some.
+        self.model, self.seed = copy.deepcopy(model), seed
+        self.first = {name: names[0] for names in aliases(self.model) for name in names}
+        self._require_pieces()
+
+    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        wanted: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            wanted.setdefault(self.first[name], []).append(tensor)
+        for piece in _pieces(self.model):
+            places = [(name, held, key) for name, held, key in piece.places() if self.first.get(name) == name]
+            if not any(name in wanted for name, _, _ in places):
+                continue
+            empty = [(held, key, held[key]) for _, held, key in places]
+            for _, held, key in places:
+                full = torch.empty_like(held[key], device="cpu")
+                held[key] = nn.Parameter(full, requires_grad=False) if isinstance(held[key], nn.Parameter) else full
+            with torch.no_grad(), torch.random.fork_rng([]):
+                torch.manual_seed(derive(self.seed, piece.name))
+                piece.draw()
+            for name, held, key in places:
+                for tensor in wanted.get(name, ()):
+                    copy_part(tensor, held[key].detach())
+            for held, key, tensor in empty:
+                held[key] = tensor
+
+    def _require_pieces(self) -> None:
+        """Go through the rules on the meta device, where nothing is drawn, and look what they write to."""
+        from transformers import initialization
+
+        written: set[int] = set()
+
+        def note(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            written.add(id(tensor))
+            return tensor
+
+        weights = {id(held[key]): name for piece in _pieces(self.model) for name, held, key in piece.places() if name in self.first}
+        with ExitStack() as patched, torch.no_grad():
+            patched.enter_context(
+                mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, dict.fromkeys(initialization.TORCH_INIT_FUNCTIONS, note))
+            )
+            patched.enter_context(mock.patch.object(initialization, "copy_", note))
+            for piece in _pieces(self.model, empty=True):
+                written.clear()
+                piece.draw()
+                own = {id(held[key]) for _, held, key in piece.places()}
+                if (written & weights.keys()) - own:
+                    raise Whole(f"{type(piece.module).__name__} initialises weights of other modules")
+                if missed := (weights.keys() & own) - written:
+                    raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
+
+
+def _pieces(model: Any, empty: bool = False) -> Iterator[Piece]:
+    """In the model's order. `empty`: those without a tensor too."""
+
+    def walk(name: str, module: nn.Module, init: Init) -> Iterator[Piece]:
+        init = getattr(module, "_init_weights", init)
+        for key, child in module.named_children():
+            path = f"{name}.{key}" if name else key
+            if isinstance(module, nn.ModuleList):
+                yield Piece(path, child, True, init)
+            else:
+                yield from walk(path, child, init)
+        if empty or any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+            yield Piece(name, module, False, init)
+
+    yield from walk("", model, model._init_weights)
+
+
+def _depth_first(module: nn.Module, init: Init) -> None:
+    init = getattr(module, "_init_weights", init)
+    for child in module.children():
+        _depth_first(child, init)
+    init(module)

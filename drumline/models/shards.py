@@ -1,0 +1,222 @@
+"""Models laid out without memory, and weights put into them part by part: a rank reads from the files only what it holds.
+
+A model is built on the meta device, the transforms spread it, and then `Weights.fill` gives each parameter memory and values. So a rank
+never holds more than its own part, and while it reads one slice of one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from drumline.models import adapters
+from drumline.models.names import file_name
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Whole(Exception):
+    """Why a model's weights cannot be read part by part: it has to be built whole on each rank."""
+
+
+class Source(Protocol):
+    """Where the weights of a model come from."""
+
+    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Fill `tensors`, parameters and buffers of `model`, a part of the whole one perhaps, under the names that files know them by;
+        of DTensors the local part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+
+class Loaded:
+    """The weights of a model that was built whole: they are there already."""
+
+    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        assert not tensors, f"{next(iter(tensors))} was laid out without weights"
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a model on the meta device is to be filled with, once the transforms have spread it.
+
+    `device`: cpu or cuda:N. `seed`: of fresh adapters. `held`: names that are left empty, since a checkpoint will fill them.
+    """
+
+    source: Source
+    device: str
+    seed: int
+    held: frozenset[str] = frozenset()
+
+    def fill(self, model: nn.Module, offloaded: bool = False) -> None:
+        """Give whatever `model` has on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
+        the same names. `offloaded`: parameters live in host memory, buffers on the device."""
+        empty = materialise(model, self.device, "cpu" if offloaded else self.device)
+        wanted = {name: tensor for name, tensor in empty.items() if name not in self.held}
+        for name in filter(adapters.is_adapter, list(wanted)):
+            tensor = wanted.pop(name)
+            copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
+        self.source.put({file_name(name): tensor for name, tensor in wanted.items()}, model)
+
+
+@dataclass(frozen=True)
+class FromFiles:
+    """safetensors files. `places`: where each tensor of the model is, those of tied weights under all of their names."""
+
+    places: dict[str, Stored] = field(repr=False)
+
+    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in tensors.items():
+            by_file.setdefault(self.places[name].file, []).append((self.places[name].key, tensor))
+        for file, parts in by_file.items():
+            with safe_open(file, framework="pt") as opened:
+                for key, tensor in parts:
+                    copy_part(tensor, opened.get_slice(key))
+
+
+def materialise(model: nn.Module, device: str, parameters: str | None = None) -> dict[str, torch.Tensor]:
+    """Give what is on the meta device memory (buffers on `device`, parameters on `parameters`), without values; returns it by name.
+
+    Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its references.
+    """
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                owner._buffers[name] = buffer.to(device)
+    empty = [name for name, tensor in _named(model) if tensor.is_meta]
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=parameters or device if isinstance(tensor, nn.Parameter) else device)
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(real)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    filled = dict(_named(model))
+    return {name: filled[name] for name in empty}
+
+
+def copy_part(tensor: torch.Tensor, source: Any) -> None:
+    """Copy into a tensor from `source`, the whole of it: a tensor or a slice object of safetensors. A DTensor takes its local part.
+
+    Under FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again.
+    """
+    local, offset = tensor, (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local()
+        assert local.shape == torch.Size(shape), (local.shape, shape)
+    if local.numel():
+        place = tuple(slice(start, start + length) for start, length in zip(offset, local.shape, strict=True))
+        with torch.no_grad():
+            local.copy_(source[place] if place else source[:] if not isinstance(source, torch.Tensor) else source)
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def from_files(path: str, model: Any, local_files_only: bool, revision: str | None = None) -> FromFiles:
+    """How to fill `model` (whole, on the meta device) from the safetensors files of a folder or hub id.
+
+    Raises Whole where the files' names and shapes are not those of the model one to one.
+    """
+    stored = _renamed(model, _stored(path, revision, local_files_only))
+    places: dict[str, Stored] = {}
+    for names in aliases(model):
+        found = [stored[name] for name in names if name in stored]
+        if not found:
+            raise Whole(f"its files have no tensor {names[0]}")
+        shape = tuple(model.get_parameter_or_buffer(names[0]).shape)
+        if any(place.shape != shape for place in found):
+            raise Whole(f"{found[0].key} has another shape in its files")
+        if any(not _equal(found[0], other) for other in found[1:]):
+            raise Whole(f"{found[0].key} and {found[1].key} should be one tensor and differ")
+        places |= dict.fromkeys(names, found[0])
+    return FromFiles(places)
+
+
+def aliases(model: Any) -> list[list[str]]:
+    """The names of each tensor that has to be stored: one, or several where weights are tied."""
+    persistent = set(model.state_dict())
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        if name in persistent:
+            by_tensor.setdefault(id(tensor), []).append(name)
+    return list(by_tensor.values())
+
+
+def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
+    """Stored tensors by the model's own names for them; transformers has tables of old ones.
+
+    Raises Whole where it would join, cut or turn stored tensors.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    changes = get_model_conversion_mapping(model)
+    renamed = {}
+    for tensor in stored:
+        name = tensor.key
+        for change in changes:
+            if isinstance(change, WeightRenaming):
+                name, _ = change.rename_source_key(name)
+        if any(change.rename_source_key(name)[1] for change in changes if not isinstance(change, WeightRenaming)):
+            raise Whole(f"transformers converts {tensor.key} as it loads it")
+        renamed[name] = tensor
+    return renamed
+
+
+def _stored(path: str, revision: str | None, local: bool) -> list[Stored]:
+    """The tensors of a model's safetensors files. Raises Whole where there are none, or they cannot be read."""
+    from transformers.utils.hub import cached_file
+
+    def find(name: str) -> Path | None:
+        found = cached_file(path, name, revision=revision, local_files_only=local, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    stored = []
+    try:
+        index = find(INDEX)
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]
+        for file in map(find, names):
+            if file is None:
+                raise Whole("it has no safetensors files")
+            with safe_open(file, framework="pt") as opened:
+                stored += [Stored(file, key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - no dict
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise Whole(f"its safetensors files cannot be read: {error}") from error
+    return stored
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Whether two stored tensors are equal; read a few rows at a time."""
+    with safe_open(one.file, framework="pt") as first, safe_open(other.file, framework="pt") as second:
+        left, right = first.get_slice(one.key), second.get_slice(other.key)
+        rows = one.shape[0]
+        step = max(1, rows // 64)
+        return all(torch.equal(left[i : i + step], right[i : i + step]) for i in range(0, rows, step))

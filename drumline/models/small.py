@@ -1,0 +1,76 @@
+"""A small model of the same architecture: what can be found out by trying is tried on it, before the model itself has any weights."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drumline.models.blocks import blocks
+
+VOCABULARY, WIDTH = 128, 64
+LAYERED = ("intermediate_size", "moe_intermediate_size")
+logger = logging.getLogger(__name__)
+
+
+def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool]) -> bool:
+    """`trial` of a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
+    small = small_copy(model, device)
+    ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
+    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    try:
+        with torch.no_grad():
+            return trial(small, ids_BT)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to rounding, relative to the largest value: one logit may be near zero by cancellation."""
+    return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
+
+
+def small_copy(model: Any, device: str) -> Any:
+    """A model of the class of `model` in eval mode, fp32, its weights random: as many of its first layers as hold every kind of layer,
+    few tokens, narrow feed-forward layers; attention as it is. Random state is as before afterwards."""
+    text = model.config.get_text_config()
+    layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        try:
+            built = type(model)(_cut(model.config, layers, narrow=True))
+        except Exception as error:  # noqa: BLE001 - a class may ask for more of its widths than is known here
+            logger.info("%s cannot be built narrow (%s): tried with full widths", type(model).__name__, error)
+            built = type(model)(_cut(model.config, layers, narrow=False))
+    return built.eval().to(device)
+
+
+def _cut(config: Any, layers: int, narrow: bool) -> Any:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    for key, value in text.to_dict().items():
+        derived = isinstance(getattr(type(text), key, None), property)
+        if isinstance(value, list) and len(value) == before and not derived:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+    if narrow:
+        text.vocab_size = min(text.vocab_size, VOCABULARY)
+        text.pad_token_id = None
+        for key in LAYERED:
+            if isinstance(getattr(text, key, None), int):
+                setattr(text, key, min(getattr(text, key), WIDTH))
+    return config
+
+
+def _first_of_each_kind(model: Any) -> int:
+    """How many of the first blocks hold one of each kind, by the classes of what is in them."""
+    return _first_of_each([tuple(type(module).__name__ for module in block.modules()) for block in blocks(model)])
+
+
+def _first_of_each(kinds: Any) -> int:
+    seen = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
+    return max(seen.values(), default=0) + 1
