@@ -20,8 +20,8 @@ from drumline.algorithms.tokens import NextToken
 from drumline.config.schema import CompileConfig, LoRAConfig, ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.adapters import inject
+from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_documents_apart
-from drumline.models.load import build_model
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
 
