@@ -19,10 +19,12 @@ from drumline.config.schema import CompileConfig
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
+from drumline.strategies.recompute import selective
 
 
 def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:
-    """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees."""
+    """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees.
+    selective: keep more, see `recompute.selective`."""
     if kind == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -31,7 +33,10 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
             where="memory.activation_checkpointing",
             fix="set it to none, or use a smaller micro-batch",
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
+    # Older transformers know it by the other name alone.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
 
 
 def apply_compile(model: nn.Module, options: CompileConfig) -> None:

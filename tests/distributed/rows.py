@@ -69,6 +69,11 @@ CASES = [
     Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
     Case(
+        "selective checkpointing",
+        {"data": {"packing": True}, "rows": 120, "memory": {"activation_checkpointing": "selective"}},
+        rows=("ddp 2", "fsdp2 2", "tp 2", "cp 2"),
+    ),
+    Case(
         "lora",
         {"data": {"packing": True}, "rows": 120, "adapter": {"kind": "lora", "r": 4}},
         rows=(
@@ -79,6 +84,7 @@ CASES = [
             "fsdp2 2, activation checkpointing",
             "tp 2",
             "fsdp2 2 x tp 2",
+            "cp 2",
         ),
     ),
 ]

@@ -69,15 +69,27 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("sections", "precision", "tolerance"),
     [
-        ({"memory": {"activation_checkpointing": "full"}}, "fp32", 1e-6),
+        ({"memory": {"activation_checkpointing": "full"}}, "fp32", 0.0),
+        ({"memory": {"activation_checkpointing": "selective"}}, "fp32", 0.0),
         ({"algorithm": {"kind": "sft", "loss_chunk": 0}}, "fp32", 1e-6),
         ({"model": {"attention": "eager"}}, "fp32", 1e-5),
         ({"optimizer": {"fused": False}}, "fp32", 1e-5),
         ({"compile": {"enabled": True}}, "fp32", 1e-4),
+        ({"compile": {"enabled": True}, "memory": {"activation_checkpointing": "selective"}}, "fp32", 1e-4),
         ({}, "bf16", 2e-2),
         ({}, "fp16", 3e-2),
     ],
-    ids=["activation checkpointing", "all logits", "eager attention", "unfused", "compiled", "bf16", "fp16"],
+    ids=[
+        "activation checkpointing",
+        "selective checkpointing",
+        "all logits",
+        "eager attention",
+        "unfused",
+        "compiled",
+        "compiled selective",
+        "bf16",
+        "fp16",
+    ],
 )
 def test_same_losses_in_every_mode(
     model_dir: Path, plain: list[tuple[float, float]], sections: dict[str, Any], precision: str, tolerance: float
@@ -132,6 +144,19 @@ def test_decay_spares_biases_and_norms(model_dir: Path) -> None:
 def test_blocks_are_the_models_own(model_dir: Path) -> None:
     made = engine(model_dir)
     assert [type(b).__name__ for b in blocks(made.model)] == ["LlamaDecoderLayer"] * 2
+
+
+def test_selective_keeps_more_than_full_and_less_than_all(model_dir: Path) -> None:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    kept = {}
+    for kind in ("none", "selective", "full"):
+        made = engine(model_dir, memory={"activation_checkpointing": kind})
+        with MemTracker() as memory:
+            loss, _ = made.spread.module(batches(1, 96)[0], NextToken(16, False).objective)
+            kept[kind] = memory.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+        loss.backward()
+    assert kept["none"] > 1.3 * kept["selective"] > 1.3 * 1.3 * kept["full"], kept
 
 
 def test_a_model_without_checkpointing_is_refused() -> None:
