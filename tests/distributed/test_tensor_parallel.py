@@ -119,7 +119,7 @@ def compare(kind: Kind) -> dict[str, Any]:
     expected, whole = trained(built(kind), kind)
     model = built(kind)
     apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    require_documents_apart(model)
+    require_documents_apart(model, "cpu")
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     apply_compile(model, CompileConfig(enabled=kind.compiled))
     sums, gradients = trained(model, kind)
