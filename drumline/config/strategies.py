@@ -9,6 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from drumline.config.section import Section, kind_from_string
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
+
+
 class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b",

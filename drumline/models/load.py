@@ -133,6 +133,8 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
     import torch
     from transformers import AutoModelForCausalLM
 
+    from drumline.models.blocks import block_list
+
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
@@ -155,6 +157,9 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
     positions = getattr(text, "max_position_embeddings", None)
     look_up = 0 if tied else embedding.numel()
     products = 6 * (parameters - look_up) if not frozen else 6 * (parameters - frozen) + 4 * (frozen - look_up)
+    found = block_list(model)
+    blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
+    head_parameters = sum(p.numel() for p in head.parameters()) if head is not None else 0
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
@@ -169,6 +174,10 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
         frozen_bytes=frozen_bytes,
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
+        block_parameters=blocks,
+        embedding_parameters=parameters - sum(blocks) - (0 if tied else head_parameters),
+        head_parameters=head_parameters,
+        attention_flops=float(12 * width * length),
     )
 
 

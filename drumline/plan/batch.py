@@ -11,8 +11,9 @@ from drumline.plan.plan import BatchPlan
 TOKENS_AT_ONCE = 4096
 
 
-def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None) -> tuple[BatchPlan, list[str]]:
-    """The batch of the run and one line for each number that was chosen for the user.
+def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1) -> tuple[BatchPlan, list[str]]:
+    """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
+    where it is open.
 
     Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
     """
@@ -20,7 +21,7 @@ def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_mic
     total = _global_samples(batch, max_length)
     micro, accumulation = batch.micro_batch, batch.accumulation
     if total is None:
-        micro, accumulation = micro or 1, accumulation or 1
+        micro, accumulation = micro or 1, accumulation or in_flight
         total = micro * accumulation * data_ranks
         why.append(
             f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
@@ -39,9 +40,13 @@ def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_mic
         micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
     else:
         per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
-        micro = max(m for m in range(1, per_rank + 1) if per_rank % m == 0 and (m == 1 or m * max_length <= TOKENS_AT_ONCE))
+        fits = [m for m in range(1, per_rank + 1) if per_rank % m == 0 and m * max_length <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
+        micro = max(fits, default=1)
         accumulation = per_rank // micro
-        why.append(f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once")
+        why.append(
+            f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once"
+            + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
+        )
     assert micro and accumulation
     plan = BatchPlan(global_samples=total, micro_batch=micro, accumulation=accumulation, eval_micro_batch=eval_micro_batch or micro)
     return plan, why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drumline.plan.plan import Plan, Predicted
+from drumline.plan.plan import PipelinePlan, Plan, Predicted
 
 
 def size(bytes_: float) -> str:
@@ -70,6 +70,7 @@ def explain(plan: Plan) -> str:
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
         ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),
+        *([("pipeline", _stages(plan.pipeline, mesh.pp))] if plan.pipeline else []),
         ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
         (
@@ -86,6 +87,11 @@ def explain(plan: Plan) -> str:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     lines = [f"{name:<14} {value}" for name, value in rows]
     return "\n".join(lines + [f"{'because':<14} {line}" for line in plan.why])
+
+
+def _stages(pipeline: PipelinePlan, ranks: int) -> str:
+    stages = [f"stage {index} on rank {index % ranks}: layers {a}–{b - 1}" for index, (a, b) in enumerate(pipeline.layers)]
+    return "; ".join([pipeline.schedule, *(stages or ["stages known once the model is"])])
 
 
 def default_run_dir(config_path: Path) -> str:

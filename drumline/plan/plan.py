@@ -43,6 +43,9 @@ class PipelinePlan(Frozen):
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
     stages_per_rank: int = 1
+    layers: tuple[tuple[int, int], ...] = Field(
+        (), description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known."
+    )
 
 
 class Predicted(Frozen):

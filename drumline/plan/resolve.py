@@ -14,8 +14,9 @@ from drumline.plan.batch import resolve_batch
 from drumline.plan.communication import communication_why
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
-from drumline.plan.plan import BatchPlan, DataPlan, PipelinePlan, Plan, Predicted
+from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.plan.rules import Case, check_rules, cp_method
+from drumline.plan.stages import in_flight, plan_pipeline
 
 # Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
 # al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
@@ -42,8 +43,10 @@ def resolve(
     mesh = resolve_mesh(config.strategy, world, why)
     precision = _precision(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
-    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch)
+    least = in_flight(mesh, config.strategy)
+    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least)
     why += batch_why
+    pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
     if data is not None and data.train_samples < mesh.data_ranks:
         raise PlanError(
             f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
@@ -59,7 +62,7 @@ def resolve(
         mesh=mesh,
         engine=_engine(mesh, config.strategy),
         data_parallel=_data_parallel(mesh, config.strategy),
-        pipeline=_pipeline(mesh, config.strategy),
+        pipeline=pipeline,
         cp_method=cp_method(config.strategy),
         offload=_offload(config.strategy),
         device=device,
@@ -114,16 +117,6 @@ def _data_parallel(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp"
     if isinstance(strategy, st.DPStrategy | st.FSDP2Strategy | st.LocalSGDStrategy | st.DiLoCoStrategy):
         return strategy.kind
     return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
-
-
-def _pipeline(mesh: Mesh, strategy: st.AnyStrategy) -> PipelinePlan | None:
-    if mesh.pp == 1:
-        return None
-    if isinstance(strategy, st.ModelParallelStrategy):
-        return PipelinePlan(schedule="model_parallel")
-    options = strategy if isinstance(strategy, st.PPStrategy) else strategy.pipeline  # type: ignore[union-attr]
-    several = options.schedule in ("interleaved", "zero_bubble")
-    return PipelinePlan(schedule=options.schedule, stages_per_rank=(options.stages_per_rank or 2) if several else 1)
 
 
 def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
