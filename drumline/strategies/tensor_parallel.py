@@ -36,7 +36,8 @@ def apply_tp(model: Any, mesh: DeviceMesh) -> None:
             where="strategy.tp",
             fix="use strategy=fsdp2",
         )
-    _cut_vocabulary(whole_layer(model.get_input_embeddings()), whole_layer(model.get_output_embeddings()), mesh)
+    head = model.get_output_embeddings()
+    _cut_vocabulary(whole_layer(model.get_input_embeddings()), head and whole_layer(head), mesh)
     for name, style in plan.items():
         _cut(model.get_submodule(name), style, mesh)
 

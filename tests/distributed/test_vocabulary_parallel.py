@@ -1,0 +1,67 @@
+"""Cross-entropy over a head that two ranks hold between them: sums, first choices and gradients are those of the whole head."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from drumline.models.losses import VocabularyPart, linear_cross_entropy
+
+TOKENS, WIDTH, ROWS = 23, 8, 13
+FIRST = (0, 7, ROWS)
+
+
+def inputs(bias: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(hidden, weight, bias), and targets: some without loss, and some whose first choice is a tie between rows of the two ranks."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    weight[9] = weight[2] = hidden[0] * 4
+    targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
+    targets[0], targets[1::5] = 2, -100
+    hidden[2], targets[2] = hidden[0], 9
+    hidden[3], targets[3] = hidden[0], 2
+    return [hidden, weight, *([torch.randn(ROWS, generator=generator).index_fill(0, torch.tensor([2, 9]), 1.0)] if bias else [])], targets
+
+
+def answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part: VocabularyPart | None, low: Any) -> list[torch.Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    hidden, weight, bias = (*leaves, None)[:3]
+    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+        loss, correct = linear_cross_entropy(hidden, weight, bias, targets, chunk, part)
+    (loss / 7).backward()
+    return [loss.detach(), correct, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def worker(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    mine = slice(FIRST[rank], FIRST[rank + 1])
+    for bias in (False, True):
+        tensors, targets = inputs(bias)
+        for low in (None, torch.bfloat16, torch.float16):
+            for chunk in (0, 5, 100):
+                whole = answers(tensors, targets, chunk or 100, None, low)
+                assert whole[1][0] and whole[1][3] and not whole[1][2], "of equal logits the lowest is the first choice"
+                part = VocabularyPart(group, FIRST[rank])
+                got = answers([tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low)
+                expected = [*whole[:3], *(t[mine] for t in whole[3:])]
+                assert torch.equal(got[1], expected[1])
+                for one, other in zip(got, expected, strict=True):
+                    assert torch.allclose(one.float(), other.float(), rtol=1e-5 if low is None else 1e-2, atol=1e-6 if low is None else 1e-3)
+    dist.destroy_process_group()
+
+
+def test_as_over_the_whole_head() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    try:
+        mp.spawn(worker, (port,), nprocs=2)
+    except mp.ProcessRaisedException as error:
+        pytest.fail(str(error))
