@@ -8,9 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from drumline.config.deepspeed_json import read_deepspeed
 from drumline.config.mistakes import Origins, check_numbers, first_mistake
 from drumline.config.overrides import lay_over
 from drumline.config.schema import Config
+from drumline.config.strategies import ZeroStrategy
 from drumline.config.suggest import kinds_at
 from drumline.config.yaml_lines import read_yaml, write_yaml
 from drumline.errors import ConfigError
@@ -41,6 +43,9 @@ def load(path: Path, overrides: list[str]) -> Loaded:
         # Ranks read it from the plan, and no longer know where the YAML was.
         template = str((path.parent / config.model.chat_template).absolute())
         config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+    if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
+        own = read_deepspeed(path.parent / config.strategy.config)
+        config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
     return Loaded(config, path, path.parent)
 
 

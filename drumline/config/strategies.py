@@ -135,7 +135,9 @@ class ZeroPlusPlus(Section):
 
 
 class _Zero(Section):
-    config: str | None = Field(None, description="A DeepSpeed JSON of your own, relative to the YAML. `auto` values are filled in.")
+    config: str | dict[str, Any] | None = Field(
+        None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
+    )
     offload_optimizer: OffloadField = Field(default_factory=Offload, description="Moments and fp32 weights, and the step.")
     options: dict[str, Any] = Field(default_factory=dict, description="Any other keys of a DeepSpeed config, passed through.")
     flops_profiler: bool = Field(False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt.")

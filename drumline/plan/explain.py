@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from drumline.plan.plan import PipelinePlan, Plan, Predicted
@@ -80,6 +81,8 @@ def explain(plan: Plan) -> str:
             else "not prepared yet: `drumline prepare` or `drumline train` does it",
         ),
     ]
+    if plan.deepspeed:
+        rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
     predicted = plan.predicted
     if predicted.state_bytes_per_rank:
         rows.append(("state a rank", f"{size(predicted.state_bytes_per_rank)} of weights, gradients and moments"))

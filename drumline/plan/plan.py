@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -76,6 +76,7 @@ class Plan(Frozen):
     precision: Literal["fp32", "bf16", "fp16"]
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = Field("none", description="Where training state is kept besides the devices.")
+    deepspeed: dict[str, Any] | None = Field(None, description="What DeepSpeed is given, where it is the engine.")
     batch: BatchPlan
     lr: float = Field(description="Peak rate after lr_scaling.")
     steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")

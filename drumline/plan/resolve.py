@@ -17,6 +17,7 @@ from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.plan.rules import Case, check_rules, cp_method
 from drumline.plan.stages import in_flight, plan_pipeline
+from drumline.plan.zero import Decided, adopt, deepspeed_config
 
 # Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
 # al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
@@ -38,6 +39,7 @@ def resolve(
     Raises PlanError where the numbers do not go together.
     """
     why: list[str] = []
+    config = adopt(config)
     device = _device(config, machine)
     world = _world_size(config, machine, device, world_size)
     mesh = resolve_mesh(config.strategy, world, why)
@@ -56,6 +58,7 @@ def resolve(
         )
     steps = _steps(config, batch, data)
     why += communication_why(config.strategy, world)
+    zero = Decided(config, batch, precision, steps, run_dir, facts)
     return Plan(
         config=config,
         run_dir=run_dir,
@@ -65,6 +68,7 @@ def resolve(
         pipeline=pipeline,
         cp_method=cp_method(config.strategy),
         offload=_offload(config.strategy),
+        deepspeed=deepspeed_config(zero) if isinstance(config.strategy, st.ZeroStrategy) else None,
         device=device,
         backend="nccl" if device == "cuda" else "gloo",
         precision=precision,

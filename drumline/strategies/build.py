@@ -17,6 +17,9 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     `device`: cpu, or cuda:N. `held`: names of tensors that a checkpoint fills afterwards, so that nothing else need. Collective.
     """
     config = plan.config
+    if plan.engine == "deepspeed":
+        # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
+        device, held = "cpu", frozenset()
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
     model, source = lay_out(plan.model_path, config.model, seed, device, quantization=packed)
     if config.data.packing:
@@ -33,4 +36,8 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
         from drumline.strategies.native import prepare
 
         return prepare(plan, model, values)
+    if plan.engine == "deepspeed":
+        from drumline.strategies import deepspeed
+
+        return deepspeed.prepare(plan, model, values)
     raise NotImplementedError(plan.engine)

@@ -19,7 +19,7 @@ from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
-from drumline.strategies.engine import Sums
+from drumline.strategies.engine import Sums, total
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
@@ -92,7 +92,7 @@ class NativeEngine:
                     loss_sum, sums = self.spread.module(batch, objective)
                 (loss_sum * scale).backward()
             outs.append({"loss": loss_sum.detach(), **sums})
-        return _total(outs)
+        return total(outs)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         self.model.eval()
@@ -102,7 +102,7 @@ class NativeEngine:
                 for batch in micro_batches:
                     loss_sum, sums = self.spread.inner(batch, objective)
                     outs.append({"loss": loss_sum, **sums})
-            return _total(outs)
+            return total(outs)
         finally:
             self.model.train()
 
@@ -152,11 +152,3 @@ class NativeEngine:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.autocast_dtype)
-
-
-def _total(outs: list[dict[str, torch.Tensor]]) -> Sums:
-    """Sums over micro-batches, brought to the host in one go."""
-    if not outs:
-        return {}
-    stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
-    return dict(zip(outs[0], stacked.sum(0).tolist(), strict=True))

@@ -12,9 +12,16 @@ from drumline.config.schema import OptimizerConfig
 
 
 def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD. Weight decay on parameters of two dimensions or more; the learning rate is set at each step.
+    """AdamW or SGD, with its state. The learning rate is set at each step."""
+    optimizer = new_optimizer(named, options)
+    _materialise(optimizer)
+    return optimizer
 
-    Parameters on another mesh, or on none, are a group of their own: torch updates a group's parameters together, and takes no mixture.
+
+def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
+    """What learns, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
+
+    Parameters on another mesh, or on none, are a group of their own: torch takes no mixture.
     """
     groups: dict[tuple[Any, bool], dict[str, Any]] = {}
     for parameter in named.values():
@@ -23,14 +30,15 @@ def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) ->
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             group = groups.setdefault((mesh, decays), {"params": [], "weight_decay": options.weight_decay if decays else 0.0})
             group["params"].append(parameter)
+    return list(groups.values())
+
+
+def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer without state."""
+    groups = parameter_groups(named, options)
     if options.kind == "adamw":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            list(groups.values()), lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused
-        )
-    else:
-        optimizer = torch.optim.SGD(list(groups.values()), lr=options.lr, momentum=options.momentum, fused=options.fused)
-    _materialise(optimizer)
-    return optimizer
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=options.fused)
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:

@@ -26,6 +26,8 @@ class Case:
     rows: tuple[str, ...] = ()
 
 
+# ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
+CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
 ROWS = [
     Row("one process, accumulation 4", 1, {"batch": {"global_samples": 8, "micro_batch": 2}}),
@@ -55,6 +57,13 @@ ROWS = [
     Row("cp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2}}),
     Row("fsdp2 2 x cp 2", 4, {"strategy": {"kind": "fsdp2", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("zero1 2", 2, {"strategy": "zero1"}),
+    Row("zero2 2", 2, {"strategy": "zero2"}),
+    Row("zero2 2, accumulation 4", 2, {"strategy": "zero2", "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("zero3 2", 2, {"strategy": "zero3"}),
+    Row("zero3 2, nothing kept whole, accumulation 4", 2, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("zero3 2, activation checkpointing", 2, {"strategy": CUT, "memory": {"activation_checkpointing": "full"}}),
+    Row("zero3 4", 4, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
 # In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
 LOW = [

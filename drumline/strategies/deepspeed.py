@@ -1,0 +1,312 @@
+"""The DeepSpeed engine: ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), with offloading to the host and to NVMe (2021).
+
+DeepSpeed owns backward, reduction and step; sums, denominators, the learning rate and what non-finite numbers mean stay
+Drumline's. It is the only file that imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import nn
+
+from drumline.config.schema import OptimizerConfig
+from drumline.config.strategies import ZeroStrategy
+from drumline.models.head import ForwardWithObjective, split
+from drumline.models.names import canonical_tensors
+from drumline.models.shards import Values
+from drumline.plan.plan import Plan
+from drumline.strategies.engine import Sums, total
+from drumline.strategies.native import LOW_PRECISION
+from drumline.strategies.optimizer import new_optimizer, parameter_groups
+from drumline.strategies.owners import share
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+
+SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+# What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
+MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
+    """Spread a model. `values` puts its weights into host memory, fp32 and whole on each rank, before it is cut. Collective."""
+    strategy = plan.config.strategy
+    assert isinstance(strategy, ZeroStrategy) and plan.deepspeed is not None
+    join(plan.device)
+    module = ForwardWithObjective(model)
+    apply_activation_checkpointing(model, plan.activation_checkpointing)
+    apply_compile(model, plan.config.compile)
+    values.fill(model)
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Before anything is cut: which matrices decay is told by their shapes.
+    optimizer = _new_optimizer(learned, plan.config.optimizer, strategy.offload_optimizer.kind != "none")
+    masters = {name: p.data for name, p in learned.items()} if plan.precision != "fp32" else {}
+    for parameter in model.parameters() if plan.precision != "fp32" else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(LOW_PRECISION[plan.precision])
+    if plan.deepspeed["zero_optimization"]["stage"] == 3:
+        # Parameter by parameter, so that a device never holds the whole model.
+        deepspeed.zero.Init(module=module, config_dict_or_path=plan.deepspeed, dtype=LOW_PRECISION.get(plan.precision, torch.float32))
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(learned.values()), optimizer=optimizer, config=plan.deepspeed, dist_init_required=False
+    )
+    made = DeepSpeedEngine(plan, model, learned, engine)
+    made.set_masters(masters)
+    return made
+
+
+def join(device: str) -> None:
+    """Have DeepSpeed take the process group that is there (one process alone gets one)."""
+    if get_accelerator().device_name() != device:
+        set_accelerator(CPU_Accelerator())  # GPUs that the plan does not use
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    # It would spend a minute to compile an all-reduce over shared memory that only its inference uses.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False, verbose=False)
+
+
+def _new_optimizer(learned: dict[str, nn.Parameter], options: OptimizerConfig, offloaded: bool) -> torch.optim.Optimizer:
+    """torch's own, or for AdamW on the host DeepSpeed's, which has a kernel for that."""
+    if options.kind == "adamw" and offloaded:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parameter_groups(learned, options), lr=options.lr, betas=options.betas, eps=options.eps, adamw_mode=True)
+    return new_optimizer(learned, options)
+
+
+class DeepSpeedEngine:
+    """Engine over deepspeed.initialize's.
+
+    A checkpoint names each tensor on one rank, its owner: a parameter is gathered by itself, and only the owner keeps it.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, learned: dict[str, nn.Parameter], engine: Any) -> None:
+        self.model, self.learned, self.engine = model, learned, engine
+        self.zero = engine.optimizer
+        self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
+        self.sharded = engine.zero_optimization_partition_weights()
+        options = plan.config.optimizer
+        self.slots = SLOTS[options.kind] if options.kind == "adamw" or options.momentum else ()
+        self.counts_steps = options.kind == "adamw"
+        self.rank = dist.get_rank()
+        self.owner = share({name: _shape(p).numel() for name, p in learned.items()}, dist.get_world_size())
+        self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
+        self.norms: Any = None
+        self.steps = 0
+        self.has_state = False
+        parts = split(model) if engine.module.splits else None
+        if self.sharded and parts is not None:
+            # The objective uses the head's weight outside of the head's forward.
+            for parameter in parts[1].parameters():
+                deepspeed.zero.register_external_parameter(engine.module, parameter)
+        if self.rescales():
+            self.zero.loss_scale = plan.config.precision.initial_scale
+            self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right
+        engine.train()
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        # DeepSpeed averages over ranks and, told so, divides by nothing else.
+        scale = self.data_ranks / denominator
+        outs = []
+        for index, batch in enumerate(micro_batches):
+            self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            loss_sum, sums = self.engine(batch, objective)
+            self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
+            outs.append({"loss": loss_sum.detach(), **sums})
+        return total(outs)
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        self.engine.eval()
+        try:
+            outs = []
+            with torch.no_grad():
+                for batch in micro_batches:
+                    loss_sum, sums = self.engine.module(batch, objective)
+                    outs.append({"loss": loss_sum, **sums})
+            return total(outs)
+        finally:
+            self.engine.train()
+
+    def grad_norm(self) -> float:
+        self.norms = getattr(self.zero, self.measure)()
+        if self.measure == "get_grads_for_norm":
+            norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
+        else:
+            norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
+        value = float(norm) / self._scale()
+        return value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        # DeepSpeed clips by gradient_clipping, by the same formula; what was measured is not measured again.
+        for group in self.zero.param_groups:
+            group["lr"] = lr
+        with self._telling(self.norms):
+            self.engine.step()
+        self.steps += 1
+        if not self.has_state and not self.sharded:
+            # DeepSpeed does it after the first step of the first group, when the other groups have no state yet.
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+        self.has_state = True
+
+    def skip(self) -> None:
+        # Told that the norm is infinite, DeepSpeed leaves the weights, lowers its loss scale and forgets the gradients.
+        infinite = torch.full((1,), float("inf"), device=self.engine.device)
+        told = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
+        with self._telling(told[self.measure]):
+            self.engine.step()
+
+    def rescales(self) -> bool:
+        return self.precision == "fp16"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self._make_state()
+        buffers = {
+            name: tensor for name, tensor in canonical_tensors(self.model).items() if name.removeprefix("model.") not in self.learned
+        }
+        named = dict(buffers)
+        for name, parameter in self.learned.items():
+            mine = self.owner[name] == self.rank
+            for key, slot in self._keys(name):
+                full = safe_get_full_fp32_param(parameter) if slot is None else safe_get_full_optimizer_state(parameter, slot)
+                if mine:
+                    named[key] = full.to("cpu", torch.float32, copy=True)
+            if mine and self.counts_steps:
+                named[f"optim.{name}.step"] = torch.tensor(float(self.steps))
+        return named
+
+    def state(self) -> dict[str, Any]:
+        if not self.rescales():
+            return {"scaler": {}}
+        scaler = self.zero.loss_scaler
+        # As torch.amp.GradScaler says it, for the engines that have one.
+        return {
+            "scaler": {
+                "scale": float(self.zero.loss_scale),
+                "growth_factor": scaler.scale_factor,
+                "backoff_factor": 1 / scaler.scale_factor,
+                "growth_interval": scaler.scale_window,
+                "_growth_tracker": scaler.cur_iter - scaler.last_overflow_iter - 1,
+            }
+        }
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.learned.items():
+            with self._open(parameter):
+                for key, slot in self._keys(name):
+                    self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
+            if self.counts_steps:
+                self.steps = int(self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(())))
+        self._set_steps(self.steps)
+        self._refresh()
+        if self.rescales() and state.get("scaler"):
+            self.zero.loss_scale = state["scaler"]["scale"]
+            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = state["scaler"]["_growth_tracker"], -1
+
+    def exposed_communication(self) -> float:
+        return 0.0
+
+    def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
+        """fp32 weights as they were before they were rounded, by parameter name; the same on all ranks. Collective."""
+        for name, value in masters.items():
+            with self._open(self.learned[name]):
+                self._set(self.learned[name], value.to(self.engine.device), None)
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+
+    def _scale(self) -> float:
+        return float(self.zero.loss_scale) if self.rescales() else 1.0
+
+    @contextlib.contextmanager
+    def _telling(self, norms: Any) -> Iterator[None]:
+        """Within, DeepSpeed's step takes `norms` for what it would measure."""
+        if self.measure == "get_grads_for_norm" and norms is self.norms:  # it also asks this for what to clip
+            yield
+            return
+        setattr(self.zero, self.measure, lambda *_, **__: norms)
+        try:
+            yield
+        finally:
+            delattr(self.zero, self.measure)
+
+    def _keys(self, name: str) -> list[tuple[str, str | None]]:
+        """(canonical name, optimizer slot) of what is kept of a parameter; slot None is the weight itself."""
+        return [(f"model.{name}", None), *((f"optim.{name}.{slot}", slot) for slot in self.slots)]
+
+    def _make_state(self) -> None:
+        """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, and count it not."""
+        if self.has_state or not self.slots:
+            return
+        ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=self.engine.device)
+        batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=torch.arange(8, device=ids_BT.device)[None])
+        steps = self.engine.global_steps
+        self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.cross_entropy(ids_BT, 0)[0] * 0, sums={}), 1.0)
+        self.grad_norm()
+        self.step(0.0, 0.0)
+        self.steps, self.engine.global_steps = 0, steps
+        self._set_steps(0)
+
+    def _set_steps(self, steps: int) -> None:
+        for state in self.engine.basic_optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(steps)
+            elif "step" in state:
+                state["step"] = steps
+
+    def _from_owner(self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None) -> torch.Tensor:
+        """A tensor that `name`'s owner holds in host memory, on every rank's device. Collective."""
+        full = torch.empty(_shape(self.learned[name]) if shape is None else shape, device=self.engine.device)
+        if self.owner[name] == self.rank:
+            assert mine is not None
+            full.copy_(mine)
+        dist.broadcast(full, self.owner[name])
+        return full
+
+    def _open(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+        """Within, the weights that forward uses may be written: whole, and the same on all ranks."""
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.sharded else contextlib.nullcontext()
+
+    def _set(self, parameter: nn.Parameter, full: torch.Tensor, slot: str | None) -> None:
+        """Put a whole fp32 tensor, the same on all ranks, into what this rank holds of it."""
+        if not self.sharded:
+            safe_set_full_fp32_param(parameter, full) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
+            return
+        # By the local call: the one for whole tensors asks for sizes that the ranks divide.
+        size = parameter.ds_tensor.numel()
+        part = full.new_zeros(size)
+        piece = full.flatten()[self.rank * size : (self.rank + 1) * size]
+        part[: piece.numel()] = piece
+        if slot is None:
+            parameter.data.copy_(full)
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, slot)
+
+    def _refresh(self) -> None:
+        """The weights that forward uses, from the fp32 ones."""
+        if not self.sharded:
+            self.zero.update_lp_params()
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Of the whole parameter; ZeRO 3 leaves an empty one in its place."""
+    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
