@@ -60,7 +60,9 @@ NEUTRAL: dict[str, Any] = {
 
 STAGE_3_ONLY: dict[str, Any] = {
     "zero_optimization.offload_param.device": "none",
-    **{f"zero_optimization.{key}": key.endswith("size") for key in ZEROPP.values()},
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
 }
 
 
@@ -97,7 +99,7 @@ def adopt(config: Config) -> Config:
     strategy: dict[str, Any] = {}
     for part, name in OFFLOADED.items():
         theirs = {key: own.get(f"zero_optimization.{part}.{key}") for key in ("device", "nvme_path", "pin_memory")}
-        if getattr(config.strategy, name, s.Offload()).kind == "none" and theirs["device"] in ("cpu", "nvme"):
+        if hasattr(config.strategy, name) and getattr(config.strategy, name).kind == "none" and theirs["device"] in ("cpu", "nvme"):
             pin = theirs["pin_memory"] is True
             strategy[name] = s.Offload(kind=theirs["device"], path=theirs["nvme_path"] or ".", pin_memory=pin)
     if isinstance(config.strategy, s.Zero3Strategy) and config.strategy.zeropp == s.ZeroPlusPlus():

@@ -196,18 +196,10 @@ class DeepSpeedEngine:
 
     def state(self) -> dict[str, Any]:
         if not self.rescales():
-            return {"scaler": {}}
+            return {}
         scaler = self.zero.loss_scaler
-        # As torch.amp.GradScaler says it, for the engines that have one.
-        return {
-            "scaler": {
-                "scale": float(self.zero.loss_scale),
-                "growth_factor": scaler.scale_factor,
-                "backoff_factor": 1 / scaler.scale_factor,
-                "growth_interval": scaler.scale_window,
-                "_growth_tracker": scaler.cur_iter - scaler.last_overflow_iter - 1,
-            }
-        }
+        # As LossScale says it, for the other engines.
+        return {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.learned.items():
@@ -218,9 +210,10 @@ class DeepSpeedEngine:
                 self.steps = int(self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(())))
         self._set_steps(self.steps)
         self._refresh()
-        if self.rescales() and state.get("scaler"):
-            self.zero.loss_scale = state["scaler"]["scale"]
-            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = state["scaler"]["_growth_tracker"], -1
+        saved = state.get("scaler", {})
+        if self.rescales() and "good_steps" in saved:
+            self.zero.loss_scale = saved["scale"]
+            self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = saved["good_steps"], -1
 
     def exposed_communication(self) -> float:
         return 0.0
@@ -285,7 +278,7 @@ class DeepSpeedEngine:
         """Within, the weights that forward uses may be written: whole, and the same on all ranks."""
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.sharded else contextlib.nullcontext()
 
-    def _set(self, parameter: nn.Parameter, full: torch.Tensor, slot: str | None) -> None:
+    def _set(self, parameter: Any, full: torch.Tensor, slot: str | None) -> None:
         """Put a whole fp32 tensor, the same on all ranks, into what this rank holds of it."""
         if not self.sharded:
             safe_set_full_fp32_param(parameter, full) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
