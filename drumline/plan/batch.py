@@ -11,7 +11,9 @@ from drumline.plan.plan import BatchPlan
 TOKENS_AT_ONCE = 4096
 
 
-def resolve_batch(batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1) -> tuple[BatchPlan, list[str]]:
+def resolve_batch(
+    batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1
+) -> tuple[BatchPlan, list[str]]:
     """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
     where it is open.
 

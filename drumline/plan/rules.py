@@ -178,35 +178,42 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "zero3 with its optimizer on the device × parameters on NVMe",
-        lambda c: isinstance(z := c.config.strategy, s.Zero3Strategy)
-        and z.offload_parameters.kind == "nvme"
-        and z.offload_optimizer.kind == "none",
+        lambda c: (
+            isinstance(z := c.config.strategy, s.Zero3Strategy)
+            and z.offload_parameters.kind == "nvme"
+            and z.offload_optimizer.kind == "none"
+        ),
         "the step would bring all weights back to the device",
         "set offload_optimizer to cpu or nvme as well",
         "strategy.offload_parameters",
     ),
     Rule(
         "zero3 on NVMe × SGD",
-        lambda c: isinstance(c.config.strategy, s.Zero3Strategy)
-        and c.config.strategy.offload_optimizer.kind == "nvme"
-        and c.config.optimizer.kind == "sgd",
+        lambda c: (
+            isinstance(c.config.strategy, s.Zero3Strategy)
+            and c.config.strategy.offload_optimizer.kind == "nvme"
+            and c.config.optimizer.kind == "sgd"
+        ),
         "DeepSpeed swaps the moments of Adam only",
         "use optimizer.kind=adamw, or offload_optimizer=cpu",
         "strategy.offload_optimizer",
     ),
     Rule(
         "ZeRO++ quantisation × CPU",
-        lambda c: isinstance(z := c.config.strategy, s.Zero3Strategy)
-        and c.device == "cpu"
-        and (z.zeropp.quantized_weights or z.zeropp.quantized_gradients),
+        lambda c: (
+            isinstance(z := c.config.strategy, s.Zero3Strategy)
+            and c.device == "cpu"
+            and (z.zeropp.quantized_weights or z.zeropp.quantized_gradients)
+        ),
         "its kernels are for GPUs",
         "leave quantized_weights and quantized_gradients out",
         "strategy.zeropp",
     ),
     Rule(
         "ZeRO++ hierarchical_partition × number of processes",
-        lambda c: isinstance(c.config.strategy, s.Zero3Strategy)
-        and c.mesh.world_size % c.config.strategy.zeropp.hierarchical_partition != 0,
+        lambda c: (
+            isinstance(c.config.strategy, s.Zero3Strategy) and c.mesh.world_size % c.config.strategy.zeropp.hierarchical_partition != 0
+        ),
         "the ranks of a second copy must divide all ranks",
         "use the number of GPUs of one host",
         "strategy.zeropp.hierarchical_partition",

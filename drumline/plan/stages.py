@@ -147,9 +147,7 @@ def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple
     return parts
 
 
-def _best(
-    cost: dict[Range, float], combine: Callable[[float, float], float], blocks: int, stages: int
-) -> tuple[float, tuple[Range, ...]]:
+def _best(cost: dict[Range, float], combine: Callable[[float, float], float], blocks: int, stages: int) -> tuple[float, tuple[Range, ...]]:
     """The cut of least combined cost among the parts that `cost` has."""
     best: dict[int, tuple[float, tuple[Range, ...]]] = {0: (0.0, ())}
     for _ in range(stages):

@@ -53,7 +53,9 @@ def worker(rank: int, port: int) -> None:
                 expected = [*whole[:3], *(t[mine] for t in whole[3:])]
                 assert torch.equal(got[1], expected[1])
                 for one, other in zip(got, expected, strict=True):
-                    assert torch.allclose(one.float(), other.float(), rtol=1e-5 if low is None else 1e-2, atol=1e-6 if low is None else 1e-3)
+                    assert torch.allclose(
+                        one.float(), other.float(), rtol=1e-5 if low is None else 1e-2, atol=1e-6 if low is None else 1e-3
+                    )
     dist.destroy_process_group()
 
 

@@ -18,7 +18,9 @@ LLAMA = {"model_type": "llama", "intermediate_size": 32, "num_key_value_heads": 
 
 def check(values: dict[str, Any], tp: int) -> None:
     model = facts(load_config(None, ModelConfig(config=values)), length=8)
-    config = Config.model_validate({"model": {"config": values}, "data": {"train": [{"kind": "file", "path": "x.jsonl"}]}, "strategy": {"kind": "tp"}})
+    config = Config.model_validate(
+        {"model": {"config": values}, "data": {"train": [{"kind": "file", "path": "x.jsonl"}]}, "strategy": {"kind": "tp"}}
+    )
     check_rules(Case(config, Mesh(tp=tp), "cpu", "fp32", model))
 
 
