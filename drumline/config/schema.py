@@ -33,6 +33,10 @@ class ModelConfig(Section):
         "auto", description="Attention implementation; auto is sdpa."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
+    sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
+    sync_batchnorm_ranks: int | None = Field(
+        None, gt=1, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
+    )
 
     @property
     def as_published(self) -> bool:

@@ -38,6 +38,7 @@ class ModelFacts:
     kv_heads: int = 1
     tp_styles: frozenset[str] = frozenset()
     tp_cuts_heads: bool = False
+    batch_norms: int = 0
     frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
     frozen_bytes: int = 0  # of those, on a device
     block_parameters: tuple[int, ...] = ()  # of each block in order; empty where the model has no one list of them

@@ -73,6 +73,30 @@ RULES: tuple[Rule, ...] = (
         "adapter.quantize",
     ),
     Rule(
+        "SyncBatchNorm × a strategy that is not data parallel",
+        lambda c: (
+            c.config.model.sync_batchnorm
+            and not (c.config.strategy.kind in ("auto", "single", "ddp", "fsdp2") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1)
+        ),
+        "batch statistics are shared over ranks that hold whole samples, under DDP and FSDP2",
+        "use strategy=ddp",
+        "model.sync_batchnorm",
+    ),
+    Rule(
+        "SyncBatchNorm × groups that do not divide",
+        lambda c: c.config.model.sync_batchnorm and bool(c.mesh.data_ranks % (c.config.model.sync_batchnorm_ranks or 1)),
+        "the ranks of a group must divide the data ranks",
+        "use a divisor of the data ranks, or null for all",
+        "model.sync_batchnorm_ranks",
+    ),
+    Rule(
+        "SyncBatchNorm × no batch norm",
+        lambda c: c.config.model.sync_batchnorm and c.facts is not None and c.facts.batch_norms == 0,
+        "this model has no batch norm",
+        "take model.sync_batchnorm out",
+        "model.sync_batchnorm",
+    ),
+    Rule(
         "adapter export × no adapter",
         lambda c: c.config.checkpoint.export_adapter and c.config.adapter.kind == "none",
         "there is no adapter to export",

@@ -17,6 +17,7 @@ from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
+from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.engine import Sums, total
@@ -38,6 +39,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEng
     if plan.mesh.tp > 1:
         assert whole is not None
         apply_tp(model, whole["tp"])
+    if config.model.sync_batchnorm and whole is not None:
+        apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
     module = ForwardWithObjective(model)
     if plan.mesh.cp > 1:
         assert whole is not None
@@ -78,7 +81,7 @@ class NativeEngine:
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
         self.autocast_dtype = None if isinstance(spread, Sharded) else LOW_PRECISION.get(plan.precision)
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
-        self.named = dict(model.named_parameters())
+        self.named, self.batch_norms = dict(model.named_parameters()), batch_norms(model)
         self.optimizer = build_optimizer(self.named, plan.config.optimizer)
         self.model.train()
 
@@ -95,6 +98,7 @@ class NativeEngine:
         return total(outs)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        agree_on_statistics(self.batch_norms)
         self.model.eval()
         try:
             outs = []
@@ -131,6 +135,7 @@ class NativeEngine:
         return self.loss_scale.enabled
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        agree_on_statistics(self.batch_norms)
         return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
 
     def state(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness import ENV
@@ -22,6 +23,11 @@ def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
 
     Raises AssertionError with the rank's output.
     """
+    run_module("tests.distributed.ranks", plans, world_size, timeout)
+
+
+def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:
+    """`python -m name arguments…` once for each rank, with the variables of a rendezvous. Raises AssertionError with the rank's output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,7 +35,7 @@ def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
     for rank in range(world_size):
         env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "tests.distributed.ranks", *map(str, plans)]
+        command = [sys.executable, "-m", name, *map(str, arguments)]
         processes.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True)
         )
