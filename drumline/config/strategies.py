@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from drumline.config.section import Section, kind_from_string
 
-
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 
 

@@ -16,9 +16,9 @@ LAYERED = ("intermediate_size", "moe_intermediate_size")
 logger = logging.getLogger(__name__)
 
 
-def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool]) -> bool:
+def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:
     """`trial` of a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
-    small = small_copy(model, device)
+    small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     try:
@@ -33,11 +33,11 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and float((a - b).abs().max()) <= 100 * torch.finfo(a.dtype).eps * float(a.abs().max())
 
 
-def small_copy(model: Any, device: str) -> Any:
-    """A model of the class of `model` in eval mode, fp32, its weights random: as many of its first layers as hold every kind of layer,
-    few tokens, narrow feed-forward layers; attention as it is. Random state is as before afterwards."""
+def small_copy(model: Any, device: str, least: int = 1) -> Any:
+    """A model of the class of `model` in eval mode, fp32, its weights random: as many of its first layers as hold every kind of layer
+    (`least`: at least so many), few tokens, narrow feed-forward layers; attention as it is. Random state is as before afterwards."""
     text = model.config.get_text_config()
-    layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()))
+    layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         try:

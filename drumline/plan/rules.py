@@ -187,6 +187,18 @@ RULES: tuple[Rule, ...] = (
         where="compile.enabled",
     ),
     Rule(
+        "zero_bubble × fsdp2",
+        lambda c: _zero_bubble(c) and isinstance(c.config.strategy, s.FSDP2Strategy),
+        "the split backward does not see through FSDP2's hooks: measured, weights of later stages get no gradient and nothing is said",
+        "use schedule: interleaved",
+    ),
+    Rule(
+        "zero_bubble × compile",
+        lambda c: _zero_bubble(c) and c.config.compile.enabled,
+        "a compiled block has one backward, which does not split into that of its inputs and that of its weights",
+        "use schedule: interleaved",
+    ),
+    Rule(
         "zero3 × compile",
         lambda c: isinstance(c.config.strategy, s.Zero3Strategy) and c.config.compile.enabled,
         "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
@@ -250,6 +262,12 @@ RULES: tuple[Rule, ...] = (
         "adapter.quantize",
     ),
 )
+
+
+def _zero_bubble(c: Case) -> bool:
+    strategy = c.config.strategy
+    options = strategy.pipeline if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else strategy
+    return c.mesh.pp > 1 and getattr(options, "schedule", None) == "zero_bubble"
 
 
 def check_rules(case: Case) -> None:

@@ -40,12 +40,14 @@ def plan_pipeline(mesh: Mesh, strategy: s.AnyStrategy, batch: BatchPlan, facts: 
     _require_micro_batches(schedule, mesh.pp, batch.accumulation)
     layers = _cut_model(facts, stages) if facts else ()
     if facts:
-        costs = [stage_cost(facts, first, stop) for first, stop in layers]
-        slowest = max(c.flops for c in costs) / (sum(c.flops for c in costs) / stages)
-        why.append(f"{stages} stages of {', '.join(str(stop - first) for first, stop in layers)} layers, embedding and head counted:"
-                   f" the slowest takes {slowest:.3g} times the mean")  # fmt: skip
-    why.append(f"{schedule} with {batch.accumulation} micro-batches in flight: at best {bubble(schedule, mesh.pp, per_rank, batch.accumulation):.0%}"
-               " of the time is a bubble")  # fmt: skip
+        flops = [stage_cost(facts, first, stop).flops for first, stop in layers]
+        sizes = ", ".join(str(stop - first) for first, stop in layers)
+        why.append(
+            f"{stages} stages of {sizes} layers, embedding and head counted:"
+            f" the slowest takes {max(flops) / sum(flops) * stages:.3g} × the mean"
+        )
+    idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
+    why.append(f"{schedule} with {batch.accumulation} micro-batches in flight: a rank waits {idle:.0%} of a step, were stages equal")
     if isinstance(strategy, s.FSDP2Strategy):
         why.append("fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch")
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)

@@ -20,8 +20,10 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     if plan.engine == "deepspeed":
         # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
         device, held = "cpu", frozenset()
+    # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
+    place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    model, source = lay_out(plan.model_path, config.model, seed, device, quantization=packed)
+    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed)
     if config.data.packing:
         require_documents_apart(model, device)
     if config.adapter.kind == "lora":
@@ -40,4 +42,6 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
         from drumline.strategies import deepspeed
 
         return deepspeed.prepare(plan, model, values)
-    raise NotImplementedError(plan.engine)
+    from drumline.strategies import pipeline
+
+    return pipeline.prepare(plan, model, values)

@@ -9,7 +9,7 @@ there; the one right after them (`Exit`) notes what goes to the next. Names of w
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +18,20 @@ from torch import nn
 
 from drumline.errors import PlanError
 from drumline.models.blocks import block_list
-from drumline.models.head import Outputs, can_split, close, outputs, split, tried
+from drumline.models.head import Outputs, can_split, outputs, split
+from drumline.models.small import close, tried
 from drumline.plan.stages import Range
 
 # For all that cannot be cut: what else there is for a model too large for one device.
+TRIED = 4  # blocks of the copy: a first, a last, and two between
 INSTEAD = "use strategy: fsdp2 or tp instead"
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where a model can be cut. `before` and `after`: names of the modules with weights that run ahead of the first block and behind
-    the last. `returns`: how many values a block returns in a tuple, 0 for a tensor alone. `width`: D of the hidden states."""
+    the last. `returns`: how many values a block returns in a tuple, 0 for a tensor alone. `width`: D of the hidden states.
+    `splits`: see models.head.can_split."""
 
     blocks: str
     number: int
@@ -36,14 +39,32 @@ class Layout:
     after: tuple[str, ...]
     returns: int
     width: int
-    splits: bool
+    splits: bool = False
 
 
 def find_layout(model: Any) -> Layout:
-    """Found by running the whole model on eight tokens and noting what ran when.
+    """Found by running a small copy on eight tokens and noting what ran when. `model` may lie on the meta device.
 
-    Raises PlanError where there is not one list of blocks, or weights outside of it that are used between the blocks.
+    Raises PlanError where there is not one list of blocks, where weights outside of it are used between the blocks or blocks share
+    them, and where stages would not make the whole: each block of the copy by itself is a stage, on one of two ranks in turn.
     """
+    found: list[Layout] = []
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        layout = look(small, ids_BT)
+        found.append(layout)
+        return stages_make_the_whole(small, layout, tuple((i, i + 1) for i in range(layout.number)), 2, ids_BT)
+
+    if not tried(model, "cpu", trial, layers=TRIED):
+        raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
+    blocks = block_list(model)
+    assert blocks is not None, "its copy has them"
+    _require_apart(model, blocks[1], [*found[0].before, *found[0].after])
+    return replace(found[0], number=len(blocks[1]), splits=can_split(model))
+
+
+def look(model: Any, ids_BT: torch.Tensor) -> Layout:
+    """The layout of a model with weights, by a run on `ids_BT`. Raises PlanError."""
     name = type(model).__name__
     found = block_list(model)
     if found is None:
@@ -53,13 +74,16 @@ def find_layout(model: Any) -> Layout:
     outside = {n: m for n, m in model.named_modules() if id(m) not in inside and m._parameters}
     ran: list[tuple[str, str]] = []
     made: list[Any] = []
-    hooks = [blocks[0].register_forward_pre_hook(lambda *_: ran.append(("first", "")))]
-    hooks.append(blocks[-1].register_forward_hook(lambda _m, _i, out: (ran.append(("last", "")), made.append(out))[0]))
+
+    def note(*event: str) -> Any:
+        return lambda *_: ran.append(event)  # type: ignore[arg-type]
+
+    hooks = [blocks[0].register_forward_pre_hook(note("first", "")), blocks[-1].register_forward_hook(note("last", ""))]
+    hooks.append(blocks[-1].register_forward_hook(lambda _module, _inputs, out: made.append(out)))
     for n, module in outside.items():
-        hooks.append(module.register_forward_pre_hook(lambda *_, n=n: ran.append(("begin", n))))
-        hooks.append(module.register_forward_hook(lambda *_, n=n: ran.append(("end", n))))
+        hooks += [module.register_forward_pre_hook(note("begin", n)), module.register_forward_hook(note("end", n))]
     try:
-        tried(model, lambda ids_BT: bool(model(input_ids=ids_BT, use_cache=False)))
+        model(input_ids=ids_BT, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -71,10 +95,9 @@ def find_layout(model: Any) -> Layout:
     between = sorted(set(outside) - set(before) - set(after)) or [n for n in after if ("begin", n) in ran[:last]]
     if between:
         raise PlanError(f"{name} uses {between[0]} between its blocks", where="strategy", fix=INSTEAD)
-    _require_apart(model, blocks, [*before, *after])
     out = made[0]
     returns = len(out) if isinstance(out, tuple) else 0
-    return Layout(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1], can_split(model))
+    return Layout(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1])
 
 
 def _require_apart(model: Any, blocks: nn.ModuleList, outside: list[str]) -> None:
@@ -122,16 +145,17 @@ class Exit(Absent):
         return hidden_BTD
 
 
-class NoEmbedding(nn.Module):
-    """In place of an embedding on a later stage: zeros of its shape, that Entry replaces in turn."""
+class Blank(nn.Module):
+    """In place of an embedding (or its projection) on a later stage: zeros of the width that it makes, which Entry replaces in turn."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, instead: nn.Embedding | nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.width = width
-        self.dtype = torch.float32
+        self.looks_up, self.dtype = isinstance(instead, nn.Embedding), dtype
+        self.width = instead.embedding_dim if isinstance(instead, nn.Embedding) else instead.out_features
 
-    def forward(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        leading = given.shape if self.looks_up else given.shape[:-1]
+        return torch.zeros(*leading, self.width, dtype=self.dtype, device=given.device)
 
 
 class Hand(nn.Module):
@@ -141,17 +165,26 @@ class Hand(nn.Module):
         return hidden
 
 
-def part(model: Any, layout: Layout, ranges: list[Range]) -> Any:
+def tied(model: Any, layout: Layout) -> list[str]:
+    """Names of the weights that both ends hold."""
+    first, last = ({id(p) for name in names for p in model.get_submodule(name).parameters()} for names in (layout.before, layout.after))
+    return [name for name, parameter in model.named_parameters() if id(parameter) in first & last]
+
+
+def part(model: Any, layout: Layout, ranges: list[Range], dtype: torch.dtype = torch.float32) -> Any:
     """The part of a model that a rank holds: blocks of `ranges`, what comes before the first block where that is among them, what
-    comes after the last likewise. Weights that both ends share (a tied head) are held by both. The model given is left as it is."""
+    comes after the last likewise. Weights that both ends share (a tied head) are held by both. The model given is left as it is.
+    `dtype`: what hidden states travel in."""
     held = {block for first, stop in ranges for block in range(first, stop)}
-    ends = {name: 0 in held for name in layout.before} | {name: layout.number - 1 in held for name in layout.after}
+    ends = dict.fromkeys(layout.before, 0 in held) | dict.fromkeys(layout.after, layout.number - 1 in held)
     needed = {id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()}
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
         module = model.get_submodule(name)
-        if not here and not needed & {id(p) for p in module.parameters(recurse=False)}:
-            lacks[name] = NoEmbedding(module.embedding_dim) if isinstance(module, nn.Embedding) else Hand()
+        weights = {id(p) for p in module.parameters(recurse=False)}
+        if weights and not here and not needed & weights:
+            makes = name in layout.before and isinstance(module, nn.Embedding | nn.Linear)
+            lacks[name] = Blank(module, dtype) if makes else Hand()
     blocks = model.get_submodule(layout.blocks)
     lacks |= {f"{layout.blocks}.{i}": Absent(block, layout.returns) for i, block in enumerate(blocks) if i not in held}
     return _with(model, lacks)
@@ -176,18 +209,18 @@ def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
 class Stage(nn.Module):
     """Blocks [first, stop) of a model, with what comes before the first or after the last. `model`: the whole, or a rank's part."""
 
-    def __init__(self, model: Any, layout: Layout, bounds: Range) -> None:
+    def __init__(self, model: Any, layout: Layout, bounds: Range, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         first, stop = bounds
         self.is_first, self.is_last = first == 0, stop == layout.number
-        self.splits = layout.splits
+        self.splits, self.dtype = layout.splits, dtype
         blocks = model.get_submodule(layout.blocks)
         edges: dict[str, nn.Module] = {}
         if not self.is_first:
             edges[f"{layout.blocks}.{first - 1}"] = Entry(blocks[first - 1], layout.returns)
         if not self.is_last:
             edges[f"{layout.blocks}.{stop}"] = Exit(blocks[stop], layout.returns)
-        self.model = _with(part(model, layout, [bounds]), edges)
+        self.model = _with(part(model, layout, [bounds], dtype), edges)
         ends = self.model.get_submodule(layout.blocks)
         self.ends = (None if self.is_first else ends[first - 1], None if self.is_last else ends[stop])
 
@@ -201,22 +234,24 @@ class Stage(nn.Module):
         trunk = self.model.get_decoder() or self.model.base_model
         trunk(input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False)
         sent, exit_.noted = exit_.noted, None
-        return sent
+        return sent.to(self.dtype).contiguous()
 
 
-def require_stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...]) -> None:
-    """Raises PlanError unless the stages one after another give the model's own logits. Tried on eight tokens."""
-    stages = [Stage(model, layout, bounds) for bounds in ranges]
-
-    def same(ids_BT: torch.Tensor) -> bool:
-        batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=torch.arange(8, device=ids_BT.device)[None])
-        whole = model(input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False).logits
-        passed: Any = None
+def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
+    """Whether stages, each of its rank's part, give the model's own logits one after another. Raises PlanError where they do not run."""
+    held = [part(model, layout, list(ranges[rank::ranks])) for rank in range(ranks)]
+    stages = [Stage(held[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
+    # Two different rows: broadcasting would hide a wrong shape behind one.
+    ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
+    batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))
+    whole = model(input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False).logits
+    passed: Any = None
+    try:
         for stage in stages:
             passed = stage.eval().run(batch, passed)
-        if passed.logits_BTV is None:
-            return close(nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V), whole)
-        return close(passed.logits_BTV, whole)
-
-    if not tried(model, same):
-        raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise PlanError(f"{type(model).__name__} does not run in stages: {error}", where="strategy", fix=INSTEAD) from error
+    logits = passed.logits_BTV
+    if logits is None:
+        logits = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
+    return close(logits, whole)

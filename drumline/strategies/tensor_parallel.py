@@ -84,7 +84,8 @@ def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMe
 
     The head's own forward gathers all logits; where the loss can take hidden states it is never called (`models.head.Outputs`).
     """
-    tied = head is not None and head.weight is embedding.weight
+    # A pipeline's stage has something else in the place of what other stages hold.
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", head)
     embeds, heads = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
     if tied and not (embeds and heads):
         return

@@ -102,7 +102,10 @@ def build_streams(
     def held_out() -> Iterable[GlobalBatch]:
         assert data is not None and data.eval_cache is not None
         micro = plan.batch.eval_micro_batch
-        whole = BatchPlan(global_samples=micro * plan.mesh.data_ranks, micro_batch=micro, accumulation=1, eval_micro_batch=micro)
+        # Stages work side by side on the micro-batches of one draw.
+        several = plan.mesh.pp
+        samples = micro * several * plan.mesh.data_ranks
+        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=several, eval_micro_batch=micro)
         return on_device(stream(data.eval_cache, whole, False, 0, data.eval_samples, 0))
 
     stop = total_samples(config, plan.batch, data)

@@ -29,6 +29,8 @@ class Case:
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
 CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
+# Four micro-batches on one data rank.
+FOURS: dict[str, Any] = {"batch": {"global_samples": 8, "micro_batch": 2}}
 ROWS = [
     Row("one process, accumulation 4", 1, {"batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("ddp 2", 2, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 4}}),
@@ -56,6 +58,30 @@ ROWS = [
     Row("ddp 2 x cp 2", 4, {"strategy": {"kind": "ddp", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("cp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "cp": 2, "tp": 2}}),
     Row("fsdp2 2 x cp 2", 4, {"strategy": {"kind": "fsdp2", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("pp 2, gpipe", 2, {"strategy": {"kind": "pp", "schedule": "gpipe"}, **FOURS}),
+    Row("pp 2, 1f1b, accumulation 8", 2, {"strategy": "pp", "batch": {"global_samples": 8, "micro_batch": 1}}),
+    Row("pp 2, interleaved", 2, {"strategy": {"kind": "pp", "schedule": "interleaved"}, **FOURS}),
+    Row("pp 2, zero bubble", 2, {"strategy": {"kind": "pp", "schedule": "zero_bubble"}, **FOURS}),
+    Row(
+        "pp 2, zero bubble, activation checkpointing",
+        2,
+        {"strategy": {"kind": "pp", "schedule": "zero_bubble"}, "memory": {"activation_checkpointing": "full"}, **FOURS},
+    ),
+    Row("pp 2, activation checkpointing", 2, {"strategy": "pp", "memory": {"activation_checkpointing": "full"}, **FOURS}),
+    Row("model_parallel 2", 2, {"strategy": "model_parallel", **FOURS}),
+    Row("pp 4", 4, {"strategy": "pp", **FOURS}),
+    Row("ddp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "pp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row(
+        "fsdp2 2 x pp 2, interleaved",
+        4,
+        {"strategy": {"kind": "fsdp2", "pp": 2, "pipeline": {"schedule": "interleaved"}}, "batch": {"micro_batch": 2}},
+    ),
+    Row(
+        "fsdp2 2 x pp 2, activation checkpointing",
+        4,
+        {"strategy": {"kind": "fsdp2", "pp": 2}, "batch": {"micro_batch": 1}, "memory": {"activation_checkpointing": "full"}},
+    ),
+    Row("tp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, **FOURS}),
     Row("ddp 4", 4, {"strategy": "ddp", "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("zero1 2", 2, {"strategy": "zero1"}),
     Row("zero2 2", 2, {"strategy": "zero2"}),
@@ -68,9 +94,10 @@ ROWS = [
 # In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
 LOW = [
     Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
-    for strategy in ("ddp", "fsdp2", "tp")
+    for strategy in ("ddp", "fsdp2", "tp", "pp")
     for precision in ("bf16", "fp16")
 ]
+LOW.append(Row("fsdp2 2 x pp 2, bf16", 4, {"strategy": {"kind": "fsdp2", "pp": 2}, "precision": "bf16", "batch": {"micro_batch": 2}}))
 LOW_TOLERANCE = 1e-2
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
@@ -93,8 +120,16 @@ CASES = [
             "fsdp2 2, activation checkpointing",
             "tp 2",
             "fsdp2 2 x tp 2",
+            "pp 2, zero bubble, activation checkpointing",
+            "fsdp2 2 x pp 2, interleaved",
+            "tp 2 x pp 2",
             "cp 2",
         ),
+    ),
+    Case(
+        "head of its own",
+        {"data": {"packing": True}, "rows": 120, "model": {"init": "random", "config": {"tie_word_embeddings": False}}},
+        rows=("pp 2, interleaved", "pp 2, zero bubble", "pp 4", "fsdp2 2 x pp 2, interleaved", "tp 2 x pp 2"),
     ),
 ]
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]

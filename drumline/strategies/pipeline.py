@@ -1,0 +1,262 @@
+"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+
+Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients travel between stages. The last
+stage's forward ends in the objective, which is the loss that the schedule differentiates; its sums then go to all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.config.strategies import DDPStrategy, FSDP2Strategy
+from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.models.shards import Values
+from drumline.plan.plan import Plan
+from drumline.strategies.engine import Sums, total
+from drumline.strategies.native import LOW_PRECISION, NativeEngine
+from drumline.strategies.norms import global_norm, local
+from drumline.strategies.spread import Alone, Averaged, Sharded, Spread
+from drumline.strategies.stages import Layout, Stage, find_layout, part, tied
+from drumline.strategies.tensor_parallel import apply_tp
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_fsdp2
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "model_parallel": pipelining.ScheduleGPipe,
+}
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
+    """Cut a model (laid out without weights, or whole on the CPU) as the plan says, spread this rank's stages, and fill those. Collective.
+
+    Raises PlanError for a model that cannot be cut.
+    """
+    assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
+    whole = device_mesh(plan.mesh, plan.device)
+    rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
+    layout = find_layout(model)
+    mine = range(rank, len(layers), plan.mesh.pp)
+    shared = tied(model, layout)
+    dtype = _boundary_dtype(plan)
+    held = part(model, layout, [layers[index] for index in mine], dtype)
+    if not next(held.parameters()).is_meta:
+        held.to(values.device)
+    if plan.mesh.tp > 1:
+        apply_tp(held, whole["tp"])
+    apply_activation_checkpointing(held, plan.activation_checkpointing)
+    apply_compile(held, plan.config.compile)
+    stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
+    return PipelineEngine(plan, held, _spread(plan, held, stages, whole, values), stages, layout, whole["pp"], shared)
+
+
+def _boundary_dtype(plan: Plan) -> torch.dtype:
+    """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
+    low = LOW_PRECISION.get(plan.precision)
+    return low if low is not None and isinstance(plan.config.strategy, FSDP2Strategy) else torch.float32
+
+
+def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whole: DeviceMesh, values: Values) -> Spread:
+    strategy = plan.config.strategy
+    if isinstance(strategy, FSDP2Strategy):
+        # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
+        roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision)) for s in stages]
+        values.fill(model, offloaded=plan.offload == "cpu")
+        return Sharded(roots[0], sync_each_micro_batch=False)
+    values.fill(model)
+    if plan.mesh.data_ranks * plan.mesh.cp > 1:
+        buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+        return Averaged(model, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
+    return Alone(model)
+
+
+class StageWithObjective(nn.Module):
+    """What a schedule runs: a stage over the micro-batches of the step in hand, by number; the last stage ends in the loss, float32[1]."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.micro_batches: list[Any] = []
+        self.objective: Any = None
+        self.scale: float | None = None
+        self.autocast: Any = contextlib.nullcontext
+        self.splits_backward = False
+        self.outs: list[dict[str, torch.Tensor]] = []
+
+    def begin(self, micro_batches: list[Any], objective: Any, scale: float | None) -> None:
+        """`scale`: what the loss is multiplied by before backward; None without gradients."""
+        self.micro_batches, self.objective, self.scale = micro_batches, objective, scale
+
+    def forward(self, received: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+        batch = self.micro_batches[int(index)]
+        with self.autocast():
+            out = self.stage.run(batch, None if self.stage.is_first else received)
+            if isinstance(out, torch.Tensor):
+                return out
+            if self.splits_backward and self.scale is not None:
+                return self._loss_at_once(out, batch)
+            return self._loss(out, batch)
+
+    def _loss(self, out: Any, batch: Any) -> torch.Tensor:
+        told = self.objective(out, batch)
+        self.outs.append({"loss": told.loss_sum.detach(), **told.sums})
+        return (told.loss_sum * (1.0 if self.scale is None else self.scale)).reshape(1)
+
+    def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
+        """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
+        cross-entropy makes its gradients in forward and gives them away once."""
+        name = "hidden_BTD" if out.hidden_BTD is not None else "logits_BTV"
+        value = getattr(out, name)
+        leaf = value.detach().requires_grad_()
+        loss = self._loss(replace(out, **{name: leaf}), batch)
+        with torch.autocast(leaf.device.type, enabled=False):
+            loss.backward()
+        return _Known.apply(value, loss.detach(), leaf.grad)
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss, None, None
+
+
+class PipelineEngine(NativeEngine):
+    """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        stages: list[StageWithObjective],
+        layout: Layout,
+        pp: DeviceMesh,
+        shared: list[str],
+    ) -> None:
+        super().__init__(plan, model, spread)
+        assert plan.pipeline is not None
+        self.stages, self.layout, self.group = stages, layout, pp.get_group()
+        self.rank, self.ranks = pp.get_local_rank(), pp.size()
+        self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.dtype = _boundary_dtype(plan)
+        self.place = next(model.parameters()).device
+        self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
+        for stage in stages:
+            stage.autocast, stage.splits_backward = self._autocast, plan.pipeline.schedule == "zero_bubble"
+        self.schedule = self._schedule(plan, len(plan.pipeline.layers))
+        self._train(True)
+
+    def _schedule(self, plan: Plan, number: int) -> Any:
+        """torch's schedule over this rank's stages, all shapes said ahead: no trial run, and no messages to agree on them."""
+        assert plan.pipeline is not None
+        B, T = plan.batch.micro_batch, plan.config.data.max_length
+        ids = torch.empty(B, T, dtype=torch.int64, device="meta")
+        hidden = torch.empty(B, T, self.layout.width, dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        made = [
+            pipelining.PipelineStage(
+                module,
+                self.rank + turn * self.ranks,
+                number,
+                self.place,
+                input_args=ids if module.stage.is_first else hidden,
+                output_args=loss if module.stage.is_last else hidden,
+                group=self.group,
+            )
+            for turn, module in enumerate(self.stages)
+        ]
+        kind = SCHEDULES[plan.pipeline.schedule]
+        several = plan.pipeline.schedule in ("interleaved", "zero_bubble")
+        # The loss is a sum and scaled already.
+        return kind(made if several else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        scale = self.averaged_over / denominator * self.loss_scale.value
+        with self.spread.micro_batch(last=True):
+            for start in range(0, len(micro_batches), self.at_once):
+                batches = micro_batches[start : start + self.at_once]
+                for stage in self.stages:
+                    stage.begin(batches, objective, scale)
+                numbers = torch.arange(len(batches))
+                ids = [torch.cat([b.input_ids_BT for b in batches])] if self.rank == 0 else []
+                self.schedule.step(*ids, target=numbers, index=numbers)
+        self._add_up_shared()
+        return self._sums()
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
+        self._train(False)
+        sends: list[tuple[Any, torch.Tensor]] = []
+        batches = list(micro_batches)
+        try:
+            with torch.no_grad():
+                for stage in self.stages:
+                    stage.begin(batches, objective, None)
+                for index, batch in enumerate(batches):
+                    for stage in self.stages:
+                        received = None if stage.stage.is_first else self._receive(batch)
+                        out = stage(received, torch.tensor(index))
+                        if not stage.stage.is_last:
+                            sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
+                for work, _ in sends:
+                    work.wait()
+            return self._sums()
+        finally:
+            self._train(True)
+
+    def grad_norm(self) -> float:
+        self.loss_scale.unscale([local(g) for g in self._gradients()])
+        twice = set(self.shared if self.rank else [])
+        return global_norm([p.grad for name, p in self.named.items() if p.grad is not None and name not in twice], self.group)
+
+    def _receive(self, batch: Any) -> torch.Tensor:
+        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)
+        dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
+        return hidden_BTD
+
+    def _add_up_shared(self) -> None:
+        """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""
+        peer = self.ranks - 1 - self.rank
+        for name in self.shared:
+            parameter = self.named[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mine = local(parameter.grad).contiguous()
+            theirs = torch.empty_like(mine)
+            ops = [dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer)]
+            ops.append(dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer))
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            local(parameter.grad).add_(theirs)
+
+    def _sums(self) -> Sums:
+        """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
+        last = self.stages[-1]
+        told = [total(last.outs) if last.stage.is_last else None]
+        last.outs.clear()
+        dist.broadcast_object_list(told, group=self.group, group_src=self.ranks - 1)
+        assert told[0] is not None
+        return told[0]
+
+    def _train(self, mode: bool) -> None:
+        for stage in self.stages:
+            stage.train(mode)
