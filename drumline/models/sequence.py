@@ -53,7 +53,7 @@ class SequencePart:
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
         """bool[B, T] on every rank from each rank's bool[B, t]. Collective, without gradients."""
         all_NBt = torch.empty((self.parts, *part_Bt.shape), dtype=torch.uint8, device=part_Bt.device)
-        dist.all_gather_into_tensor(all_NBt.flatten(0, 1), part_Bt.to(torch.uint8).contiguous(), group=self.group)
+        dist.all_gather(list(all_NBt.unbind()), part_Bt.to(torch.uint8).contiguous(), group=self.group)
         order = [stretch for of_rank in self.stretches for stretch in of_rank]
         stretches = all_NBt.transpose(0, 1).flatten(1).unflatten(1, (len(order), -1))
         return stretches[:, [order.index(i) for i in range(len(order))]].flatten(1, 2).bool()

@@ -34,7 +34,8 @@ def strategy_name(plan: Plan) -> str:
     parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
     if kind == "model_parallel":
         parts[0] = f"model_parallel {mesh.pp}"
-    return " × ".join(parts if parts and mesh.data_ranks == 1 else [base, *parts])
+    # FSDP2 shards over the ranks of one sequence too: it is there even where all ranks see the same samples.
+    return " × ".join(parts if parts and mesh.data_ranks == 1 and base != "fsdp2" else [base, *parts])
 
 
 def _parameters(predicted: Predicted) -> str:
@@ -49,7 +50,7 @@ def plan_line(plan: Plan) -> str:
     model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
     parts = [
         f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {_parameters(predicted)}" if predicted.parameters else ""),
-        f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world} × {plan.device}",
+        f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world * plan.devices_per_rank} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),
         f"{plan.steps if plan.steps is not None else '?'} steps",

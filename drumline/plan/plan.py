@@ -71,6 +71,7 @@ class Plan(Frozen):
     )
     pipeline: PipelinePlan | None = None
     cp_method: Literal["ulysses", "ring"] = "ulysses"
+    devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
     precision: Literal["fp32", "bf16", "fp16"]

@@ -49,6 +49,9 @@ def resolve(
     batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least)
     why += batch_why
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
+    devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
+    if config.strategy.kind == "dp":
+        why += _dp_why(devices, batch.micro_batch)
     if data is not None and data.train_samples < mesh.data_ranks:
         raise PlanError(
             f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
@@ -67,6 +70,7 @@ def resolve(
         data_parallel=_data_parallel(mesh, config.strategy),
         pipeline=pipeline,
         cp_method=cp_method(config.strategy),
+        devices_per_rank=devices,
         offload=_offload(config.strategy),
         deepspeed=deepspeed_config(zero) if isinstance(config.strategy, st.ZeroStrategy) else None,
         device=device,
@@ -107,6 +111,17 @@ def _world_size(config: Config, machine: Machine, device: str, launched: int | N
             )
         return nproc or found
     return nproc or 1
+
+
+def _dp_why(devices: int, micro_batch: int) -> list[str]:
+    lines = [
+        "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each forward"
+        " and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"
+    ]
+    if devices == 1:
+        return [*lines, "strategy dp: there is one device, so it is the same as single"]
+    share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
+    return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
 
 
 def _engine(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
@@ -183,10 +198,12 @@ def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precisio
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
     state_bytes = facts.learned * STATE_BYTES[config.optimizer.kind] + facts.frozen_bytes
+    # Where weights are sharded at all, ranks that hold parts of the same sequences shard them too.
+    parts = mesh.shard * mesh.tp * mesh.pp * (mesh.cp if config.strategy.kind == "fsdp2" else 1)
     return Predicted(
         parameters=facts.parameters,
         learned=facts.learned,
-        state_bytes_per_rank=math.ceil(state_bytes / (mesh.shard * mesh.tp * mesh.pp)),
+        state_bytes_per_rank=math.ceil(state_bytes / parts),
         flops_per_token=facts.flops_per_token,
         peak_flops_per_device=peak,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -57,6 +58,14 @@ def apply_context_parallel(
     module.sequence = part
 
 
+@dataclass
+class _Heads:
+    """What transformers' sdpa asks an attention module for: query heads to one of keys, as they are on this rank."""
+
+    num_key_value_groups: int
+    is_causal: bool
+
+
 def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function of transformers' interface over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
 
@@ -73,7 +82,7 @@ def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         query, key, value = heads_for_parts(part, query, key, value)
-        heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=getattr(module, "is_causal", True))
+        heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
         out_BThD, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)  # type: ignore[arg-type]
         return parts_for_heads(part, out_BThD), None
 
@@ -134,8 +143,7 @@ def ring(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        alike = SimpleNamespace(num_key_value_groups=1, is_causal=True)
-        return sdpa_attention_forward(alike, query, key, value, None, **options)  # type: ignore[arg-type]
+        return sdpa_attention_forward(_Heads(1, True), query, key, value, None, **options)  # type: ignore[arg-type]
 
     return attend
 

@@ -20,6 +20,7 @@ from drumline.plan.plan import Plan
 from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
+from drumline.strategies.data_parallel import apply_dp
 from drumline.strategies.engine import Sums, total
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
@@ -60,6 +61,8 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         values.fill(model, offloaded=plan.offload == "cpu")
         return Sharded(root, strategy.sync_each_micro_batch)
     values.fill(model)
+    if plan.data_parallel == "dp":
+        return Alone(apply_dp(module, plan.device))
     if whole is None or plan.data_parallel != "ddp":
         return Alone(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()

@@ -128,7 +128,7 @@ class Loop:
         rate = tokens / seconds
         mfu = None
         if predicted.flops_per_token and predicted.peak_flops_per_device:
-            mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world)
+            mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
         data_s, comm_s = sum(waits_data) / world, sum(waits_comm) / world
         data = self.plan.data
         self.emit(

@@ -51,6 +51,7 @@ ROWS = [
     Row("tp 2, activation checkpointing", 2, {"strategy": "tp", "memory": {"activation_checkpointing": "full"}}),
     Row("ddp 2 x tp 2", 4, {"strategy": {"kind": "ddp", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("dp", 1, {"strategy": "dp"}),
     Row("cp 2", 2, {"strategy": "cp"}),
     Row("cp 2, accumulation 4", 2, {"strategy": "cp", "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("cp 2, activation checkpointing", 2, {"strategy": "cp", "memory": {"activation_checkpointing": "full"}}),

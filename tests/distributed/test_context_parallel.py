@@ -1,0 +1,173 @@
+"""Context parallelism against one process, on models whose attention differs: loss, first choices and gradients of every weight.
+
+Ring attention has no CPU kernel in torch; here torch's own ring is handed the CPU's flash kernel, so that all around it (how sequences
+are cut and gathered, what must run inside its context) is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint_ranks import run
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+IN_TURN = ["sliding_attention", "full_attention"]
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3, one head of keys": {"model_type": "qwen3", **SIZES, "num_key_value_heads": 1, "head_dim": 16},
+    "mistral, window of 5": {"model_type": "mistral", **SIZES, "sliding_window": 5},
+    "gemma3, windows in turn": {"model_type": "gemma3_text", **SIZES, "head_dim": 8, "sliding_window": 4, "layer_types": IN_TURN},
+    "gpt2": {"model_type": "gpt2", **GPT2},
+}
+RING = ["llama", "qwen3, one head of keys"]
+
+
+def build(kind: str) -> Any:
+    from drumline.config.schema import ModelConfig
+    from drumline.models.load import build_model
+
+    return build_model(None, ModelConfig(id=None, config=KINDS[kind]), seed=0)
+
+
+def made_batch(packed: bool) -> Any:
+    """Two rows of 16. Packed: documents of 5 + 11 and 9 + 7, which cross the places where parts meet."""
+    from drumline.data.batches import TokenBatch
+
+    draw = torch.Generator().manual_seed(0)
+    ids, targets = (torch.randint(3, 64, (2, 16), generator=draw) for _ in range(2))
+    targets[0, 4] = targets[1, 8:] = -100
+    lengths = ((5, 11), (9, 7)) if packed else ((16,), (16,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return TokenBatch(ids, targets, positions, weight=int((targets != -100).sum()))
+
+
+class Choices:
+    """An objective that keeps the first choices too."""
+
+    correct_BT: torch.Tensor | None = None
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        from drumline.algorithms.base import LossOut
+
+        loss_sum, self.correct_BT = outputs.cross_entropy(batch.targets_BT, 4)
+        return LossOut(loss_sum)
+
+
+def answers(module: Any, batch: Any, around: Any) -> tuple[float, list[bool], dict[str, torch.Tensor]]:
+    """Loss, first choices, and gradients summed over ranks."""
+    choices = Choices()
+    with around():
+        loss, _ = module(batch, choices)
+        loss.backward()
+    assert choices.correct_BT is not None
+    gradients = {name: p.grad for name, p in module.model.named_parameters()}
+    return float(loss.detach()), choices.correct_BT.flatten().tolist(), gradients
+
+
+def apart(kind: str, method: str, packed: bool) -> float:
+    """The largest distance of anything from one process, relative."""
+    import contextlib
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from drumline.models.head import ForwardWithObjective
+    from drumline.strategies.context_parallel import apply_context_parallel
+
+    whole, parted = (ForwardWithObjective(copy.deepcopy(model)) for model in [build(kind)] * 2)
+    batch = made_batch(packed)
+    loss, correct, gradients = answers(whole, batch, contextlib.nullcontext)
+    apply_context_parallel(parted, parted.model, init_device_mesh("cpu", (dist.get_world_size(),)), method, packed)
+    assert parted.sequence is not None
+    my_loss, my_correct, my_gradients = answers(parted, batch, parted.sequence.around)
+    assert my_correct == correct
+    distances = [abs(my_loss - loss) / loss]
+    for name, gradient in my_gradients.items():
+        dist.all_reduce(gradient)
+        distances.append(float((gradient - gradients[name]).norm() / gradients[name].norm()))
+    return max(distances)
+
+
+def cpu_kernel_for_torchs_ring() -> None:
+    """Lay the CPU's flash kernel under torch's ring as torch lays those of GPUs."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention as rings
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def here(values: Any) -> list[Any]:
+        return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+
+    def spread(parts: Any, like: Any) -> Any:
+        return tuple(DTensor.from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
+
+    def forward(_op: Any, args: Any, options: Any) -> Any:
+        query, key, value, dropout, causal = here(args)
+        out = rings._templated_ring_attention(
+            args[0].device_mesh.get_group(), 2, kernel, query, key, value, is_causal=causal, dropout_p=dropout, **options
+        )
+        return spread(out, args[0])
+
+    def backward(_op: Any, args: Any, options: Any) -> Any:
+        grad, query, key, value, out, logsumexp, dropout, causal = here(args)
+        grads = rings._templated_ring_attention_backward(
+            args[1].device_mesh.get_group(), 2, kernel_backward.default, grad_out=grad, grad_out_name="grad_out",
+            query=query, key=key, value=value, out=out, logsumexp=logsumexp, is_causal=causal, dropout_p=dropout, **options,
+        )  # fmt: skip
+        return spread(grads, args[1])
+
+    rings.custom_ops[kernel.default] = forward
+    rings.custom_ops[kernel_backward.default] = backward
+
+
+def all_apart(ring: bool) -> dict[str, float]:
+    distances = {f"{kind}, packed {packed}": apart(kind, "ulysses", packed) for kind in KINDS for packed in (True, False)}
+    if ring:
+        cpu_kernel_for_torchs_ring()
+        distances |= {f"{kind}, ring": apart(kind, "ring", packed=False) for kind in RING}
+    return distances
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "not go through transformers' attention interface": {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "not compute what it computes whole": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
+}
+
+
+def refusals() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from drumline.config.schema import ModelConfig
+    from drumline.errors import PlanError
+    from drumline.models.head import ForwardWithObjective
+    from drumline.models.load import build_model
+    from drumline.strategies.context_parallel import apply_context_parallel
+
+    lines = []
+    for config in REFUSED.values():
+        model = build_model(None, ModelConfig(id=None, config=config), seed=0)
+        with pytest.raises(PlanError) as error:
+            apply_context_parallel(ForwardWithObjective(model), model, init_device_mesh("cpu", (dist.get_world_size(),)), "ulysses", False)
+        lines.append(error.value.line())
+    return lines
+
+
+def test_models_whose_tokens_meet_outside_of_attention_are_refused() -> None:
+    """By all ranks alike: convolutions show on the ranks behind the first alone."""
+    for lines in run(2, refusals):
+        assert all(reason in line for reason, line in zip(REFUSED, lines, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ring"), [(2, False), (4, False), (2, True), (4, True)], ids=["ulysses 2", "ulysses 4", "ring 2", "ring 4"]
+)
+def test_parts_compute_what_one_process_does(ranks: int, ring: bool) -> None:
+    for distances in run(ranks, all_apart, ring, timeout=110):
+        assert distances and all(distance < 1e-5 for distance in distances.values()), distances
