@@ -31,7 +31,7 @@ RING = ["llama", "qwen3, one head of keys"]
 
 def build(kind: str) -> Any:
     from drumline.config.schema import ModelConfig
-    from drumline.models.load import build_model
+    from drumline.models.build import build_model
 
     return build_model(None, ModelConfig(id=None, config=KINDS[kind]), seed=0)
 
@@ -146,8 +146,8 @@ def refusals() -> list[str]:
 
     from drumline.config.schema import ModelConfig
     from drumline.errors import PlanError
+    from drumline.models.build import build_model
     from drumline.models.head import ForwardWithObjective
-    from drumline.models.load import build_model
     from drumline.strategies.context_parallel import apply_context_parallel
 
     lines = []
@@ -165,9 +165,7 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused() -> None:
         assert all(reason in line for reason, line in zip(REFUSED, lines, strict=True)), lines
 
 
-@pytest.mark.parametrize(
-    ("ranks", "ring"), [(2, False), (4, False), (2, True), (4, True)], ids=["ulysses 2", "ulysses 4", "ring 2", "ring 4"]
-)
+@pytest.mark.parametrize(("ranks", "ring"), [(2, False), (4, True)], ids=["2 ranks", "4 ranks, ring too"])
 def test_parts_compute_what_one_process_does(ranks: int, ring: bool) -> None:
     for distances in run(ranks, all_apart, ring, timeout=110):
         assert distances and all(distance < 1e-5 for distance in distances.values()), distances

@@ -24,6 +24,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "fsdp2 2 grad-op": (2, {"kind": "fsdp2", "reshard_after_forward": False}),
     "fsdp2 hybrid 2 x 2": (4, {"kind": "fsdp2", "replicate": 2}),
     "tp 2": (2, "tp"),
+    "cp 2": (2, "cp"),
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
 # With an adapter only what learns is in a checkpoint.

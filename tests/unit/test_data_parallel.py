@@ -14,8 +14,8 @@ from torch.nn.parallel import replicate
 from drumline.algorithms.tokens import NextToken
 from drumline.config.schema import ModelConfig
 from drumline.data.batches import TokenBatch
+from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.models.load import build_model
 from drumline.strategies.data_parallel import apply_dp
 from tests.tiny import tiny_model_dir
 
