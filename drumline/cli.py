@@ -42,13 +42,17 @@ def train(
         typer.Option(metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder)."),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
+    accelerate_config: Annotated[
+        Path | None, typer.Option(metavar="F", help="An accelerate config or DeepSpeed JSON: its strategy is laid over CONFIG.")
+    ] = None,
 ) -> None:
-    """Plan, prepare, launch and train."""
+    """Plan, prepare, launch and train. CONFIG may be of accelerate, DeepSpeed or transformers, too: see `drumline convert`."""
     from drumline.train.command import train as run
 
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
     allowed = tuple(key for key in allow.split(",") if key)
-    raise typer.Exit(run(config, [*(overrides or []), *extra], resume=resume, allow=allowed, dry_run=dry_run))
+    overrides = [*(overrides or []), *extra]
+    raise typer.Exit(run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config))
 
 
 @app.command()
@@ -57,6 +61,17 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     from drumline.train.command import prepare as run
 
     run(config, overrides or [])
+
+
+@app.command()
+def convert(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="NEW.yaml", help="The file to write; without it, stdout.")] = None,
+) -> None:
+    """Print another tool's config as a Drumline YAML, and a note for each key that has no meaning any more."""
+    from drumline.train.command import convert as run
+
+    run(old, output)
 
 
 @app.command()

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from drumline.config.compat import translate
+from drumline.config.compat.overlay import Overlay, lay
 from drumline.config.deepspeed_json import read_deepspeed
 from drumline.config.mistakes import Origins, check_numbers, first_mistake
 from drumline.config.overrides import lay_over
 from drumline.config.schema import Config
 from drumline.config.strategies import ZeroStrategy
 from drumline.config.suggest import kinds_at
-from drumline.config.yaml_lines import read_yaml, write_yaml
+from drumline.config.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder."""
+    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder.
+
+    `notes`: what became of another tool's keys; `resume`: what such a file says of going on.
+    """
 
     config: Config
     path: Path
     base_dir: Path
+    notes: tuple[str, ...] = ()
+    resume: str | None = None
 
 
-def load(path: Path, overrides: list[str]) -> Loaded:
-    """Read a YAML file and lay dotted overrides over it. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError("no such file", where=str(path), fix="give the path of a YAML; examples/ has some to copy") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), fix="give the path of a readable YAML file") from None
-    config = load_text(text, overrides, str(path))
+def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loaded:
+    """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides.
+
+    Raises ConfigError.
+    """
+    draft = drafted(read_text(path), str(path), path.parent, over)
+    config = validated(draft, overrides)
     if config.model.chat_template is not None:
         # Ranks read it from the plan, and no longer know where the YAML was.
         template = str((path.parent / config.model.chat_template).absolute())
@@ -46,18 +48,66 @@ def load(path: Path, overrides: list[str]) -> Loaded:
     if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
         own = read_deepspeed(path.parent / config.strategy.config)
         config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
-    return Loaded(config, path, path.parent)
+    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
     """The same for a text; `name` stands in its error lines."""
+    return validated(drafted(text, name, Path(), None), overrides)
+
+
+def read_text(path: Path) -> str:
+    """The text of a config file. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
+    except FileNotFoundError:
+        raise ConfigError("no such file", where=str(path), fix="give the path of a YAML; examples/ has some to copy") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), fix="give the path of a readable YAML file") from None
+
+
+@dataclass
+class Draft:
+    """Values on their way to a Config, and where each was said. `old`: they come from another tool's file."""
+
+    name: str
+    values: dict[str, Any]
+    lines: dict[Place, int]
+    said: dict[Place, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    resume: str | None = None
+    old: bool = False
+
+
+def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folder: Path | None = None) -> Draft:
+    """The values of a config of whatever kind. `base`: the folder that it lies in; `folder`: the one that a new config is written to."""
     values, lines = read_yaml(text, name)
     if values is None:
         raise ConfigError("the file is empty", where=name, fix="it needs at least data: {train: [{kind: file, path: rows.jsonl}]}")
     if not isinstance(values, dict):
         what = "a list" if isinstance(values, list) else f"only {values!r}"
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
-    origins = Origins(name, lines, {lay_over(values, override): override for override in overrides})
+    draft = Draft(name, values, lines)
+    if (new := translate(values, lines, name, base, folder or base)) is not None:
+        draft = Draft(name, new.values, {}, new.said, new.notes, new.resume, old=True)
+    if over is not None:
+        placed = lay(draft.values, over, Origins(name, draft.lines, {}, draft.said).where)
+        draft.said = {**placed, **draft.said}
+        draft.notes += over.notes
+    return draft
+
+
+def validated(draft: Draft, overrides: list[str]) -> Config:
+    """The Config of a draft with overrides over it. Raises ConfigError."""
+    values = draft.values
+    origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
+    if draft.old and "data" not in values:
+        fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
+        raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

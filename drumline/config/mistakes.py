@@ -35,10 +35,10 @@ WANTED = {
 
 
 class Origins:
-    """Where the values came from: lines of a file, and the overrides laid over it."""
+    """Where the values came from: lines of a file, what stands elsewhere (`said`), and the overrides laid over both."""
 
-    def __init__(self, name: str, lines: dict[Place, int], overrides: dict[Place, str]) -> None:
-        self.name, self.lines, self.overrides = name, lines, overrides
+    def __init__(self, name: str, lines: dict[Place, int], overrides: dict[Place, str], said: dict[Place, str] | None = None) -> None:
+        self.name, self.lines, self.overrides, self.said = name, lines, overrides, said or {}
 
     def where(self, place: Place) -> str:
         """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
@@ -50,6 +50,8 @@ class Origins:
                 return f"override {override}"
         dotted = ".".join(place)
         for length in range(len(place), 0, -1):
+            if place[:length] in self.said:
+                return self.said[place[:length]]
             if place[:length] in self.lines:
                 return f"{self.name}:{self.lines[place[:length]]}: {dotted}"
         return f"{self.name}: {dotted}" if dotted else self.name

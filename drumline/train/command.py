@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
+from drumline.config.compat.overlay import from_environment, from_file
+from drumline.config.convert import convert as to_drumline
 from drumline.config.load import load, to_yaml
 from drumline.errors import UserError
 from drumline.launch.environment import launched_by, listen
@@ -15,9 +20,21 @@ from drumline.report.events import read
 from drumline.report.progress import Progress
 
 
-def train(config_path: Path, overrides: list[str], *, resume: str | None, allow: tuple[str, ...], dry_run: bool) -> int:
+def train(
+    config_path: Path,
+    overrides: list[str],
+    *,
+    resume: str | None,
+    allow: tuple[str, ...],
+    dry_run: bool,
+    accelerate_config: Path | None = None,
+) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
-    loaded = load(config_path, overrides)
+    over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+    loaded = load(config_path, overrides, over)
+    resume = resume or loaded.resume
+    if os.environ.get("RANK", "0") == "0":
+        _tell(loaded.notes)
     if launched_by() is not None and not dry_run:
         from drumline.train.launched import train as train_launched
 
@@ -39,6 +56,27 @@ def train(config_path: Path, overrides: list[str], *, resume: str | None, allow:
     events = Path(plan.run_dir) / "events.jsonl"
     with Progress(Console(), read(events) if events.exists() else []) as progress:
         return launch(plan, plan_path, start, progress.on_event)
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def convert(old: Path, output: Path | None) -> None:
+    """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
+    made = to_drumline(old, output)
+    _tell(made.notes)
+    if output is None:
+        print(made.text, end="")
+        return
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(made.text)
+    except FileExistsError:
+        raise UserError("is there already", where=str(output), fix="choose another name, or remove it") from None
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", where=str(output), fix="choose another place") from None
 
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
