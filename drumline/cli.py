@@ -135,12 +135,17 @@ def _device(name: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a DrumlineError becomes one line on stderr and its exit code."""
     try:
-        app(_bare_resume(sys.argv[1:] if arguments is None else arguments), standalone_mode=True)
+        app(_bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments)), standalone_mode=True)
     except DrumlineError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _without_local_rank(arguments: list[str]) -> list[str]:
+    """The arguments without the `--local_rank=N` that torch.distributed.launch and deepspeed put before them: LOCAL_RANK says the same."""
+    return [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
 
 
 def _bare_resume(arguments: list[str]) -> list[str]:

@@ -1,0 +1,8 @@
+"""`python run.py CONFIG.yaml [KEY=VALUE]...`, alone or under any launcher: the same as `drumline train`."""
+
+import sys
+
+from drumline.cli import main
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])
