@@ -66,7 +66,9 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def convert(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="NEW.yaml", help="The file to write; without it, stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="NEW.yaml", help="The file to write; without it, stdout.")
+    ] = None,
 ) -> None:
     """Print another tool's config as a Drumline YAML, and a note for each key that has no meaning any more."""
     from drumline.train.command import convert as run

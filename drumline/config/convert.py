@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.config.load import drafted, read_text, validated
+from drumline.config.load import drafted, has_data, read_text, validated
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import write_yaml
 from drumline.errors import ConfigError
@@ -27,15 +27,15 @@ def convert(old: Path, new: Path | None = None) -> Converted:
     draft = drafted(read_text(old), str(old), old.parent, folder=new.parent if new else old.parent)
     if not draft.old:
         raise ConfigError("is no config of accelerate, DeepSpeed or transformers", where=str(old), fix="Drumline's own need no conversion")
-    given = "data" in draft.values
+    given, other = has_data(draft.values), draft.values.get("data", {})
     if not given:
-        draft.values["data"] = ROWS
+        draft.values["data"] = {**ROWS, **other}
     validated(draft, [])
     sections = {name: _short(draft.values[name]) for name in Config.model_fields if name in draft.values and (given or name != "data")}
     text = f"# {old.name}, by `drumline convert`\n{write_yaml(sections) if sections else ''}"
     if given:
         return Converted(text, draft.notes)
-    commented = "".join(f"# {line}\n" for line in write_yaml({"data": ROWS}).splitlines())
+    commented = "".join(f"# {line}\n" for line in write_yaml({"data": {**ROWS, **other}}).splitlines())
     note = f"{old}: says nothing of data: fill the `data` section in"
     return Converted(f"{text}# What to train on; `drumline schema` has all kinds of sources.\n{commented}", [*draft.notes, note])
 

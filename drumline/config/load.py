@@ -101,11 +101,16 @@ def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folde
     return draft
 
 
+def has_data(values: dict[str, Any]) -> bool:
+    """Whether the values say what to train on."""
+    return isinstance(values.get("data"), dict) and "train" in values["data"]
+
+
 def validated(draft: Draft, overrides: list[str]) -> Config:
     """The Config of a draft with overrides over it. Raises ConfigError."""
     values = draft.values
     origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
-    if draft.old and "data" not in values:
+    if draft.old and not has_data(values):
         fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     try:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from drumline.config.compat.accelerate import accelerate_file
 from drumline.config.compat.accelerate import TABLE as ACCELERATE
-from drumline.config.compat.deepspeed import deepspeed_config
+from drumline.config.compat.accelerate import accelerate_file
+from drumline.config.compat.arguments import TABLE
+from drumline.config.compat.combine import deepspeed_file
 from drumline.config.compat.sheet import Old, Sheet, Source, listed
-from drumline.config.compat.training import SECTIONS, TABLE, training_arguments
+from drumline.config.compat.training import SECTIONS, training_arguments
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import Place
 
@@ -77,7 +78,7 @@ def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, 
     if kind is None:
         return None
     sheet, olds = Sheet(base, folder), listed(dict(values), Source(name, lines))
-    {"accelerate": accelerate_file, "deepspeed": deepspeed_config, "training": training_arguments}[kind](sheet, olds)
+    {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training": training_arguments}[kind](sheet, olds)
     return Translated(kind, sheet.values, {place: old.where for place, old in sheet.origins.items()}, sheet.notes, sheet.resume)
 
 

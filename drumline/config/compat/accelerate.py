@@ -1,4 +1,7 @@
-"""An accelerate config file → strategy, processes, precision. Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`)."""
+"""An accelerate config file → strategy, processes, precision.
+
+Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def combine(sheet: Sheet) -> None:
     """Strategy, processes and precision out of the keys that wait."""
     taken = sheet.taken
     type_ = taken.get("distributed_type")
-    kind = choice(TYPES, {name: DEVICES for name in OTHER_DEVICES})(type_) if type_ else None
+    kind = choice(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
     sections = {"fsdp_config": ("fsdp2", fsdp), "deepspeed_config": ("zero2", _deepspeed), "megatron_lm_config": ("ddp", _megatron)}
     for name, (wanted, translate) in sections.items():
         old = taken.pop(name, None)
@@ -232,7 +235,9 @@ def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
         section = {"device": where.value} | ({"nvme_path": path.value} if path and str(path.value).lower() != "none" else {})
         made = device(Old(where.key, section, where.source, where.place))
         if kind == "ddp" or (part == "param" and kind != "zero3"):
-            sheet.note(where, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}")
+            sheet.note(
+                where, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}"
+            )
         else:
             sheet.put(f"strategy.{name}", made, where)
 
@@ -316,7 +321,9 @@ def _gpus(sheet: Sheet, old: Old) -> None:
 
 def dynamo(sheet: Sheet, old: Old) -> None:
     """dynamo_config, or the older dynamo_backend."""
-    compile_blocks(sheet, {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old})
+    compile_blocks(
+        sheet, {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old}
+    )
 
 
 def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:

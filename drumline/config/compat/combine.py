@@ -35,6 +35,12 @@ def low_precision(sheet: Sheet) -> None:
         sheet.put("precision.kind", "fp32", off[0])
 
 
+def deepspeed_file(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
+    """A DeepSpeed config that is a file by itself. Raises ConfigError by its line."""
+    deepspeed_config(sheet, olds, own_file)
+    low_precision(sheet)
+
+
 def own_deepspeed_file(sheet: Sheet, old: Old) -> None:
     """A DeepSpeed JSON that an old file names: its stage is the strategy, and Drumline's engine reads the file itself."""
     path = found(sheet.base, str(old.value))

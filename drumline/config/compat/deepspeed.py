@@ -1,6 +1,6 @@
 """A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, and what it says of batch, rate and precision.
 
-Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`). This reads them; it does not import DeepSpeed.
+Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ def device(old: Old) -> dict[str, Any]:
     return made
 
 
+def no_offload(kind: str) -> str:
+    """Why an offload is left out."""
+    return f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}"
+
+
 def _old_offload(old: Old) -> dict[str, Any]:
     return {"kind": "cpu" if flag(old) else "none"}
 
@@ -111,7 +116,7 @@ def _offload(sheet: Sheet, kind: str) -> None:
         if made["kind"] == "none":
             continue
         if kind == "ddp" or (name == "offload_parameters" and kind != "zero3"):
-            sheet.note(old, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}")
+            sheet.note(old, no_offload(kind))
         else:
             sheet.put(f"strategy.{name}", made, old)
 
@@ -222,7 +227,7 @@ TABLE: dict[str, Rule] = {
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "zero_optimization": nothing,  # read before the others
-    "activation_checkpointing": gone("memory.activation_checkpointing says it; DeepSpeed's section is for models that call its own function"),
+    "activation_checkpointing": gone("memory.activation_checkpointing says it; this section is for models that call DeepSpeed's own"),
     "steps_per_print": gone("figures come each run.log_every steps"),
     "wall_clock_breakdown": gone("events.jsonl has the times of each step"),
     "memory_breakdown": gone("events.jsonl has each rank's memory"),

@@ -1,14 +1,12 @@
-"""What training arguments say in several keys at once: rate, warm-up, when to save, data, strategy, adapters; and what they leave unsaid."""
+"""What training arguments say in several keys at once: rate, warm-up, when to save, data, adapters; and what they leave unsaid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from drumline.config.compat import accelerate as acc
-from drumline.config.compat.combine import PRECISIONS, found, load_file, own_deepspeed_file, shown
-from drumline.config.compat.deepspeed import STAGES, deepspeed_config
-from drumline.config.compat.sheet import Old, Sheet, choice, contradiction, flag, number, refuse, said, whole, words
+from drumline.config.compat.combine import PRECISIONS, found, shown
+from drumline.config.compat.sheet import Old, Sheet, choice, contradiction, flag, number, pop, refuse, said, whole, words
+from drumline.config.compat.strategy import choose
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip
@@ -16,27 +14,12 @@ NO_SCHEDULES = {
     name: f"take one of {', '.join(dict.fromkeys(SCHEDULES))}"
     for name in ("cosine_with_restarts", "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
 }
-STRATEGIES = {
-    **{name: "ddp" for name in ("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp")},
-    **{name: "fsdp2" for name in ("fsdp", "fsdp2", "fully_sharded_data_parallel")},
-    **{name: "deepspeed" for name in ("deepspeed", "zero")},
-    **{f"{before}{n}": f"zero{n}" for n in (1, 2, 3) for before in ("zero", "zero_", "zero-", "deepspeed_zero", "deepspeed_zero_")},
-    **{name: "single" for name in ("single", "none", "no", "single_gpu")},
-    **{name: "tp" for name in ("tp", "tensor_parallel")},
-    **{name: "pp" for name in ("pp", "pipeline", "pipeline_parallel")},
-    **{name: "cp" for name in ("cp", "context_parallel", "sequence_parallel")},
-    **{name: name for name in ("auto", "dp", "model_parallel", "local_sgd", "diloco")},
-}
 
 
 def combine(sheet: Sheet) -> None:
     """Every group in turn. What waits afterwards is accelerate's."""
-    for group in (_rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, _strategy, _batch_norm, _adapter):
+    for group in (_rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
         group(sheet)
-
-
-def _pop(sheet: Sheet, *names: str) -> dict[str, Old]:
-    return {name: sheet.taken.pop(name) for name in names if name in sheet.taken}
 
 
 # ------------------------------------------------------------------------------------------------------ rate and schedule
@@ -44,7 +27,7 @@ def _pop(sheet: Sheet, *names: str) -> dict[str, Old]:
 
 def _rate(sheet: Sheet) -> None:
     """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is said."""
-    old = _pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
+    old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
     scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])
     if scaled:
@@ -57,7 +40,7 @@ def _rate(sheet: Sheet) -> None:
 
 
 def _betas(sheet: Sheet) -> None:
-    old = _pop(sheet, "adam_beta1", "adam_beta2")
+    old = pop(sheet, "adam_beta1", "adam_beta2")
     if old:
         betas = [number(old[name]) if name in old else default for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
         sheet.put("optimizer.betas", betas, next(iter(old.values())))
@@ -65,7 +48,7 @@ def _betas(sheet: Sheet) -> None:
 
 def _warmup(sheet: Sheet) -> None:
     """warmup_steps goes before warmup_ratio unless it is 0; below 1 it is a ratio itself (transformers 5)."""
-    old = _pop(sheet, "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
+    old = pop(sheet, "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
     kind = sheet.origins.get(("schedule", "kind"))
     constant = kind is not None and str(kind.value).lower() == "constant"
     steps, ratio = old.get("warmup_steps"), old.get("warmup_ratio")
@@ -106,7 +89,8 @@ def _times(sheet: Sheet, strategy: Old | None, steps: Old | None, dotted: str, w
     """A strategy of no, steps, epoch or best, and a number of steps → `every`."""
     kind = choice({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
     if strategy is not None and kind in ("epoch", "best"):
-        sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end" + (" and after a better evaluation" if kind == "best" else ""))
+        better = " and after a better evaluation" if kind == "best" else ""
+        sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
     if kind != "steps":
         if steps is not None and strategy is not None:
             sheet.note(steps, f"without effect: {strategy.key} is {kind}")
@@ -119,23 +103,24 @@ def _times(sheet: Sheet, strategy: Old | None, steps: Old | None, dotted: str, w
 
 
 def _saving(sheet: Sheet) -> None:
-    old = _pop(sheet, "save_strategy", "save_steps")
+    old = pop(sheet, "save_strategy", "save_steps")
     _times(sheet, old.get("save_strategy"), old.get("save_steps"), "checkpoint.every", "saved", 500)
 
 
 def _evaluation(sheet: Sheet) -> None:
-    old = _pop(sheet, "eval_strategy", "eval_steps")
+    old = pop(sheet, "eval_strategy", "eval_steps")
     _times(sheet, old.get("eval_strategy"), old.get("eval_steps"), "eval.every", "evaluated", sheet.get("run.log_every", 500))
+
+
+COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion": "completion_column", "messages": "messages_column"}
 
 
 def _data(sheet: Sheet) -> None:
     """Files or a hub's data set, with limits and columns."""
-    old = _pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
+    old = pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip
-    columns = {part: str(old[name].value) for part, name in
-               (("text", "dataset_text_field"), ("prompt", "prompt_column"), ("completion", "completion_column"), ("messages", "messages_column"))
-               if name in old}  # fmt: skip
+    columns = {part: str(old[name].value) for part, name in COLUMNS.items() if name in old}
     if columns.get("text") in ("text", "messages"):
         del columns["text"]  # TRL's default, which it passes over for rows of messages
     for part, files, split, limit in (
@@ -175,120 +160,11 @@ def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------------ strategy
-
-
-def _strategy(sheet: Sheet) -> None:
-    """distributed_strategy, and what fsdp, fsdp_config, deepspeed, zero_stage and ddp_… say besides. They must agree."""
-    old = _pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
-    named = old.pop("distributed_strategy", None)
-    kind = choice(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
-    shards, zero = _fsdp_parts(old), [old[name] for name in ("deepspeed", "zero_stage") if name in old]
-    if kind in (None, "fsdp2") and shards:
-        _fsdp(sheet, old)
-    elif shards and kind is not None and named is not None:
-        _unused(sheet, shards, named)
-    if (kind is None or kind == "deepspeed" or kind.startswith("zero")) and zero:
-        _zero(sheet, old)
-    elif zero and named is not None:
-        _unused(sheet, zero, named)
-    if named is not None and kind not in (None, "auto") and (kind != "deepspeed" or sheet.get("strategy.kind") is None):
-        sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
-    _degrees(sheet, {name: old[name] for name in ("tp", "pp", "cp") if name in old})
-    _ddp(sheet)
-
-
-def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
-    """What asks for FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
-    on = old.get("fsdp")
-    if on is not None and (on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")):
-        return []
-    return [old[name] for name in ("fsdp", "fsdp_config", "fsdp_layer") if name in old]
-
-
-def _unused(sheet: Sheet, parts: Iterable[Old], named: Old) -> None:
-    """A section for another strategy is a guide's way to show all of them; one word is a contradiction."""
-    for old in parts:
-        if not isinstance(old.value, dict):
-            raise contradiction(old, named)
-        sheet.note(old, f"without effect: {named.where} is {named.value}")
-
-
-def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
-    """fsdp: "full_shard auto_wrap offload", with fsdp_config as keys and values or the path of a JSON."""
-    first = next(iter(_fsdp_parts(old)))
-    keys: dict[str, Any] = {}
-    switch = old.get("fsdp")
-    if switch is not None and isinstance(switch.value, str | list):
-        for word in words(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
-            low = word.lower()
-            if low in acc.SHARDING:
-                keys["sharding_strategy"] = low
-            elif low == "offload":
-                keys["offload_params"] = True
-            elif low not in ("auto_wrap", "true"):
-                raise refuse(switch, f"no {word!r} here", f"there are {', '.join(n for n in acc.SHARDING if not n.isdigit())}, offload, auto_wrap")
-    if keys:
-        assert switch is not None
-        acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])
-    for name in ("fsdp", "fsdp_config"):
-        section = old.get(name)
-        if section is not None and isinstance(section.value, dict):
-            acc.read_fsdp(sheet, acc.prefixed(section, "fsdp_", acc.FSDP))
-        elif name == "fsdp_config" and section is not None and isinstance(section.value, str):
-            acc.read_fsdp(sheet, load_file(found(sheet.base, section.value), section))
-    if "fsdp_layer" in old:
-        acc.read_fsdp(sheet, [Old("transformer_layer_cls_to_wrap", old["fsdp_layer"].value, first.source, old["fsdp_layer"].place)])
-    acc.sharding(sheet, first)
-
-
-def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
-    """deepspeed: the path of a JSON, the JSON itself, or a stage and switches as accelerate has them."""
-    section = old.get("deepspeed")
-    if section is not None and isinstance(section.value, dict):
-        inner = {each.key: each for each in section.inside()}
-        file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
-        if file is not None and isinstance(file.value, str):
-            own_deepspeed_file(sheet, file)
-        elif "zero_optimization" in inner or not inner.keys() & {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}:
-            deepspeed_config(sheet, list(inner.values()))
-        else:
-            names = {"stage": "zero_stage"}
-            kept = {names.get(k, k): Old(names.get(k, k), e.value, e.source, e.place) for k, e in inner.items() if k != "enabled"}
-            acc.read_deepspeed(sheet, section, kept)
-    elif section is not None and isinstance(section.value, str) and section.value:
-        own_deepspeed_file(sheet, section)
-    if (stage := old.get("zero_stage")) is not None:
-        sheet.put("strategy.kind", choice(STAGES)(stage), stage)
-
-
-def _degrees(sheet: Sheet, degrees: dict[str, Old]) -> None:
-    for name, old in degrees.items():
-        if whole(old) > 1:
-            kind = sheet.get("strategy.kind")
-            if kind is None:
-                sheet.put("strategy.kind", "ddp", old)
-            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old), old)
-
-
-def _ddp(sheet: Sheet) -> None:
-    """Options of DDP, which the argument names have on any strategy."""
-    olds = {name: sheet.taken.pop(f"ddp.{name}") for name in DDP if f"ddp.{name}" in sheet.taken}
-    for name, old in olds.items():
-        kind = sheet.get("strategy.kind")
-        if kind is None:
-            sheet.put("strategy.kind", "ddp", old)
-        elif kind != "ddp":
-            sheet.note(old, f"without effect: the strategy is {kind}")
-            continue
-        sheet.put(f"strategy.{name}", number(old) if name == "bucket_cap_mb" else flag(old), old)
-
-
-DDP = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view")
+# -------------------------------------------------------------------------------------------------------- the model's layers
 
 
 def _batch_norm(sheet: Sheet) -> None:
-    old = _pop(sheet, "sync_bn", "sync_bn_group_size")
+    old = pop(sheet, "sync_bn", "sync_bn_group_size")
     on = old.get("sync_bn")
     if on is not None and flag(on):
         sheet.put("model.sync_batchnorm", {"enabled": True}, on)
@@ -298,11 +174,8 @@ def _batch_norm(sheet: Sheet) -> None:
         sheet.note(old["sync_bn_group_size"], "without effect: sync_bn is not on")
 
 
-# ------------------------------------------------------------------------------------------------------------------ adapters
-
-
 def _adapter(sheet: Sheet) -> None:
-    old = _pop(sheet, "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit", "load_in_8bit")
+    old = pop(sheet, "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit", "load_in_8bit")
     on = old.pop("use_peft", None)
     if on is not None and not flag(on):
         for each in old.values():

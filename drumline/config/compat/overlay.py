@@ -9,8 +9,7 @@ from typing import Any
 
 from drumline.config.compat import recognise
 from drumline.config.compat.accelerate import accelerate_file
-from drumline.config.compat.combine import load_file
-from drumline.config.compat.deepspeed import deepspeed_config
+from drumline.config.compat.combine import deepspeed_file, load_file
 from drumline.config.compat.environment import LAUNCHED, from_accelerate
 from drumline.config.compat.sheet import AUTO, Old, Sheet, Source, said
 from drumline.config.yaml_lines import Place
@@ -35,7 +34,7 @@ def from_file(path: Path) -> Overlay:
     if kind == "accelerate":
         accelerate_file(sheet, olds)
     elif kind == "deepspeed":
-        deepspeed_config(sheet, olds, own_file=str(path.absolute()))
+        deepspeed_file(sheet, olds, own_file=str(path.absolute()))
     else:
         fix = "an accelerate file has distributed_type, a DeepSpeed JSON zero_optimization"
         raise ConfigError("neither an accelerate config nor a DeepSpeed one", where=str(path), fix=fix)

@@ -88,6 +88,11 @@ class Sheet:
         self.notes.append(f"{old.where}: {text}")
 
 
+def pop(sheet: Sheet, *names: str) -> dict[str, Old]:
+    """Those of the keys that wait, taken off the sheet."""
+    return {name: sheet.taken.pop(name) for name in names if name in sheet.taken}
+
+
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]
 

@@ -1,0 +1,108 @@
+"""The launch lines of training guides, each with two real processes on the tiny model: the losses are those of Drumline's own launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ENV, ROOT, events, losses, write_config
+from tests.tiny import tiny_model_dir
+
+PYTHON = sys.executable
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "PORT"]
+LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "PORT"]
+DEEPSPEED = [PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"]
+ACCELERATE = [PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "PORT"]
+MAIN = ["main.py", "--mode", "train", "--config", "CONFIG", "--algorithm", "sft"]
+EXAMPLES = ROOT / "examples" / "compat"
+
+# name → (the line, the strategy that it must come to)
+LINES: dict[str, tuple[list[str], str]] = {
+    "torchrun": ([*TORCHRUN, *MAIN], "ddp"),
+    "torch.distributed.launch": ([*LAUNCH, *MAIN], "ddp"),
+    "torch.distributed.launch --use-env, run.py": ([*LAUNCH, "--use-env", "run.py", "CONFIG"], "ddp"),
+    "deepspeed": ([*DEEPSPEED, *MAIN], "ddp"),
+    "accelerate launch": ([*ACCELERATE, "--multi_gpu", "--num_processes", "2", *MAIN], "ddp"),
+    "accelerate launch, FSDP": ([*ACCELERATE, "--config_file", str(EXAMPLES / "accelerate_fsdp.yaml"), "run.py", "CONFIG"], "fsdp2"),
+    "run_distributed": (
+        [PYTHON, "scripts/run_distributed.py", "--nproc_per_node", "2", "--config", "CONFIG", "--algorithm", "sft"], "ddp"
+    ),
+    "run_distributed, torchrun": (
+        [PYTHON, "scripts/run_distributed.py", "--nproc_per_node", "2", "--config", "CONFIG", "--use_torchrun", "--nnodes", "1",
+         "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", "PORT"], "ddp",
+    ),
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def ran(line: list[str], config: Path, *overrides: str, timeout: float = 150) -> tuple[int, str]:
+    """A launch line, to its end, from the root of the repository. Its whole process group is killed when the time is up."""
+    places = {"CONFIG": str(config), "PORT": str(free_port())}
+    command = [places.get(word, word) for word in line] + list(overrides)
+    # Its own folder for accelerate's default config: this machine's own must not decide.
+    env = {**ENV, "HF_HOME": str(config.parent / "hf"), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, out
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lines")
+    return write_config(
+        folder, tiny_model_dir(folder / "model"), data={"packing": False, "eval": []}, run={"steps": 3}, checkpoint={"every": None}
+    )
+
+
+@pytest.fixture(scope="module")
+def own(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses under `python main.py` alone, which is Drumline's own launcher."""
+    run = tmp_path_factory.mktemp("own") / "run"
+    code, out = ran([PYTHON, *MAIN], config, f"run.dir={run}", "launch.nproc=2")
+    assert code == 0, out
+    return losses(run)
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_launch_line(name: str, config: Path, own: dict[int, float], tmp_path: Path) -> None:
+    line, strategy = LINES[name]
+    for tool in ("deepspeed", "accelerate"):
+        if name.startswith(tool):
+            pytest.importorskip(tool)
+    code, out = ran(line, config, f"run.dir={tmp_path / 'run'}")
+    assert code == 0, out
+    (start,) = events(tmp_path / "run", "run_start")
+    assert (start["world_size"], start["strategy"]) == (2, strategy)
+    assert losses(tmp_path / "run") == pytest.approx(own, rel=1e-5)
+
+
+def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(config.read_text() + "strategy: ddp\n")
+    code, out = ran(LINES["accelerate launch, FSDP"][0], tmp_path / "c.yaml", f"run.dir={tmp_path / 'run'}")
+    assert code != 0 and "strategy.kind: 'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_on_main_s_own_line(config: Path) -> None:
+    assert ran([PYTHON, "main.py", "--config", "no.yaml"], config)[0] == 2
+    code, out = ran([PYTHON, *MAIN, "--deepspeed_config", "no.json"], config)
+    assert code == 2 and "error: command line: --accelerate-config: 'no.json' cannot be read" in out and "Traceback" not in out

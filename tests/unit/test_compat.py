@@ -1,0 +1,318 @@
+"""Configs of accelerate, DeepSpeed and transformers: every key becomes something, is a note, or an error that names its line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.compat import recognise
+from drumline.config.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TABLE
+from drumline.config.compat.arguments import TABLE as ARGUMENTS
+from drumline.config.compat.overlay import Overlay, from_environment, from_file
+from drumline.config.convert import convert
+from drumline.config.load import drafted, load, load_text
+from drumline.errors import ConfigError
+
+ACC = "compute_environment: LOCAL_MACHINE\n"
+DATA = "train_file: x.jsonl\n"
+OWN = "data: {train: [{kind: file, path: x.jsonl}]}\n"
+
+
+def translated(text: str) -> dict[str, Any]:
+    draft = drafted(text, "old.yaml", Path())
+    assert draft.old
+    return draft.values
+
+
+def notes(text: str) -> list[str]:
+    return drafted(text, "old.yaml", Path()).notes
+
+
+def at(values: dict[str, Any], dotted: str) -> Any:
+    for key in dotted.split("."):
+        values = values[key]
+    return values
+
+
+# (old text, dotted key → what it must be)
+MEANINGS: list[tuple[str, dict[str, Any]]] = [
+    # accelerate
+    (ACC + "distributed_type: NO\nnum_processes: 1\n", {"strategy.kind": "single", "launch.nproc": 1}),
+    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n", {"strategy.kind": "ddp", "launch.nproc": 2}),
+    (ACC + "distributed_type: MULTI_CPU\nmain_process_port: 29501\n", {"run.device": "cpu", "launch.port": 29501}),
+    (ACC + "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", {"precision.kind": "bf16"}),
+    (ACC + "distributed_type: MULTI_GPU\nmixed_precision: no\n", {"precision.kind": "fp32"}),
+    (ACC + "distributed_type: 'NO'\nfp16: true\n", {"precision.kind": "fp16"}),
+    (ACC + "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: max-autotune}\n",
+     {"compile.enabled": True, "compile.mode": "max-autotune"}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_offload_params: true}\n",
+     {"strategy.kind": "fsdp2", "strategy.reshard_after_forward": False, "strategy.offload": "cpu"}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 1, fsdp_forward_prefetch: true}\n",
+     {"strategy.reshard_after_forward": True, "strategy.prefetch": 1}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_offload_params: false}\n",
+     {"strategy": {"kind": "ddp"}}),
+    (ACC + "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 8\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\n",
+     {"strategy.replicate": 2, "strategy.reshard_after_forward": True, "launch.nproc": 4}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false,"
+     " fsdp_activation_checkpointing: true}\n",
+     {"strategy.reshard_after_forward": False, "memory.activation_checkpointing": "full"}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n", {"strategy.wrap": ["A", "B"]}),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_tp_size: 2,"
+     " parallelism_config_dp_replicate_size: 2, parallelism_config_cp_size: 1}\n",
+     {"strategy.tp": 2, "strategy.replicate": 2, "strategy.cp": 1}),
+    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n", {"strategy": {"kind": "zero1"}}),
+    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: nvme,"
+     " offload_param_nvme_path: /nvme, gradient_accumulation_steps: 4, gradient_clipping: 0.5}\n",
+     {"strategy.kind": "zero3", "strategy.offload_optimizer": {"kind": "cpu"}, "batch.accumulation": 4, "optimizer.max_grad_norm": 0.5,
+      "strategy.offload_parameters": {"kind": "nvme", "path": "/nvme"}}),
+    (ACC + "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 2,"
+     " megatron_lm_recompute_activations: true}\n",
+     {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, "memory.activation_checkpointing": "selective"}),
+    # DeepSpeed by itself
+    ('{"train_batch_size": 16, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true},\n'
+     ' "reduce_bucket_size": 5e8}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
+     {"batch.global_samples": 16, "strategy.kind": "zero2", "strategy.offload_optimizer": {"kind": "cpu", "pin_memory": True},
+      "strategy.options": {"zero_optimization": {"reduce_bucket_size": 5e8}}, "precision.kind": "bf16"}),
+    ('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}, "fp16": {"enabled": true, "initial_scale_power": 8},\n'
+     ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1}},\n'
+     ' "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},\n'
+     ' "communication_data_type": "fp32"}',
+     {"strategy.zeropp.quantized_weights": True, "precision.initial_scale": 256.0, "optimizer.betas": [0.9, 0.95],
+      "schedule.kind": "linear", "schedule.warmup_steps": 10, "run.steps": 100, "strategy.options.communication_data_type": "fp32"}),
+    # training arguments
+    (DATA + "per_device_train_batch_size: 4\nlearning_rate: '2e-5'\n", {"batch.micro_batch": 4, "optimizer.lr": 2e-5, "run.seed": 42}),
+    (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: true\n",
+     {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "linear"}),
+    (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: false\n", {"optimizer.lr": 1e-4}),
+    (DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"schedule": {"warmup_ratio": 0.1, "kind": "linear"}}),
+    (DATA + "warmup_steps: 0.2\n", {"schedule": {"warmup_ratio": 0.2, "kind": "linear"}}),
+    (DATA + "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-3\nlr_scheduler_kwargs: {min_lr: 1e-4}\n",
+     {"schedule.kind": "cosine", "schedule.min_ratio": 0.1}),
+    (DATA + "max_grad_norm: 0\n", {"optimizer.max_grad_norm": None}),
+    (DATA + "max_steps: -1\nnum_train_epochs: 2\n", {"run.epochs": 2, "run.steps": None}),
+    (DATA + "max_steps: 7\n", {"run.steps": 7}),
+    (DATA + "bf16: true\nfp16: false\n", {"precision.kind": "bf16"}),
+    (DATA + "torch_dtype: bfloat16\n", {"precision.kind": "bf16"}),
+    (DATA + "report_to: none\n", {"run.report_to": []}),
+    (DATA + "report_to: [wandb, tensorboard]\n", {"run.report_to": ["wandb", "tensorboard"]}),
+    (DATA + "save_strategy: steps\n", {"checkpoint.every": 500}),
+    (DATA + "eval_strategy: steps\neval_steps: 20\nmetric_for_best_model: eval_loss\ngreater_is_better: false\n",
+     {"eval.every": 20, "eval.metric": "loss", "eval.mode": "min"}),
+    (DATA + "fsdp: full_shard auto_wrap offload\nfsdp_config: {transformer_layer_cls_to_wrap: [A], backward_prefetch: backward_pre}\n",
+     {"strategy.kind": "fsdp2", "strategy.offload": "cpu", "strategy.wrap": ["A"], "strategy.backward_prefetch": 1}),
+    (DATA + "distributed_strategy: fsdp\nfsdp: {sharding_strategy: SHARD_GRAD_OP}\n", {"strategy.reshard_after_forward": False}),
+    (DATA + "distributed_strategy: deepspeed_zero3\n", {"strategy": {"kind": "zero3"}}),
+    (DATA + "distributed_strategy: deepspeed\ndeepspeed: {stage: 3, offload_param_device: cpu}\n",
+     {"strategy": {"kind": "zero3", "offload_parameters": {"kind": "cpu"}}}),
+    (DATA + "deepspeed: {zero_optimization: {stage: 1}, gradient_accumulation_steps: auto}\ngradient_accumulation_steps: 3\n",
+     {"strategy.kind": "zero1", "batch.accumulation": 3}),
+    (DATA + "ddp_bucket_cap_mb: 5\nddp_find_unused_parameters: true\n",
+     {"strategy": {"kind": "ddp", "bucket_cap_mb": 5, "find_unused_parameters": True}}),
+    (DATA + "tensor_parallel_size: 2\n", {"strategy": {"kind": "ddp", "tp": 2}}),
+    (DATA + "use_peft: true\nlora_r: 8\nlora_alpha: 16\nlora_dropout: 0.1\nlora_target_modules: q_proj,v_proj\nload_in_4bit: true\n",
+     {"adapter": {"kind": "lora", "r": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj", "v_proj"], "quantize": "4bit"}}),
+    ("dataset_name: a/b\ndataset_config: c\ndataset_test_split: test\nmax_train_samples: 9\nnum_train_epochs: 1\n",
+     {"data.train": [{"kind": "hub", "id": "a/b", "name": "c", "limit": 9}],
+      "data.eval": [{"kind": "hub", "id": "a/b", "name": "c", "split": "test"}]}),
+    ("model: {name: m}\ndata: {path: x.jsonl, max_length: 64}\noptimizer: {type: adamw, lr: 1e-3, betas: [0.9, 0.99]}\n"
+     "scheduler: {type: cosine, warmup_steps: 5}\nlora: {r: 4}\ntraining: {num_epochs: 2}\n",
+     {"model.id": "m", "data.max_length": 64, "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "schedule.warmup_steps": 5,
+      "adapter.r": 4, "run.epochs": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), MEANINGS, ids=[f"{i} {next(iter(w))}" for i, (_, w) in enumerate(MEANINGS)])
+def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
+    values = translated(text)
+    for dotted, value in wanted.items():
+        assert at(values, dotted) == value, dotted
+    load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
+
+
+# (old text, what its one line must say)
+MISTAKES: list[tuple[str, list[str]]] = [
+    (DATA + "bf16: true\nfp16: true\n", ["old.yaml:3: fp16: true, but old.yaml:2: bf16 says true", "keep one"]),
+    (DATA + "bf16: true\nmixed_precision: fp16\n", ["old.yaml:3: mixed_precision: 'fp16', but old.yaml:2: bf16"]),
+    (DATA + "learning_rat: 1\nlearning_rate: 2\n", ["old.yaml:2: learning_rat", "did you mean 'learning_rate'?"]),
+    ("training:\n  output_dir: x\n  save_step: 4\n", ["old.yaml:3: training.save_step", "did you mean 'save_steps'?"]),
+    (DATA + "zzz: 1\n", ["old.yaml:2: zzz: unknown key", "drumline schema"]),
+    (DATA + "learning_rate: fast\n", ["old.yaml:2: learning_rate: 'fast' given, a number is wanted"]),
+    (DATA + "save_steps: 0.1\n", ["old.yaml:2: save_steps", "a number of steps"]),
+    (DATA + "gradient_accumulation_steps: 0\n", ["old.yaml:2: gradient_accumulation_steps", "greater than 0"]),
+    (DATA + "optim: adafactor\n", ["old.yaml:2: optim: no 'adafactor' here", "adamw"]),
+    (DATA + "lr_scheduler_type: inverse_sqrt\n", ["'inverse_sqrt' cannot be translated", "linear, cosine"]),
+    (DATA + "max_length: 4\nmax_seq_length: 8\n", ["old.yaml:3: max_seq_length: 8, but old.yaml:2: max_length says 4"]),
+    (DATA + "label_smoothing_factor: 0.1\n", ["old.yaml:2", "does not do that"]),
+    (DATA + "report_to: neptune\n", ["no tracker 'neptune'", "wandb"]),
+    (DATA + "distributed_strategy: ddp\nfsdp: full_shard\n", ["old.yaml:3: fsdp", "distributed_strategy says 'ddp'"]),
+    (DATA + "distributed_strategy: zero2\ndeepspeed: {stage: 3}\n", ["distributed_strategy", "'zero2', but old.yaml:3: deepspeed.stage"]),
+    (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
+    (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
+    (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read"]),
+    (DATA + "use_dora: true\n", ["old.yaml:2: use_dora"]),
+    ("output_dir: x\n", ["old.yaml: says nothing of data", "data.train="]),
+    (ACC + "distributed_type: FSPD\n", ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"]),
+    (ACC + "distributed_type: XLA\n", ["old.yaml:2", "cuda"]),
+    (ACC + "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding: FULL_SHARD\n", ["old.yaml:4: fsdp_config.fsdp_sharding", "did you"]),
+    (ACC + "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD,"
+     " fsdp_reshard_after_forward: false}\n",
+     ["old.yaml:3: fsdp_config.fsdp_reshard_after_forward", "keep one"]),
+    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}\n", ["old.yaml:3: deepspeed_config.zero_stage", "0, 1, 2, 3"]),
+    (ACC + "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n", ["nvme without nvme_path"]),
+    (ACC + "distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["old.yaml:3: mixed_precision", "bf16"]),
+    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["do not divide over 2 machines"]),
+    ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n", ["old.yaml:1: compute_environment"]),
+    (ACC + "distributed_type: 'NO'\nnum_proceses: 1\n", ["did you mean 'num_processes'?"]),
+    ('{"zero_optimization": {"stage": 2, "reduce_bucket_siz": 1}}', ["zero_optimization.reduce_bucket_siz", "did you mean"]),
+    ('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lamb"}}', ["optimizer.type: no 'Lamb'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "says"), MISTAKES, ids=[f"{i} {s[0][:40]}" for i, (_, s) in enumerate(MISTAKES)])
+def test_a_mistake_names_the_old_line(text: str, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_text(text, [], "old.yaml")
+    line = error.value.line()
+    assert "\n" not in line and all(part in line for part in says), line
+
+
+def test_every_key_without_a_meaning_gets_a_line() -> None:
+    text = DATA + "dataloader_num_workers: 4\nlocal_rank: 0\nhub_token: hf_sEcReT12345\npush_to_hub: true\nlogging_dir: x\n"
+    told = notes(text)
+    for line, key in enumerate(("dataloader_num_workers", "local_rank", "hub_token", "push_to_hub", "logging_dir"), start=2):
+        assert any(note.startswith(f"old.yaml:{line}: {key}: ") for note in told), key
+    assert "hf_sEcReT12345" not in " ".join(told)
+
+
+def test_what_the_trainer_would_have_taken_is_said() -> None:
+    (told,) = notes(DATA + "learning_rate: 1e-5\n")
+    assert "schedule.kind 'linear'" in told and "run.epochs 3.0" in told and "optimizer.lr" not in told
+
+
+def test_whose_file_it_is() -> None:
+    assert recognise({"distributed_type": "NO"}) == "accelerate"
+    assert recognise({"zero_optimization": {}, "train_batch_size": 3}) == "deepspeed"
+    assert recognise({"training": {"output_dir": "x"}}) == recognise({"learning_rate": 1}) == "training"
+    assert recognise({"model": {"id": "x"}, "optimizer": {"lr": 1}, "batch": {}}) is None
+    assert recognise({"data": {"train": [{"kind": "file"}]}, "learning_rate": 3}) is None, "Drumline's own, with a mistake"
+    assert recognise({"optimizer": {"learning_rate": 3}}) == "training"
+
+
+def test_the_tables_know_every_key_of_the_other_tools() -> None:
+    """The installed accelerate, transformers and TRL are asked for their keys, so a new release shows what is missing."""
+    transformers = pytest.importorskip("transformers")
+    arguments = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert arguments <= ARGUMENTS.keys() | TABLE.keys(), sorted(arguments - ARGUMENTS.keys() - TABLE.keys())
+    config = pytest.importorskip("accelerate.commands.config.config_args").ClusterConfig
+    known = {field.name for field in dataclasses.fields(config)}
+    assert known <= TABLE.keys(), sorted(known - TABLE.keys())
+    parser = pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+    flags = {action.dest for action in parser._actions}
+    for prefix, table in (("fsdp_", FSDP), ("megatron_lm_", MEGATRON), ("parallelism_config_", PARALLELISM)):
+        wanted = {flag.removeprefix(prefix) for flag in flags if flag.startswith(prefix)}
+        assert wanted <= table.keys(), sorted(wanted - table.keys())
+    zero = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_"))}
+    assert zero <= DEEPSPEED.keys(), sorted(zero - DEEPSPEED.keys())
+
+
+# ------------------------------------------------------------------------------------------------------- convert, overlays
+
+
+def test_convert_prints_what_loads(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    old = tmp_path / "old.yaml"
+    old.write_text(DATA + "learning_rate: 1e-4\nbf16: true\ndistributed_strategy: fsdp\n")
+    made = convert(old)
+    new = tmp_path / "new.yaml"
+    new.write_text(made.text)
+    assert load(new, []).config == load(old, []).config
+    assert "strategy: fsdp2\n" in made.text and "precision: bf16\n" in made.text
+    elsewhere = convert(old, tmp_path / "sub" / "new.yaml")
+    assert str(tmp_path / "x.jsonl") in elsewhere.text, "a path that still finds the rows"
+
+
+def test_convert_leaves_a_place_for_data(tmp_path: Path) -> None:
+    old = tmp_path / "acc.yaml"
+    old.write_text(ACC + "distributed_type: MULTI_GPU\n")
+    made = convert(old)
+    assert "# data:" in made.text and any("data" in note for note in made.notes)
+    with pytest.raises(ConfigError, match="no config of accelerate"):
+        (tmp_path / "own.yaml").write_text(OWN)
+        convert(tmp_path / "own.yaml")
+
+
+def test_a_tabbed_json_and_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}, indent="\t"))
+    old = tmp_path / "old.yaml"
+    old.write_text(DATA + "deepspeed: ds.json\n")
+    config = load(old, []).config
+    assert (config.strategy.kind, config.strategy.config, config.batch.micro_batch) == ("zero3", "ds.json", 2)
+    old.write_text(DATA + "deepspeed: ds.json\nper_device_train_batch_size: 4\n")
+    with pytest.raises(
+        ConfigError, match=r"train_micro_batch_size_per_gpu: 2, but .*old.yaml:3: per_device_train_batch_size says 4|4, but"
+    ):
+        load(old, [])
+
+
+def laid(text: str, over: Overlay | None, tmp_path: Path) -> Any:
+    (tmp_path / "c.yaml").write_text(text)
+    return load(tmp_path / "c.yaml", [], over).config
+
+
+def test_an_accelerate_file_is_laid_over_a_config(tmp_path: Path) -> None:
+    acc = tmp_path / "acc.yaml"
+    acc.write_text(
+        ACC + "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}\n"
+    )
+    config = laid(OWN + "run: {steps: 3}\n", from_file(acc), tmp_path)
+    assert (config.strategy.kind, config.strategy.reshard_after_forward) == ("fsdp2", False)
+    assert (config.precision.kind, config.launch.nproc, config.run.steps) == ("bf16", 2, 3)
+    assert laid(OWN + "strategy: {kind: fsdp2, reshard_after_forward: true}\n", from_file(acc), tmp_path).strategy.reshard_after_forward
+    with pytest.raises(ConfigError, match=r"c.yaml:2: strategy.kind: 'ddp', but .*acc.yaml:5: fsdp_config.fsdp_sharding_strategy"):
+        laid(OWN + "strategy: ddp\n", from_file(acc), tmp_path)
+    with pytest.raises(ConfigError, match=r"c.yaml:2: precision.*'fp16', but .*acc.yaml:4: mixed_precision"):
+        laid(OWN + "precision: fp16\n", from_file(acc), tmp_path)
+    with pytest.raises(ConfigError, match="neither an accelerate config"):
+        (tmp_path / "own.yaml").write_text(OWN)
+        from_file(tmp_path / "own.yaml")
+
+
+def test_a_deepspeed_json_is_laid_over_a_config(tmp_path: Path) -> None:
+    ds = tmp_path / "ds.json"
+    ds.write_text('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "bf16": {"enabled": "auto"}}')
+    config = laid(OWN, from_file(ds), tmp_path)
+    assert (config.strategy.kind, config.strategy.config, config.batch.accumulation) == ("zero2", str(ds), 2)
+
+
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default"}
+FSDP_LAUNCHED = {
+    **LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_FORWARD_PREFETCH": "false",
+}  # fmt: skip
+
+
+def test_accelerate_launch_chooses_the_strategy(tmp_path: Path) -> None:
+    assert from_environment({}) is None
+    assert laid(OWN, from_environment(LAUNCHED), tmp_path).strategy.kind == "auto"
+    assert laid(OWN + "strategy: fsdp2\n", from_environment(LAUNCHED), tmp_path).strategy.kind == "fsdp2"
+    assert laid(OWN, from_environment(FSDP_LAUNCHED), tmp_path).strategy.reshard_after_forward
+    grad_op = from_environment({**FSDP_LAUNCHED, "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"})
+    assert not laid(OWN, grad_op, tmp_path).strategy.reshard_after_forward
+    second = from_environment({**FSDP_LAUNCHED, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"})
+    assert not laid(OWN, second, tmp_path).strategy.reshard_after_forward
+    zero = {**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_GRADIENT_CLIPPING": "0.5"}
+    config = laid(OWN, from_environment(zero), tmp_path)
+    assert (config.strategy.kind, config.optimizer.max_grad_norm) == ("zero3", 0.5)
+    with pytest.raises(ConfigError, match=r"c.yaml:2: strategy.*'ddp', but accelerate launch: FSDP_SHARDING_STRATEGY makes it 'fsdp2'"):
+        laid(OWN + "strategy: ddp\n", from_environment(FSDP_LAUNCHED), tmp_path)
+
+
+def test_a_precision_of_the_config_knows_better_than_accelerates_default(tmp_path: Path) -> None:
+    assert laid(OWN, from_environment(LAUNCHED), tmp_path).precision.kind == "fp32"
+    assert laid(OWN + "precision: bf16\n", from_environment(LAUNCHED), tmp_path).precision.kind == "bf16"
+    with pytest.raises(ConfigError, match="'fp16', but accelerate launch: ACCELERATE_MIXED_PRECISION"):
+        laid(OWN + "precision: fp16\n", from_environment({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}), tmp_path)
