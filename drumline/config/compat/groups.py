@@ -167,9 +167,9 @@ def _batch_norm(sheet: Sheet) -> None:
     old = pop(sheet, "sync_bn", "sync_bn_group_size")
     on = old.get("sync_bn")
     if on is not None and flag(on):
-        sheet.put("model.sync_batchnorm", {"enabled": True}, on)
-        if "sync_bn_group_size" in old:
-            sheet.put("model.sync_batchnorm", {"enabled": True, "group_size": whole(old["sync_bn_group_size"])}, on)
+        sheet.put("model.sync_batchnorm", True, on)
+        if "sync_bn_group_size" in old and whole(old["sync_bn_group_size"]) > 1:
+            sheet.put("model.sync_batchnorm_ranks", whole(old["sync_bn_group_size"]), old["sync_bn_group_size"])
     elif "sync_bn_group_size" in old:
         sheet.note(old["sync_bn_group_size"], "without effect: sync_bn is not on")
 
