@@ -68,8 +68,8 @@ class SentBytes(TorchDispatchMode):
         self.total = 0.0
 
     @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # compiled code stays compiled under it
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code runs compiled under it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
