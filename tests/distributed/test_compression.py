@@ -53,6 +53,9 @@ RUNS = {
     "ddp, sgd": Run(ddp(), sections=SGD),
     "local_sgd of period 1, sgd": Run({"kind": "local_sgd", "period": 1}, sections=SGD),
     "local_sgd from step 6 on, sgd": Run({"kind": "local_sgd", "period": 100, "start_step": 6}, sections=SGD),
+    "fsdp2": Run({"kind": "fsdp2"}, sections=FOUR),
+    "fsdp2 grad-op": Run({"kind": "fsdp2", "reshard_after_forward": False}, sections=FOUR),
+    "tp": Run({"kind": "tp"}, sections=FOUR),
     "ddp of four": Run(ddp(), sections=FOUR),
     "topk of four": Run(ddp("topk", ratio=0.05), sections=FOUR),
     "local_sgd of four": Run({"kind": "local_sgd", "period": 3}, sections=FOUR),
@@ -119,6 +122,15 @@ def test_ddp_sends_four_bytes_a_parameter(runs: Path) -> None:
     """By the ring 2 (n − 1) / n × 4 bytes: exactly 4 on two ranks, 6 on four."""
     assert figures(runs, "ddp", "sent_bytes") == [None, None, *[4 * parameters(runs)] * (STEPS - 2)]
     assert figures(runs, "none on 4", "sent_bytes")[2:] == [6 * parameters(runs)] * 2
+
+
+def test_other_strategies_send_what_theory_says(runs: Path) -> None:
+    """A shard gathered and a gradient scattered are each half of an all-reduce (ZeRO, Rajbhandari et al. 2020, section 7); gathering the
+    blocks again for backward is another; all that for each of two micro-batches. Tensor parallelism sends activations."""
+    whole = 2 * 4 * parameters(runs)
+    assert figures(runs, "fsdp2 grad-op", "sent_bytes")[-1] == pytest.approx(whole, rel=0.01)
+    assert 1.2 * whole < figures(runs, "fsdp2", "sent_bytes")[-1] <= 1.5 * whole
+    assert figures(runs, "tp", "sent_bytes")[-1] > 0
 
 
 @pytest.mark.parametrize("name", [name for name in NEAR if RUNS[name].ratio])
