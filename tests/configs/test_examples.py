@@ -24,11 +24,13 @@ QUICK = [
     "eval.at_start=false",
     "data.eval=[]",
 ]
+# Processes: what needs more is parsed and dry-run only.
+MOST = 4
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
 def test_there_are_examples() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"sft_smollm2", "own_data", "pretrain_tiny", "ddp"}
+    assert {path.stem for path in EXAMPLES} >= {"sft_smollm2", "own_data", "pretrain_tiny", "ddp", "mesh_8"}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
@@ -41,13 +43,13 @@ def test_parses(path: Path) -> None:
 def test_dry_run(path: Path, tmp_path: Path) -> None:
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", "--dry-run")
     assert finished.code == 0, finished.err
-    assert "mesh           pp 1 × replicate" in finished.out and "max_grad_norm: 1.0" in finished.out
+    assert "mesh           pp " in finished.out and "max_grad_norm: 1.0" in finished.out
     assert not (tmp_path / "run").exists()
 
 
 @needs_the_model
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
 def test_first_steps(path: Path, tmp_path: Path) -> None:
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *QUICK, *BATCH, timeout=280)
     assert finished.code == 0, finished.out + finished.err
