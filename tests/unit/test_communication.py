@@ -1,0 +1,70 @@
+"""What the plan knows of strategies that send less: at which steps they send what, what is refused, and what the user is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drumline.config import strategies as s
+from drumline.errors import PlanError
+from drumline.plan.communication import step_kind
+from tests.unit.test_plan import plan
+
+
+def ddp(kind: str, **options: Any) -> dict[str, Any]:
+    return {"kind": "ddp", "compression": {"kind": kind, **options}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "together"),
+    [
+        (s.LocalSGDStrategy(period=4), [3, 7]),
+        (s.LocalSGDStrategy(period=4, start_step=2), [0, 1, 3, 7]),
+        (s.LocalSGDStrategy(period=1), list(range(9))),
+        (s.DiLoCoStrategy(period=5), [4]),
+    ],
+)
+def test_when_copies_come_together(strategy: s.AnyStrategy, together: list[int]) -> None:
+    assert [step for step in range(9) if step_kind(strategy, step) == "together"] == together
+
+
+@pytest.mark.parametrize(("kind", "first"), [("none", 9), ("bf16", 0), ("int8", 0), ("topk", 3), ("powersgd", 3)])
+def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
+    strategy = s.DDPStrategy(compression=s.Compression(kind=kind, start_step=3))
+    assert [step for step in range(9) if step_kind(strategy, step) == "compressed"] == list(range(first, 9))
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"strategy": ddp("int8") | {"tp": 2}}, "compression × tp"),
+        ({"strategy": ddp("bf16") | {"pp": 2}}, "compression × pp"),
+        ({"strategy": ddp("topk"), "precision": "fp16"}, "units of a loss scale"),
+        ({"strategy": ddp("powersgd"), "precision": "fp16"}, "units of a loss scale"),
+    ],
+)
+def test_what_is_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(world_size=4, batch={"global_samples": 8}, **sections)
+    assert says in error.value.line() and "strategy.compression" in error.value.line()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "int8"])
+def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
+    assert plan(world_size=4, strategy=ddp(kind), precision="fp16").precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "says"),
+    [
+        (ddp("topk"), 2, "is not saved"),
+        (ddp("powersgd"), 2, "is not saved"),
+        (ddp("bf16"), 1, "one process sends nothing"),
+        ("local_sgd", 2, "clips by its own gradient norm"),
+        ("diloco", 2, "mean of the ranks' weights"),
+        ("diloco", 1, "one process"),
+    ],
+)
+def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
+    assert any(says in line for line in plan(world_size=world_size, strategy=strategy).why)
