@@ -25,6 +25,13 @@ def step_kind(strategy: s.AnyStrategy, step: int) -> str:
     return "whole"
 
 
+def kept_bytes(strategy: s.AnyStrategy, world: int) -> int:
+    """Bytes for each learned parameter that a rank keeps between steps for talking less: errors, or the outer weights and momentum."""
+    if isinstance(strategy, s.DiLoCoStrategy):
+        return 4 + 4
+    return 4 if world > 1 and isinstance(strategy, s.DDPStrategy) and strategy.compression.kind in s.WITH_MEMORY else 0
+
+
 def communication_why(strategy: s.AnyStrategy, world: int) -> list[str]:
     """What the user should know of a strategy that does not send everything at each step."""
     if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):

@@ -11,7 +11,7 @@ from drumline.config import strategies as st
 from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
-from drumline.plan.communication import communication_why
+from drumline.plan.communication import communication_why, kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
@@ -197,7 +197,7 @@ def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precisio
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
-    state_bytes = facts.learned * STATE_BYTES[config.optimizer.kind] + facts.frozen_bytes
+    state_bytes = facts.learned * (STATE_BYTES[config.optimizer.kind] + kept_bytes(config.strategy, mesh.world_size)) + facts.frozen_bytes
     # Where weights are sharded at all, ranks that hold parts of the same sequences shard them too.
     parts = mesh.shard * mesh.tp * mesh.pp * (mesh.cp if config.strategy.kind == "fsdp2" else 1)
     return Predicted(

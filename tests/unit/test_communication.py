@@ -8,7 +8,7 @@ import pytest
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
-from drumline.plan.communication import step_kind
+from drumline.plan.communication import kept_bytes, step_kind
 from tests.unit.test_plan import plan
 
 
@@ -68,3 +68,9 @@ def test_what_keeps_nothing_goes_with_a_loss_scale(kind: str) -> None:
 )
 def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
     assert any(says in line for line in plan(world_size=world_size, strategy=strategy).why)
+
+
+def test_what_is_kept_between_steps_is_counted() -> None:
+    keeps = {kind: kept_bytes(s.DDPStrategy(compression=s.Compression(kind=kind)), 2) for kind in ("none", "int8", "topk", "powersgd")}
+    assert keeps == {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
+    assert (kept_bytes(s.DiLoCoStrategy(), 2), kept_bytes(s.LocalSGDStrategy(), 2)) == (8, 0)
