@@ -73,6 +73,13 @@ RULES: tuple[Rule, ...] = (
         "adapter.quantize",
     ),
     Rule(
+        "selective checkpointing × zero3",
+        lambda c: c.config.memory.activation_checkpointing == "selective" and c.config.strategy.kind == "zero3",
+        "torch's selective checkpointing wants the same operations again, and DeepSpeed gathers weights within a block otherwise then",
+        "use memory.activation_checkpointing=full, or strategy=fsdp2",
+        "memory.activation_checkpointing",
+    ),
+    Rule(
         "SyncBatchNorm × a strategy that is not data parallel",
         lambda c: (
             c.config.model.sync_batchnorm

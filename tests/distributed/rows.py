@@ -108,7 +108,7 @@ CASES = [
     Case(
         "selective checkpointing",
         {"data": {"packing": True}, "rows": 120, "memory": {"activation_checkpointing": "selective"}},
-        rows=("ddp 2", "fsdp2 2", "tp 2", "cp 2"),
+        rows=("ddp 2", "fsdp2 2", "tp 2", "cp 2", "zero2 2"),
     ),
     Case(
         "lora",
@@ -125,6 +125,9 @@ CASES = [
             "fsdp2 2 x pp 2, interleaved",
             "tp 2 x pp 2",
             "cp 2",
+            "zero2 2, accumulation 4",
+            "zero3 2, nothing kept whole, accumulation 4",
+            "zero3 2, activation checkpointing",
         ),
     ),
     Case(
