@@ -92,14 +92,14 @@ ROWS = [
     Row("zero3 2, activation checkpointing", 2, {"strategy": CUT, "memory": {"activation_checkpointing": "full"}}),
     Row("zero3 4", 4, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
-# In low precision the numbers are near, not equal: held against the reference in fp32, losses only.
+# In low precision the numbers are near, not equal: held against the reference in fp32, with accumulation and clipping, losses and norms.
 LOW = [
     Row(f"{strategy} 2, {precision}", 2, {"strategy": strategy, "precision": precision, "batch": {"global_samples": 8, "micro_batch": 2}})
     for strategy in ("ddp", "fsdp2", "tp", "pp")
     for precision in ("bf16", "fp16")
 ]
 LOW.append(Row("fsdp2 2 x pp 2, bf16", 4, {"strategy": {"kind": "fsdp2", "pp": 2}, "precision": "bf16", "batch": {"micro_batch": 2}}))
-LOW_TOLERANCE = 1e-2
+LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
     Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
@@ -136,5 +136,6 @@ CASES = [
         rows=("pp 2, interleaved", "pp 2, zero bubble", "pp 4", "fsdp2 2 x pp 2, interleaved", "tp 2 x pp 2"),
     ),
 ]
+LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
 assert all(name in {row.name for row in ROWS} for case in CASES for name in case.rows), "a case names a row that is not there"
