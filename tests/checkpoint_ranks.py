@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "drumline.checkpoint.save", "drumline.checkpoint.load"])
+PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"]
+FORKS.set_forkserver_preload([*PRELOADED, "drumline.checkpoint.save", "drumline.checkpoint.load", "drumline.strategies.native"])
 
 LIFETIME = 120  # seconds after which a rank is killed whatever happens
 PR_SET_PDEATHSIG = 1

@@ -100,12 +100,17 @@ class FSDP2Strategy(_Degrees):
     sync_each_micro_batch: bool = Field(
         True, description="Reduce gradients after each micro-batch. false: once a step, with whole gradients kept in between."
     )
-    prefetch: int = Field(1, ge=0, description="Blocks whose weights are gathered ahead of the one that computes in forward.")
+    prefetch: int = Field(
+        1, ge=0, description="Blocks whose weights are gathered ahead of the one that computes in forward. 0: as torch orders it."
+    )
     backward_prefetch: int | None = Field(None, ge=0, description="The same in backward; null: as in forward.")
     offload: Literal["none", "cpu"] = Field(
         "none", description="cpu: weights, gradients and moments live in host memory; so does the step."
     )
-    param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="Type weights are gathered in; auto: the precision's.")
+    param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Type weights are gathered in; auto: the precision's. fp32: gathered whole, cast op by op to the precision.",
+    )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Type gradients are reduced in.")
     wrap: list[str] | None = Field(None, description="Class names of the blocks that are gathered by themselves; null: the model's own.")
 

@@ -9,7 +9,10 @@ from drumline.plan.mesh import DIMENSIONS, Mesh
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """All five dimensions by name, those of size one too. Collective."""
+    """All five dimensions by name, those of size one too. Collective. One process alone becomes a process group of one."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 

@@ -11,19 +11,26 @@ from drumline.config.schema import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
-from drumline.models.shards import Loaded, Source, Values, Whole, from_files
+from drumline.models.shards import Loaded, Source, Values, Whole, aliases, from_files
 
 logger = logging.getLogger(__name__)
 
 
 def lay_out(
-    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None, quantization: Any = None
+    path: str | None,
+    model: ModelConfig,
+    seed: int,
+    device: str = "cpu",
+    dtype: Any = None,
+    quantization: Any = None,
+    held: frozenset[str] = frozenset(),
 ) -> tuple[Any, Source]:
     """A causal LM in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
     is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
-    no sdpa. `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`).
+    no sdpa. `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`). `held`: names of
+    tensors that a checkpoint will fill; where it has all of them, no file is looked at.
     Raises ModelError, also where the folder holds no weights for some part of the model (transformers would draw them).
     """
     quiet()
@@ -34,6 +41,8 @@ def lay_out(
         if quantization is not None and pretrained is not None:
             raise Whole("its weights are packed as they are read")
         built = _without_weights(path, model, config, options)
+        if all(held.intersection(names) for names in aliases(built)):
+            return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed)
         hub = hub_options(pretrained, model)

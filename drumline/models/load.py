@@ -179,6 +179,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
         embedding_parameters=parameters - sum(blocks) - (0 if tied else head_parameters),
         head_parameters=head_parameters,
         attention_flops=float(12 * width * length),
+        classes=frozenset(type(module).__name__ for module in model.modules()),
     )
 
 

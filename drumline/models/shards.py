@@ -47,10 +47,10 @@ class Stored:
 
 
 class Loaded:
-    """The weights of a model that was built whole: they are there already."""
+    """Nothing is missing: the model was built whole, or a checkpoint fills it."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        assert not tensors, f"{next(iter(tensors))} was laid out without weights"
+        assert not tensors, f"nothing to fill {next(iter(tensors))} with"
 
 
 @dataclass(frozen=True)

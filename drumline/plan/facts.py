@@ -24,7 +24,7 @@ class ModelFacts:
     """Sizes of a model. Counts are of parameters (tied ones once), FLOPs of the matrix products of one token, forward and backward.
 
     `tp_styles`: the words of the tensor-parallel plan that the model carries, none without one. `tp_cuts_heads`: under it, a rank
-    holds some of the attention heads.
+    holds some of the attention heads. `classes`: names of the classes of its modules.
     """
 
     name: str
@@ -39,6 +39,7 @@ class ModelFacts:
     tp_styles: frozenset[str] = frozenset()
     tp_cuts_heads: bool = False
     batch_norms: int = 0
+    classes: frozenset[str] = frozenset()
     frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
     frozen_bytes: int = 0  # of those, on a device
     block_parameters: tuple[int, ...] = ()  # of each block in order; empty where the model has no one list of them

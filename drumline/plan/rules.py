@@ -104,6 +104,24 @@ RULES: tuple[Rule, ...] = (
         "model.sync_batchnorm",
     ),
     Rule(
+        "wrap × the model",
+        lambda c: bool(_not_there(c)),
+        lambda c: f"the model has no module of class {', '.join(_not_there(c))}",
+        lambda c: f"there are {', '.join(sorted(c.facts.classes))}" if c.facts else "",
+        "strategy.wrap",
+    ),
+    Rule(
+        "fp16 weights or gradients × no loss scale",
+        lambda c: (
+            isinstance(c.config.strategy, s.FSDP2Strategy)
+            and c.precision != "fp16"
+            and "fp16" in (c.config.strategy.param_dtype, c.config.strategy.reduce_dtype)
+        ),
+        "gradients in fp16 fall to zero without the loss scale of precision=fp16",
+        "use precision=fp16, or bf16 for the two types",
+        "strategy",
+    ),
+    Rule(
         "adapter export × no adapter",
         lambda c: c.config.checkpoint.export_adapter and c.config.adapter.kind == "none",
         "there is no adapter to export",
@@ -293,6 +311,12 @@ def _packed(case: Case) -> bool:
 def compression(strategy: s.AnyStrategy) -> str:
     """What DDP's gradients are compressed by; `none` where there is no DDP."""
     return strategy.compression.kind if isinstance(strategy, s.DDPStrategy) else "none"
+
+
+def _not_there(case: Case) -> list[str]:
+    """Classes that FSDP2 should wrap and the model does not have."""
+    wrap = case.config.strategy.wrap if isinstance(case.config.strategy, s.FSDP2Strategy) else None
+    return sorted(set(wrap or ()) - case.facts.classes) if case.facts else []
 
 
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, str]] = {
         "seconds": "of the step, waiting for data included",
         "data_s": "seconds waiting for data, mean over ranks",
         "compute_s": "what is left of the seconds, mean over ranks",
-        "comm_s": "seconds waiting for other ranks, mean over ranks",
+        "comm_s": "seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing",
         "sent_bytes": "that a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind,"
         " by the ring algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted",
         "memory_bytes": "of each rank: the allocator's peak on a GPU, the resident set on a CPU",

@@ -228,7 +228,12 @@ class Progress:
             table.add_row("held out", f"{_figures(self.evals[-1])} (step {self.evals[-1]['step']})")
         mfu = f" · MFU {now['mfu']:.1%}" if now.get("mfu") else ""
         table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s · {now['samples_per_s']:.2f} samples/s{mfu}")
-        table.add_row("time", f"data {now['data_s']:.2f} s · compute {now['compute_s']:.2f} s · waiting for others {now['comm_s']:.2f} s")
+        parts = [f"data {now['data_s']:.2f} s", f"compute {now['compute_s']:.2f} s"]
+        if now["comm_s"] is None:
+            parts[1] = f"compute and waiting for others {now['compute_s']:.2f} s"
+        else:
+            parts.append(f"waiting for others {now['comm_s']:.2f} s")
+        table.add_row("time", " · ".join(parts))
         if self.sent:
             table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
         table.add_row("rate", f"lr {now['lr']:.3g} · gradient norm {_number(now['grad_norm'])}")

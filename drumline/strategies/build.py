@@ -23,7 +23,7 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed)
+    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held)
     if config.data.packing:
         require_documents_apart(model, device)
     if config.adapter.kind == "lora":

@@ -61,8 +61,8 @@ class Engine(Protocol):
         """
         ...
 
-    def exposed_communication(self) -> float:
-        """Seconds of the last forward_backward in which this rank only waited for others' gradients."""
+    def exposed_communication(self) -> float | None:
+        """Seconds of the last forward_backward in which this rank only waited for others' gradients; None where nothing measures it."""
         ...
 
 
@@ -121,7 +121,7 @@ class FakeEngine:
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.calls = state["calls"]
 
-    def exposed_communication(self) -> float:
+    def exposed_communication(self) -> float | None:
         return 0.0
 
 

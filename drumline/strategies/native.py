@@ -27,7 +27,7 @@ from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.strategies.tensor_parallel import apply_tp
-from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2, gathered_in
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,7 +36,9 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEngine] | None = None) -> NativeEngine:
     """Spread a model as the plan says: transforms in order, then its weights, then the optimizer over the parameters there are."""
     config = plan.config
-    whole = device_mesh(plan.mesh, plan.device) if plan.mesh.world_size > 1 else None
+    # FSDP2 has work for one process alone, too: to keep its weights in host memory.
+    spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
+    whole = device_mesh(plan.mesh, plan.device) if spreads else None
     if plan.mesh.tp > 1:
         assert whole is not None
         apply_tp(model, whole["tp"])
@@ -57,9 +59,10 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
         assert whole is not None
-        root = apply_fsdp2(module, model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision))
+        dtype = gathered_in(strategy, plan.precision)
+        root = apply_fsdp2(module, model, strategy, data_mesh(whole), dtype)
         values.fill(model, offloaded=plan.offload == "cpu")
-        return Sharded(root, strategy.sync_each_micro_batch)
+        return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
     values.fill(model)
     if plan.data_parallel == "dp":
         return Alone(apply_dp(module, plan.device))
@@ -82,7 +85,7 @@ class NativeEngine:
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.device = plan.device
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
-        self.autocast_dtype = None if isinstance(spread, Sharded) else LOW_PRECISION.get(plan.precision)
+        self.autocast_dtype = None if isinstance(spread, Sharded) and spread.casts else LOW_PRECISION.get(plan.precision)
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named, self.batch_norms = dict(model.named_parameters()), batch_norms(model)
         self.optimizer = build_optimizer(self.named, plan.config.optimizer)
@@ -150,7 +153,7 @@ class NativeEngine:
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]
 
-    def exposed_communication(self) -> float:
+    def exposed_communication(self) -> float | None:
         return self.spread.exposed_communication()
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -17,17 +17,25 @@ def global_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None =
     by_place: dict[Place, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_place.setdefault(_spread_over(gradient), []).append(local(gradient))
-    device = gradients[0].device if gradients else torch.device("cpu")
+    device = _device_of_sums(gradients)
     total = torch.zeros((), device=device, dtype=torch.float64)
     for groups, parts in by_place.items():
         norms = torch._foreach_norm([p for p in parts if p.numel()], 2.0, dtype=torch.float32)
-        squares = torch.stack(norms).double().square().sum() if norms else torch.zeros_like(total)
+        squares = torch.stack(norms).double().square().sum().to(device) if norms else torch.zeros_like(total)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares
     if group is not None:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())
+
+
+def _device_of_sums(gradients: list[torch.Tensor]) -> torch.device:
+    """Where sums over ranks are made: where the gradients lie, or the device of their mesh (offloaded ones lie in host memory)."""
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and gradient.device_mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+    return gradients[0].device if gradients else torch.device("cpu")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

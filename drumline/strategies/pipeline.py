@@ -22,12 +22,12 @@ from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums, total
-from drumline.strategies.native import LOW_PRECISION, NativeEngine
+from drumline.strategies.native import NativeEngine
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.spread import Alone, Averaged, Sharded, Spread
 from drumline.strategies.stages import Layout, Stage, find_layout, part, tied
 from drumline.strategies.tensor_parallel import apply_tp
-from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_fsdp2
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_fsdp2, gathered_in
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -63,17 +63,18 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
     """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
-    low = LOW_PRECISION.get(plan.precision)
-    return low if low is not None and isinstance(plan.config.strategy, FSDP2Strategy) else torch.float32
+    strategy = plan.config.strategy
+    return (gathered_in(strategy, plan.precision) if isinstance(strategy, FSDP2Strategy) else None) or torch.float32
 
 
 def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whole: DeviceMesh, values: Values) -> Spread:
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
         # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
-        roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), LOW_PRECISION.get(plan.precision)) for s in stages]
+        dtype = gathered_in(strategy, plan.precision)
+        roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), dtype) for s in stages]
         values.fill(model, offloaded=plan.offload == "cpu")
-        return Sharded(roots[0], sync_each_micro_batch=False)
+        return Sharded(roots[0], sync_each_micro_batch=False, casts=dtype is not None)
     values.fill(model)
     if plan.mesh.data_ranks * plan.mesh.cp > 1:
         buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()

@@ -29,8 +29,8 @@ class Spread(Protocol):
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
         ...
 
-    def exposed_communication(self) -> float:
-        """Seconds of the last step in which backward had ended and gradients were still on their way; 0 where it is not known."""
+    def exposed_communication(self) -> float | None:
+        """Seconds of the last step in which backward had ended and gradients were still on their way; None where it is not known."""
         ...
 
 
@@ -75,8 +75,10 @@ class Replicated:
 class Sharded:
     """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
 
-    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool) -> None:
+    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in."""
         assert isinstance(module, nn.Module)
+        self.casts = casts
         self.module: nn.Module = module
         self.inner: nn.Module = module
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
@@ -85,8 +87,9 @@ class Sharded:
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         return contextlib.nullcontext()
 
-    def exposed_communication(self) -> float:
-        return 0.0
+    def exposed_communication(self) -> float | None:
+        # It waits in the middle of forward and backward, and has no clocks there.
+        return None
 
 
 class Averaged:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.config.schema import CompileConfig
@@ -20,6 +20,8 @@ from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.strategies.recompute import selective
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:
@@ -47,23 +49,33 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
         block.compile(mode=options.mode)
 
 
+def gathered_in(options: FSDP2Strategy, precision: str) -> torch.dtype | None:
+    """The type in which FSDP2 gathers weights; None: that in which they are kept."""
+    dtype = DTYPES[precision if options.param_dtype == "auto" else options.param_dtype]
+    return None if dtype == torch.float32 else dtype
+
+
 def apply_fsdp2(
     module: nn.Module, model: nn.Module, options: FSDP2Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None
 ) -> FSDPModule:
     """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
 
-    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Gradients are averaged over all
-    ranks of the mesh, in fp32 also where the weights are gathered in `param_dtype`.
+    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Weights are gathered in `param_dtype`;
+    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device.
     """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    units = blocks(model)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    root = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    for unit in reversed(units):  # inner ones first: what they take is no part of the outer
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **shared)
+    root = fully_shard(module, reshard_after_forward=False, **shared)
+    ahead = options.prefetch
+    behind = ahead if options.backward_prefetch is None else options.backward_prefetch
     for index, unit in enumerate(units):
         assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.prefetch])  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch(units[max(0, index - options.prefetch) : index][::-1])  # type: ignore[arg-type]
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
     return root
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
+from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.schema import Config
 from drumline.data.cache import TokenCache
@@ -41,7 +43,13 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         deterministic()
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
     device = f"cuda:{ranks.local_rank}" if plan.device == "cuda" else "cpu"
-    engine = build_engine(plan, device)
+    start, searched = None, 0.0
+    if resume is not None:
+        with goodput.spend("restore"):
+            began = time.time()
+            start = Start.find(plan, resume)
+            searched = time.time() - began
+    engine = build_engine(plan, device, start.held if start else frozenset())
     checkpointer = Checkpointer(
         Path(plan.run_dir) / "checkpoints",
         keep=config.checkpoint.keep,
@@ -50,9 +58,9 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         asynchronous=config.checkpoint.asynchronous,
     )
     state = TrainState()
-    if resume is not None:
+    if start is not None:
         with goodput.spend("restore"):
-            state = restore(plan, engine, resume, emit)
+            state = start.restore(engine, emit, time.time() - searched)
     stream, held_out = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
     losses = series(past, "loss")
     return Loop(
@@ -113,34 +121,50 @@ def build_streams(
     return on_device(training), held_out if data.eval_cache else None
 
 
-def restore(plan: Plan, engine: Engine, resume: str, emit: Emit) -> TrainState:
-    """Fill the engine from a checkpoint folder, or from the newest whole one (`newest`); a start at step 0 where there is none."""
-    began = time.time()
-    path, skipped, verify = Path(resume), [], plan.config.checkpoint.verify
-    if resume == "newest":
-        found = newest(Path(plan.run_dir) / "checkpoints", verify)
-        skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
-        if found.path is None and skipped:
-            raise CheckpointError(
-                "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped),
-                where=plan.run_dir,
-                fix="start again in another folder with run.dir=…",
-            )
-        if found.path is None:
-            emit("restore", step=0, path=None, seconds=time.time() - began, skipped=skipped)
-            return TrainState()
-        path = found.path
-    else:
-        check(path, verify)
-    tensors = engine.tensors()
-    load(path, tensors, optional=OPTIONAL)
-    saved = read_state(path)
-    state = TrainState.load(saved["trainer"])
-    engine.load_state({**saved["engine"], "step": state.step}, tensors)
-    if state.step < 0 or state.position < 0:
-        raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(path))
-    emit("restore", step=state.step, path=str(path), seconds=time.time() - began, skipped=skipped)
-    return state
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from: a whole checkpoint, or step 0 (`path` None); the damaged ones that were passed over."""
+
+    path: Path | None
+    skipped: list[dict[str, str]]
+    held: frozenset[str]  # names of the model's tensors that are in it
+
+    @classmethod
+    def find(cls, plan: Plan, resume: str) -> Start:
+        """`resume`: a checkpoint folder, or `newest` for the newest whole one. Collective."""
+        verify = plan.config.checkpoint.verify
+        path, skipped = Path(resume), []
+        if resume == "newest":
+            found = newest(Path(plan.run_dir) / "checkpoints", verify)
+            skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
+            if found.path is None and skipped:
+                raise CheckpointError(
+                    "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped),
+                    where=plan.run_dir,
+                    fix="start again in another folder with run.dir=…",
+                )
+            if found.path is None:
+                return cls(None, skipped, frozenset())
+            path = found.path
+        else:
+            check(path, verify)
+        names = read_manifest(path).tensors
+        return cls(path, skipped, frozenset(name.removeprefix("model.") for name in names if name.startswith("model.")))
+
+    def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
+        """Fill the engine; the event says the seconds since `began` (unix). Collective."""
+        state = TrainState()
+        if self.path is not None:
+            tensors = engine.tensors()
+            load(self.path, tensors, optional=OPTIONAL)
+            saved = read_state(self.path)
+            state = TrainState.load(saved["trainer"])
+            engine.load_state({**saved["engine"], "step": state.step}, tensors)
+            if state.step < 0 or state.position < 0:
+                raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))
+        path = None if self.path is None else str(self.path)
+        emit("restore", step=state.step, path=path, seconds=time.time() - began, skipped=self.skipped)
+        return state
 
 
 def memory_in_use(device: str) -> int:

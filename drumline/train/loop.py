@@ -86,7 +86,8 @@ class Loop:
         with self.traffic.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
             grad_norm = self.engine.grad_norm()
-        comm_s = self.engine.exposed_communication()
+        waited = self.engine.exposed_communication()
+        comm_s = math.nan if waited is None else waited
         total, clocks = self.gather(sums, data_s, comm_s, float(self.memory_bytes()))
         loss = total["loss"] / denominator
         lr = learning_rate(
@@ -121,7 +122,7 @@ class Loop:
         waits_comm: list[float],
         memory: list[float],
     ) -> None:
-        """`waits_…`: seconds of each rank, of which the mean is shown; `memory`: bytes of each."""
+        """`waits_…`: seconds of each rank, of which the mean is shown (NaN: not measured); `memory`: bytes of each."""
         world = self.gather.world_size
         samples = int((batch.sample_ids >= 0).sum())
         predicted = self.plan.predicted
@@ -144,7 +145,7 @@ class Loop:
             mfu=mfu,
             seconds=seconds,
             data_s=data_s,
-            compute_s=max(0.0, seconds - data_s - comm_s),
+            compute_s=max(0.0, seconds - data_s - (0.0 if math.isnan(comm_s) else comm_s)),
             comm_s=comm_s,
             sent_bytes=sent,
             memory_bytes=[int(m) for m in memory],

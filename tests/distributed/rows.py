@@ -39,11 +39,18 @@ ROWS = [
     Row("ddp 2, static graph", 2, {"strategy": {"kind": "ddp", "static_graph": True, "find_unused_parameters": False}}),
     Row("ddp 2, finds unused", 2, {"strategy": {"kind": "ddp", "find_unused_parameters": True, "broadcast_buffers": False}}),
     Row("ddp 2, activation checkpointing", 2, {"strategy": "ddp", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 1", 1, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 8}}),
     Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
     Row("fsdp2 2, accumulation 4", 2, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 1}}),
     Row("fsdp2 2, reduced once a step", 2, {"strategy": {"kind": "fsdp2", "sync_each_micro_batch": False}, "batch": {"micro_batch": 1}}),
     Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False, "prefetch": 0}}),
     Row("fsdp2 2, activation checkpointing", 2, {"strategy": "fsdp2", "memory": {"activation_checkpointing": "full"}}),
+    Row("fsdp2 2, offload", 2, {"strategy": {"kind": "fsdp2", "offload": "cpu"}, "batch": {"micro_batch": 2}}),
+    Row(
+        "fsdp2 2, wraps blocks and their halves",
+        2,
+        {"strategy": {"kind": "fsdp2", "wrap": ["LlamaDecoderLayer", "LlamaMLP"], "prefetch": 3, "backward_prefetch": 2}},
+    ),
     Row("fsdp2 4", 4, {"strategy": "fsdp2", "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
     Row("tp 2", 2, {"strategy": "tp"}),
@@ -99,6 +106,11 @@ LOW = [
     for precision in ("bf16", "fp16")
 ]
 LOW.append(Row("fsdp2 2 x pp 2, bf16", 4, {"strategy": {"kind": "fsdp2", "pp": 2}, "precision": "bf16", "batch": {"micro_batch": 2}}))
+LOW += [
+    Row("fsdp2 2, gathered in bf16", 2, {"strategy": {"kind": "fsdp2", "param_dtype": "bf16"}}),
+    Row("fsdp2 2, reduced in bf16", 2, {"strategy": {"kind": "fsdp2", "reduce_dtype": "bf16"}}),
+    Row("fsdp2 2, gathered in fp32, bf16", 2, {"strategy": {"kind": "fsdp2", "param_dtype": "fp32"}, "precision": "bf16"}),
+]
 LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
