@@ -169,7 +169,7 @@ RULES: tuple[Rule, ...] = (
         "ring × packing",
         lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.config.data.packing,
         "torch's ring attention takes no mask, and documents of a pack are kept apart by one",
-        "use cp_method=ulysses, or data.packing=false",
+        "use ulysses, or data.packing=false",
     ),
     Rule(
         "cp × pp",

@@ -158,8 +158,8 @@ def no_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
         if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
             raise PlanError(
                 "ring attention in torch takes no mask, and this model has layers with windows of their own",
-                where="strategy.cp_method",
-                fix="use cp_method=ulysses",
+                where="strategy",
+                fix="use ulysses",
             )
         return None
 

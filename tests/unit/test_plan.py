@@ -11,6 +11,7 @@ from drumline.config.schema import BatchConfig, Config, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.explain import count, explain, plan_line, size
+from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.plan.schedule import learning_rate
@@ -105,12 +106,61 @@ def test_auto_picks_and_says_why() -> None:
         (TWO_H100, {"launch": {"nproc": 4}}, ["4 processes", "2 GPUs found", "--nproc 2"]),
         (CPU, {"run": {"device": "cuda"}}, ["no GPU was found"]),
         (CPU, {"strategy": "single", "launch": {"nproc": 2}}, ["single runs one process", "ddp"]),
+        (CPU, {"strategy": "dp", "launch": {"nproc": 2}}, ["dp runs one process", "ddp"]),
+        (CPU, {"strategy": "dp", "compile": {"enabled": True}}, ["dp × compile", "strategy=ddp"]),
+        (CPU, {"strategy": "cp", "launch": {"nproc": 3}}, ["data.max_length", "128 tokens do not divide into 3 parts", "126 or 129"]),
+        (TWO_H100, {"strategy": {"kind": "cp", "method": "ring"}}, ["ring × packing", "ulysses, or data.packing=false"]),
+        (CPU, {"strategy": {"kind": "cp", "method": "ring"}, "launch": {"nproc": 2}}, ["ring × CPU"]),
+        (CPU, {"strategy": "cp", "model": {"attention": "eager"}, "launch": {"nproc": 2}}, ["not around eager", "model.attention=auto"]),
+        (CPU, {"strategy": {"kind": "ddp", "cp": 2, "pp": 2}, "launch": {"nproc": 4}}, ["cp × pp"]),
     ],
 )
 def test_impossible_plans_are_refused(machine: Machine, sections: dict[str, object], says: list[str]) -> None:
     with pytest.raises(PlanError) as error:
         plan(machine, **sections)
     assert all(part in error.value.line() for part in says), error.value.line()
+
+
+@pytest.mark.parametrize(
+    ("heads", "strategy", "world_size", "says"),
+    [
+        (9, "cp", 2, ["9 attention heads do not divide by cp 2", "use cp=1"]),
+        (12, {"kind": "fsdp2", "cp": 8}, 8, ["12 attention heads do not divide by cp 8", "use cp=6"]),
+        (8, {"kind": "ddp", "cp": 4, "tp": 4}, 16, ["8 attention heads do not divide by cp 4 × tp 4", "use cp=2"]),
+        (8, {"kind": "ddp", "cp": 2, "tp": 4}, 8, None),
+    ],
+)
+def test_heads_are_shared_out_over_the_ranks_of_a_sequence(heads: int, strategy: object, world_size: int, says: list[str] | None) -> None:
+    facts = ModelFacts("m", 10**6, 1.0, 320, 512, 4, 8 * heads, heads=heads, kv_heads=1, tp_styles=frozenset({"colwise"}))
+    asked = config(strategy=strategy, batch={"global_samples": 16})
+    told = {"run_dir": "r", "machine": CPU, "world_size": world_size, "facts": facts, "model_path": "m", "data": DATA}
+    if says is None:
+        assert resolve(asked, **told).mesh.cp == 2
+        return
+    with pytest.raises(PlanError) as error:
+        resolve(asked, **told)
+    assert all(part in error.value.line() for part in says), error.value.line()
+
+
+def test_a_ring_cuts_each_part_in_two() -> None:
+    rows = {"train": [{"kind": "file", "path": "x.jsonl"}], "max_length": 126, "packing": False}
+    asked = config(strategy={"kind": "cp", "method": "ring"}, data=rows)
+    with pytest.raises(PlanError, match=r"126 tokens do not divide into 4 parts.*nearest: 124 or 128"):
+        resolve(asked, run_dir="r", machine=TWO_H100, world_size=None, facts=None, model_path="m", data=DATA)
+
+
+def test_dp_says_why_ddp_is_better() -> None:
+    two, one = plan(TWO_H100, strategy="dp", batch={"global_samples": 4}), plan(strategy="dp")
+    assert (two.mesh.world_size, two.devices_per_rank, two.data_parallel) == (1, 2, "dp")
+    assert "on 2 × cuda" in plan_line(two) and any("cut over 2 GPUs" in line for line in two.why)
+    assert one.devices_per_rank == 1 and any("the same as single" in line for line in one.why)
+    assert all(any("strategy ddp has none of that" in line for line in p.why) for p in (one, two))
+
+
+def test_fsdp2_shards_over_the_ranks_of_a_sequence_too() -> None:
+    resolved = plan(world_size=2, strategy={"kind": "fsdp2", "cp": 2})
+    assert "fsdp2 × cp 2" in plan_line(resolved) and "pretrain cp 2 on" not in plan_line(resolved)
+    assert "cp 2 on 2" in plan_line(plan(world_size=2, strategy="cp"))
 
 
 def test_more_processes_than_samples() -> None:
