@@ -27,15 +27,30 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "cp 2": (2, "cp"),
     "fsdp2 2 x tp 2": (4, {"kind": "fsdp2", "tp": 2}),
 }
+# A pipeline's stages name a part each: with some of the others, and with each other.
+PIPELINES: dict[str, tuple[int, Any]] = {
+    "pp 2": (2, "pp"),
+    "ddp 2 x pp 2": (4, {"kind": "ddp", "pp": 2}),
+}
+PIPELINE_PAIRS = [
+    ("pp 2", "single"),
+    ("ddp 2", "pp 2"),
+    ("pp 2", "fsdp2 2"),
+    ("tp 2", "pp 2"),
+    ("pp 2", "ddp 2 x pp 2"),
+    ("ddp 2 x pp 2", "pp 2"),
+    ("ddp 2 x pp 2", "fsdp2 2 x tp 2"),
+    ("fsdp2 hybrid 2 x 2", "ddp 2 x pp 2"),
+]
 # With an adapter only what learns is in a checkpoint.
 LORA = "lora, "
 LORA_PAIRS = [(f"{LORA}ddp 2", f"{LORA}fsdp2 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
-PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS
-RUNS = [*SPREADS, *dict.fromkeys([f"{LORA}single", *(a for a, _ in LORA_PAIRS)])]
+PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS + PIPELINE_PAIRS
+RUNS = [*SPREADS, *PIPELINES, *dict.fromkeys([f"{LORA}single", *(a for a, _ in LORA_PAIRS)])]
 
 
 def spread(name: str) -> tuple[int, Any]:
-    return SPREADS[name.removeprefix(LORA)]
+    return (SPREADS | PIPELINES)[name.removeprefix(LORA)]
 
 
 def plan(root: Path, name: str, folder: str) -> Path:
