@@ -58,7 +58,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
     apply_activation_checkpointing(held, plan.activation_checkpointing)
     apply_compile(held, plan.config.compile)
     stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
-    return PipelineEngine(plan, held, _spread(plan, held, stages, whole, values), stages, layout, whole["pp"], shared)
+    spread = _spread(plan, held, stages, whole, values)
+    return PipelineEngine(plan, held, spread, stages, layout, whole["pp"], shared, torch.device(values.device))
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
@@ -152,14 +153,16 @@ class PipelineEngine(NativeEngine):
         layout: Layout,
         pp: DeviceMesh,
         shared: list[str],
+        place: torch.device,
     ) -> None:
+        """`shared`: names of the weights that both ends hold. `place`: where stages compute."""
         super().__init__(plan, model, spread)
         assert plan.pipeline is not None
         self.stages, self.layout, self.group = stages, layout, pp.get_group()
         self.rank, self.ranks = pp.get_local_rank(), pp.size()
         self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
         self.dtype = _boundary_dtype(plan)
-        self.place = next(model.parameters()).device
+        self.place = place
         self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in stages:
             stage.autocast, stage.splits_backward = self._autocast, plan.pipeline.schedule == "zero_bubble"
