@@ -40,6 +40,8 @@ _C10D = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
+    "gather_": "all_to_all",  # mean over ranks: all but the root send their part
+    "scatter_": "all_to_all",  # the root alone has inputs, and keeps one
     "broadcast_": "passed_on",
     "reduce_": "passed_on",
     "send": "send",
@@ -52,8 +54,10 @@ _FUNCTIONAL = {
     "all_reduce_coalesced_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "broadcast": "passed_on",
     "broadcast_": "passed_on",

@@ -20,6 +20,8 @@ from drumline.config.strategies import Compression
 from drumline.plan.communication import compresses
 
 BLOCK = 256  # entries that share a scale of the 8-bit code
+# Its name from torch 2.13 on, and before.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def compress_ddp(ddp: DistributedDataParallel, options: Compression, seed: int) -> Compressor | None:
@@ -113,7 +115,7 @@ class Int8(Compressor):
         self._call(dist.all_to_all_single, received, sent)
         mine = encode(decode(received).sum(0, keepdim=True).div_(self.size))
         everyone = torch.empty_like(sent)
-        self._call(dist.all_gather_into_tensor, everyone, mine)
+        self._call(ALL_GATHER, everyone, mine)
         flat.copy_(decode(everyone).flatten()[: flat.numel()])
 
 
@@ -163,7 +165,7 @@ class TopK(ErrorFeedback):
         indices = flat.abs().topk(count, sorted=False).indices
         sent = torch.cat([indices.to(torch.int32), flat[indices].view(torch.int32)])
         everyone = sent.new_empty(self.size * 2 * count)
-        self._call(dist.all_gather_into_tensor, everyone, sent)
+        self._call(ALL_GATHER, everyone, sent)
         flat[indices] = 0
         self.keep(flat, parameters)
         flat.zero_()
