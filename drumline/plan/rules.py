@@ -218,6 +218,13 @@ RULES: tuple[Rule, ...] = (
         "use schedule: interleaved",
     ),
     Rule(
+        "selective checkpointing × zero_bubble",
+        lambda c: c.config.memory.activation_checkpointing == "selective" and _zero_bubble(c),
+        "the split backward goes through a block twice, and what was kept of it is given out once",
+        "use schedule: interleaved, or activation_checkpointing=full",
+        "memory.activation_checkpointing",
+    ),
+    Rule(
         "zero_bubble × compile",
         lambda c: _zero_bubble(c) and c.config.compile.enabled,
         "a compiled block has one backward, which does not split into that of its inputs and that of its weights",
@@ -278,13 +285,6 @@ RULES: tuple[Rule, ...] = (
         "the ranks of a second copy must divide all ranks",
         "use the number of GPUs of one host",
         "strategy.zeropp.hierarchical_partition",
-    ),
-    Rule(
-        "ZeRO × QLoRA",
-        lambda c: isinstance(c.config.strategy, s.ZeroStrategy) and getattr(c.config.adapter, "quantize", "none") != "none",
-        "DeepSpeed is given the model in host memory, and bitsandbytes packs weights on the GPU",
-        "use strategy=ddp or fsdp2, or quantize=none",
-        "adapter.quantize",
     ),
 )
 

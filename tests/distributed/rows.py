@@ -120,7 +120,7 @@ CASES = [
     Case(
         "selective checkpointing",
         {"data": {"packing": True}, "rows": 120, "memory": {"activation_checkpointing": "selective"}},
-        rows=("ddp 2", "fsdp2 2", "tp 2", "cp 2", "zero2 2"),
+        rows=("ddp 2", "fsdp2 2", "tp 2", "cp 2", "zero2 2", "pp 2, gpipe", "fsdp2 2 x pp 2, interleaved"),
     ),
     Case(
         "lora",

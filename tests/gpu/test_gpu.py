@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.config.strategies import DDPStrategy
 from tests.harness import drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -58,3 +59,28 @@ def test_qlora_learns_over_packed_weights(tmp_path: Path, bits: str) -> None:
     figures = losses(tmp_path / "run")
     assert figures[6] < figures[1]
     assert events(tmp_path / "run", "export")[0]["max_logit_difference"] < 1e-5
+
+
+def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:
+    import copy
+
+    import torch.distributed as dist
+    from torch import nn
+
+    from drumline.strategies.batchnorm import apply_sync_batchnorm
+    from drumline.strategies.transforms import apply_ddp
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).cuda()
+        shared = copy.deepcopy(plain)
+        apply_sync_batchnorm(shared, "cuda", None)
+        assert isinstance(shared[1], nn.SyncBatchNorm)
+        images = torch.randn(4, 3, 9, 9, device="cuda")
+        for model in (plain, apply_ddp(shared, DDPStrategy(), dist.group.WORLD)):
+            model(images).square().sum().backward()
+        for one, other in zip(plain.parameters(), shared.parameters(), strict=True):
+            assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(plain[1].running_var, shared[1].running_var)
+    finally:
+        dist.destroy_process_group()

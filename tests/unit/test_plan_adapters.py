@@ -1,0 +1,61 @@
+"""What the plan knows of adapters, shared batch statistics and recomputation: what is refused, and what learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from drumline.errors import PlanError
+from drumline.plan.explain import plan_line
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
+from tests.unit.test_plan import CPU, DATA, config
+
+FACTS = ModelFacts("llama", parameters=1000, flops_per_token=6000.0, vocab_size=32, max_positions=None, layers=2, hidden=8)
+LORA = {"kind": "lora"}
+
+
+def plan(world_size: int, facts: ModelFacts | None = FACTS, **sections: Any) -> Plan:
+    sections = {"batch": {"global_samples": 8}, **sections}
+    return resolve(config(**sections), run_dir="r", machine=CPU, world_size=world_size, facts=facts, model_path="m", data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("sections", "where", "says"),
+    [
+        ({"adapter": LORA | {"quantize": "4bit"}, "strategy": "fsdp2"}, "adapter.quantize", "packed weights are proven whole"),
+        ({"adapter": LORA | {"quantize": "8bit"}, "strategy": "zero2"}, "adapter.quantize", "packed weights are proven whole"),
+        ({"adapter": LORA | {"quantize": "4bit"}, "model": {"init": "random"}}, "adapter.quantize", "only weights that are loaded"),
+        ({"checkpoint": {"export_adapter": True}}, "checkpoint.export_adapter", "there is no adapter"),
+        (
+            {"checkpoint": {"export_adapter": True}, "adapter": LORA, "model": {"init": "random"}},
+            "checkpoint.export_adapter",
+            "in no folder",
+        ),
+        ({"model": {"sync_batchnorm": True}, "strategy": "tp"}, "model.sync_batchnorm", "hold whole samples"),
+        ({"model": {"sync_batchnorm": True, "sync_batchnorm_ranks": 3}}, "model.sync_batchnorm_ranks", "must divide the data ranks"),
+        ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm", "this model has no batch norm"),
+        ({"memory": {"activation_checkpointing": "selective"}, "strategy": "zero3"}, "memory.activation_checkpointing", "same operations"),
+        (
+            {"memory": {"activation_checkpointing": "selective"}, "strategy": {"kind": "pp", "schedule": "zero_bubble"}},
+            "memory.activation_checkpointing",
+            "goes through a block twice",
+        ),
+    ],
+)
+def test_adapters_statistics_and_recomputation_that_are_refused(sections: dict[str, Any], where: str, says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(world_size=4, **sections)
+    assert error.value.where == where and says in error.value.line()
+
+
+def test_an_adapter_shrinks_the_state() -> None:
+    whole = plan(world_size=2).predicted
+    frozen = dataclasses.replace(FACTS, frozen=FACTS.parameters - 10, frozen_bytes=4 * (FACTS.parameters - 10))
+    adapted = plan(world_size=2, facts=frozen, adapter=LORA)
+    assert (whole.learned, adapted.predicted.learned) == (FACTS.parameters, 10)
+    assert adapted.predicted.state_bytes_per_rank == 4 * (FACTS.parameters - 10) + 16 * 10
+    assert "10 of them learn" in plan_line(adapted)
