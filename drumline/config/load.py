@@ -24,7 +24,7 @@ from drumline.errors import ConfigError
 class Loaded:
     """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder.
 
-    `notes`: what became of another tool's keys; `resume`: what such a file says of going on.
+    `old`: it is another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: what it says of going on.
     """
 
     config: Config
@@ -32,6 +32,7 @@ class Loaded:
     base_dir: Path
     notes: tuple[str, ...] = ()
     resume: str | None = None
+    old: bool = False
 
 
 def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loaded:
@@ -48,7 +49,7 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loade
     if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
         own = read_deepspeed(path.parent / config.strategy.config)
         config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
-    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume)
+    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or over is not None)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:

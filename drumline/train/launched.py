@@ -23,7 +23,8 @@ def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
     """One rank, from plan to end. After a restart by the launcher the run goes on from its newest checkpoint."""
     ranks = Ranks.from_environment()
     asked = loaded.config.launch.nproc
-    if asked is not None and asked != ranks.world_size:
+    # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
+    if asked is not None and asked != ranks.world_size and not loaded.old:
         raise EnvironmentFault(
             f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes",
             where="launch.nproc",

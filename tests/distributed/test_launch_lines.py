@@ -27,9 +27,10 @@ LINES: dict[str, tuple[list[str], str]] = {
     "torchrun": ([*TORCHRUN, *MAIN], "ddp"),
     "torch.distributed.launch": ([*LAUNCH, *MAIN], "ddp"),
     "torch.distributed.launch --use-env, run.py": ([*LAUNCH, "--use-env", "run.py", "CONFIG"], "ddp"),
-    "deepspeed": ([*DEEPSPEED, *MAIN], "ddp"),
+    "deepspeed": ([*DEEPSPEED, *MAIN, "--deepspeed", "--deepspeed_config", str(EXAMPLES / "ds_zero2.json")], "zero2"),
     "accelerate launch": ([*ACCELERATE, "--multi_gpu", "--num_processes", "2", *MAIN], "ddp"),
     "accelerate launch, FSDP": ([*ACCELERATE, "--config_file", str(EXAMPLES / "accelerate_fsdp.yaml"), "run.py", "CONFIG"], "fsdp2"),
+    "accelerate launch, DeepSpeed": ([*ACCELERATE, "--config_file", str(EXAMPLES / "accelerate_zero3.yaml"), *MAIN], "zero3"),
     "run_distributed": (
         [PYTHON, "scripts/run_distributed.py", "--nproc_per_node", "2", "--config", "CONFIG", "--algorithm", "sft"], "ddp"
     ),
@@ -47,7 +48,7 @@ def free_port() -> int:
     return port
 
 
-def ran(line: list[str], config: Path, *overrides: str, timeout: float = 150) -> tuple[int, str]:
+def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) -> tuple[int, str]:
     """A launch line, to its end, from the root of the repository. Its whole process group is killed when the time is up."""
     places = {"CONFIG": str(config), "PORT": str(free_port())}
     command = [places.get(word, word) for word in line] + list(overrides)
@@ -68,9 +69,8 @@ def ran(line: list[str], config: Path, *overrides: str, timeout: float = 150) ->
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lines")
-    return write_config(
-        folder, tiny_model_dir(folder / "model"), data={"packing": False, "eval": []}, run={"steps": 3}, checkpoint={"every": None}
-    )
+    model, batch = tiny_model_dir(folder / "model"), {"micro_batch": None}  # which a launcher's file may say
+    return write_config(folder, model, data={"packing": False, "eval": []}, batch=batch, run={"steps": 3}, checkpoint={"every": None})
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,9 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (DATA + "ddp_bucket_cap_mb: 5\nddp_find_unused_parameters: true\n",
      {"strategy": {"kind": "ddp", "bucket_cap_mb": 5, "find_unused_parameters": True}}),
     (DATA + "sync_bn: true\nsync_bn_group_size: 2\n", {"model.sync_batchnorm": True, "model.sync_batchnorm_ranks": 2}),
+    (DATA + "report_to: tensorboard\nuse_wandb: true\nlog_interval: 5\n", {"run.report_to": ["tensorboard", "wandb"], "run.log_every": 5}),
+    (DATA + "fsdp: {enabled: false, sharding_strategy: FULL_SHARD}\ndeepspeed: {enabled: true, stage: 1}\n", {"strategy.kind": "zero1"}),
+    ("train_file: x\ndistributed: {strategy: ddp, backend: nccl, tensor_parallel: 2}\n", {"strategy": {"kind": "ddp", "tp": 2}}),
     (DATA + "tensor_parallel_size: 2\n", {"strategy": {"kind": "ddp", "tp": 2}}),
     (DATA + "use_peft: true\nlora_r: 8\nlora_alpha: 16\nlora_dropout: 0.1\nlora_target_modules: q_proj,v_proj\nload_in_4bit: true\n",
      {"adapter": {"kind": "lora", "r": 8, "alpha": 16.0, "dropout": 0.1, "targets": ["q_proj", "v_proj"], "quantize": "4bit"}}),
@@ -132,6 +135,13 @@ def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
     for dotted, value in wanted.items():
         assert at(values, dotted) == value, dotted
     load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
+
+
+def test_resume_is_the_old_files_word_for_it(tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    for said, means in (("true", "newest"), ("null", None), ("false", None), ("runs/x", "runs/x")):
+        old.write_text(DATA + f"resume_from_checkpoint: {said}\n")
+        assert load(old, []).resume == means
 
 
 # (old text, what its one line must say)
@@ -154,6 +164,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
     (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
     (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read"]),
+    (DATA + "batch_size: 8\n", ["old.yaml:2: batch_size", "per_device_train_batch_size or global_batch_size"]),
     (DATA + "use_dora: true\n", ["old.yaml:2: use_dora"]),
     ("output_dir: x\n", ["old.yaml: says nothing of data", "data.train="]),
     (ACC + "distributed_type: FSPD\n", ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.config.compat.combine import found, shown
-from drumline.config.compat.deepspeed import clip
+from drumline.config.compat.deepspeed import clip, tracker
 from drumline.config.compat.groups import NO_SCHEDULES, SCHEDULES
 from drumline.config.compat.sheet import AUTO, Old, Rule, Sheet, choice, flag, gone, later, number, only, refuse, to, whole, words
 
@@ -76,6 +76,14 @@ def _hub(sheet: Sheet, old: Old) -> None:
         sheet.note(old, "nothing is sent to the hub; RUN/export is the folder to upload")
 
 
+def _which_batch(sheet: Sheet, old: Old) -> None:
+    raise refuse(old, "a batch of one device, or of all?", "write per_device_train_batch_size or global_batch_size")
+
+
+def _if_on(rule: Rule) -> Rule:
+    return lambda sheet, old: rule(sheet, old) if flag(old) else None
+
+
 SECRET = "secrets stand in the environment (HF_TOKEN), not in a config"
 ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")}
 HOST = "the launcher says it: torchrun's flags, or --nproc"
@@ -119,6 +127,7 @@ TABLE: dict[str, Rule] = {
     "batch_size_per_gpu": to("batch.micro_batch", whole),
     "batch_size_per_device": to("batch.micro_batch", whole),
     "gradient_accumulation_steps": to("batch.accumulation", whole),
+    "batch_size": _which_batch,
     "train_batch_size": to("batch.global_samples", whole),
     "global_batch_size": to("batch.global_samples", whole),
     "auto_find_batch_size": only(why=NEUTRAL, fix="say per_device_train_batch_size"),
@@ -177,7 +186,15 @@ TABLE: dict[str, Rule] = {
     "eval_on_start": to("eval.at_start", flag),
     "per_device_eval_batch_size": to("eval.micro_batch", whole),
     "per_gpu_eval_batch_size": to("eval.micro_batch", whole),
+    "save_interval": later("save_steps"),
+    "save_every": later("save_steps"),
+    "eval_interval": later("eval_steps"),
+    "eval_every": later("eval_steps"),
     "logging_steps": _every("run.log_every"),
+    "log_interval": _every("run.log_every"),
+    "log_every": _every("run.log_every"),
+    "use_wandb": _if_on(tracker("wandb")),
+    "use_tensorboard": _if_on(tracker("tensorboard")),
     "report_to": _trackers,
     "max_steps": to("run.steps", _steps),
     "num_train_epochs": to("run.epochs", number),
@@ -186,6 +203,7 @@ TABLE: dict[str, Rule] = {
     "max_epochs": to("run.epochs", number),
     "seed": to("run.seed", whole),
     "full_determinism": to("run.deterministic", flag),
+    "device": to("run.device", choice({"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "auto": "auto"})),
     "use_cpu": _device(True),
     "no_cuda": _device(True),
     "do_train": only(True, why="train trains", fix="set it to true"),
@@ -250,6 +268,7 @@ TABLE: dict[str, Rule] = {
     "tensor_parallel_size": later("tp"),
     "pipeline_parallel_size": later("pp"),
     "context_parallel_size": later("cp"),
+    "sequence_parallel_size": later("cp"),
     "world_size": later("num_processes"),
     "num_gpus": later("num_processes"),
     "n_gpu": later("num_processes"),

@@ -149,7 +149,8 @@ def _enabled(then: Rule) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    return lambda sheet, old: sheet.put("run.report_to", [*sheet.get("run.report_to", []), name], old)
+    """One more of the trackers."""
+    return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
 
 
 def clip(old: Old) -> float | None:

@@ -28,6 +28,7 @@ def choose(sheet: Sheet) -> None:
     """distributed_strategy, and what fsdp, fsdp_config, deepspeed, zero_stage and ddp_… say besides. They must agree."""
     old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
     named = old.pop("distributed_strategy", None)
+    old = {name: each for name, each in old.items() if _is_on(sheet, each)}
     kind = choice(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
     shards, zero = _fsdp_parts(old), [old[name] for name in ("deepspeed", "zero_stage") if name in old]
     if kind in (None, "fsdp2") and shards:
@@ -42,6 +43,15 @@ def choose(sheet: Sheet) -> None:
         sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
     _degrees(sheet, {name: old[name] for name in ("tp", "pp", "cp") if name in old})
     _ddp(sheet)
+
+
+def _is_on(sheet: Sheet, old: Old) -> bool:
+    """A section of a guide may have `enabled: false`."""
+    for each in old.inside() if isinstance(old.value, dict) else ():
+        if each.key == "enabled" and not flag(each):
+            sheet.note(old, "without effect: enabled is false")
+            return False
+    return True
 
 
 def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
@@ -82,7 +92,8 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
     for name in ("fsdp", "fsdp_config"):
         section = old.get(name)
         if section is not None and isinstance(section.value, dict):
-            acc.read_fsdp(sheet, acc.prefixed(section, "fsdp_", acc.FSDP))
+            inside = {key: value for key, value in section.value.items() if key != "enabled"}
+            acc.read_fsdp(sheet, acc.prefixed(Old(section.key, inside, section.source, section.place), "fsdp_", acc.FSDP))
         elif name == "fsdp_config" and section is not None and isinstance(section.value, str):
             acc.read_fsdp(sheet, load_file(found(sheet.base, section.value), section))
     if "fsdp_layer" in old:
