@@ -12,6 +12,8 @@ import pytest
 from drumline.config.compat import recognise
 from drumline.config.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TABLE
 from drumline.config.compat.arguments import TABLE as ARGUMENTS
+from drumline.config.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
+from drumline.config.compat.deepspeed import TABLE as JSON_TABLE
 from drumline.config.compat.overlay import Overlay, from_environment, from_file
 from drumline.config.convert import convert
 from drumline.config.load import drafted, load, load_text
@@ -190,6 +192,35 @@ def test_a_mistake_names_the_old_line(text: str, says: list[str]) -> None:
         load_text(text, [], "old.yaml")
     line = error.value.line()
     assert "\n" not in line and all(part in line for part in says), line
+
+
+JUNK = ([], {}, "junk", -1, True, None, [{"a": 1}], {"enabled": "maybe", "a": [1]})
+WHOLE: list[tuple[dict[str, Any], list[str], Any]] = [
+    ({"train_file": "x"}, [], ARGUMENTS),
+    ({"distributed_type": "NO"}, [], TABLE),
+    ({"distributed_type": "FSDP"}, ["fsdp_config"], FSDP),
+    ({"distributed_type": "DEEPSPEED"}, ["deepspeed_config"], DEEPSPEED),
+    ({"distributed_type": "MEGATRON_LM"}, ["megatron_lm_config"], MEGATRON),
+    ({"zero_optimization": {"stage": 2}}, [], {**JSON_TABLE, **ENGINE_ONLY}),
+    ({"train_micro_batch_size_per_gpu": 1}, ["zero_optimization"], ZERO),
+    ({"zero_optimization": {"stage": 1}}, ["optimizer", "params"], OPTIMIZER),
+]
+
+
+@pytest.mark.parametrize(("rest", "place", "table"), WHOLE, ids=lambda v: "/".join(v) if isinstance(v, list) else "")
+def test_junk_in_any_key_is_one_line_or_nothing(rest: dict[str, Any], place: list[str], table: dict[str, Any]) -> None:
+    refused = 0
+    for key in table:
+        for junk in JUNK:
+            inside: Any = {key: junk}
+            for section in reversed(place):
+                inside = {section: inside}
+            try:
+                load_text(json.dumps({**rest, **inside}), ["data.train=[{kind: file, path: x}]"], "old.yaml")
+            except ConfigError as error:
+                refused += 1
+                assert "\n" not in error.line() and "old.yaml" in error.line(), error.line()
+    assert refused > len(table)
 
 
 def test_every_key_without_a_meaning_gets_a_line() -> None:

@@ -66,27 +66,26 @@ def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str])
         if isinstance(values.get(name), str):
             values[name] = {"kind": values[name]}
     mine = values.get("strategy")
-    if isinstance(mine, dict) and mine.get("kind") in (*AUTO, overlay.values.get("strategy", {}).get("kind")):
-        keep: frozenset[Place] = frozenset({("strategy",)})
-    else:
-        keep = frozenset()
+    same = isinstance(mine, dict) and mine.get("kind") == overlay.values.get("strategy", {}).get("kind")
     placed: dict[Place, str] = {}
+
+    def told(place: Place) -> str:
+        while place not in overlay.said:
+            place = place[:-1]
+        return overlay.said[place]
 
     def visit(inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
         for key, value in theirs.items():
-            here = (*place, key)
-            current = inside.get(key)
+            here, current = (*place, key), inside.get(key)
             if isinstance(value, dict) and (current is None or isinstance(current, dict)):
                 if current is None:
-                    inside[key] = {}
+                    inside[key], placed[here] = {}, told(here)
                 visit(inside[key], value, here)
             elif current in AUTO:
-                inside[key] = value
-            elif current != value and here not in overlay.weak and here[:1] not in keep:
-                what = f"{said(current)}, but {overlay.said[here]} makes it {said(value)}"
+                inside[key], placed[here] = value, told(here)
+            elif current != value and here not in overlay.weak and not (same and here[0] == "strategy"):
+                what = f"{said(current)}, but {told(here)} makes it {said(value)}"
                 raise ConfigError(what, where=where(here), fix=f"leave {'.'.join(here)} out of the config, or change the launcher's")
-            if inside.get(key) is value or here in overlay.said:
-                placed.setdefault(here, overlay.said.get(here, ""))
 
     visit(values, overlay.values, ())
-    return {place: told for place, told in placed.items() if told}
+    return placed
