@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -303,3 +304,14 @@ class DeepSpeedEngine:
 def _shape(parameter: Any) -> torch.Size:
     """Of the whole parameter; ZeRO 3 leaves an empty one in its place."""
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
+
+
+def main(helpers: list[str]) -> None:
+    """Compile DeepSpeed's helpers (cpu_adam, async_io) where torch keeps such things: `python -m drumline.strategies.deepspeed NAME...`"""
+    builders = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+    for name in helpers:
+        get_accelerator().create_op_builder(builders[name]).load()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -19,6 +19,7 @@ from drumline.models.package import resolve as resolve_model
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
+from drumline.train.helpers import require_deepspeed
 from drumline.train.sinks import check_installed
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -52,7 +53,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         prepared = data_prepare.cached(config, tokenizer_path, base)
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress)
-    return resolve(
+    plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=detect(),
@@ -61,6 +62,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         model_path=model_path,
         data=None if prepared is None else describe(prepared),
     )
+    if not dry_run:
+        require_deepspeed(plan, on_progress)
+    return plan
 
 
 def describe(prepared: data_prepare.Prepared) -> DataPlan:

@@ -97,6 +97,9 @@ ROWS = [
     Row("zero3 2", 2, {"strategy": "zero3"}),
     Row("zero3 2, nothing kept whole, accumulation 4", 2, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 1}}),
     Row("zero3 2, activation checkpointing", 2, {"strategy": CUT, "memory": {"activation_checkpointing": "full"}}),
+    Row("zero2 2, offloaded", 2, {"strategy": {"kind": "zero2", "offload_optimizer": "cpu"}, "batch": {"micro_batch": 2}}),
+    Row("zero3 2, offloaded", 2, {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+    Row("zero2 1", 1, {"strategy": "zero2", "batch": {"global_samples": 8, "micro_batch": 4}}),
     Row("zero3 4", 4, {"strategy": CUT, "batch": {"global_samples": 8, "micro_batch": 2}}),
 ]
 # In low precision the numbers are near, not equal: held against the reference in fp32, with accumulation and clipping, losses and norms.
