@@ -267,6 +267,13 @@ RULES: tuple[Rule, ...] = (
         "strategy.offload_optimizer",
     ),
     Rule(
+        "ZeRO × fp16 × CPU",
+        lambda c: isinstance(c.config.strategy, s.ZeroStrategy) and c.device == "cpu" and c.precision == "fp16",
+        "DeepSpeed takes fp16 on GPUs only",
+        "use precision=bf16 or fp32, or strategy=fsdp2",
+        "precision",
+    ),
+    Rule(
         "ZeRO++ quantisation × CPU",
         lambda c: (
             isinstance(z := c.config.strategy, s.Zero3Strategy)

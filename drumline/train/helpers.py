@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled helpers, made before any rank starts: none of them compiles while the others wait, and what is missing is told at once."""
+"""What DeepSpeed asks of this machine, looked at before any rank starts; its helper for NVMe is compiled here, while no rank waits."""
 
 from __future__ import annotations
 
@@ -17,53 +17,50 @@ from drumline.config.strategies import Zero3Strategy, ZeroStrategy
 from drumline.errors import EnvironmentFault
 from drumline.plan.plan import Plan
 
+HELPER = "async_io"
+COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"
 A_MOMENT = 30.0  # seconds between torch's lock and its ninja, at most
-COMPILING = "compiling DeepSpeed's helper {}, once, about a minute"
 
 
 def require_deepspeed(plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-    """Everything a plan asks of DeepSpeed and this machine. Raises EnvironmentFault. Nothing where DeepSpeed is not the engine."""
+    """Raises EnvironmentFault for what is missing. Nothing where DeepSpeed is not the engine."""
     strategy = plan.config.strategy
     if not isinstance(strategy, ZeroStrategy):
         return
     if importlib.util.find_spec("deepspeed") is None:
         raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install 'drumline[deepspeed]'")
-    offloads = {"strategy.offload_optimizer": strategy.offload_optimizer}
-    if isinstance(strategy, Zero3Strategy):
-        offloads["strategy.offload_parameters"] = strategy.offload_parameters
+    if plan.offload != "nvme":
+        return
+    assert isinstance(strategy, Zero3Strategy), "the rules refuse the others"
+    offloads = {"strategy.offload_optimizer": strategy.offload_optimizer, "strategy.offload_parameters": strategy.offload_parameters}
     for where, offload in offloads.items():
         if offload.kind == "nvme":
             _require_disk(Path(offload.path or "."), where)
-    helpers = ["cpu_adam"] * (strategy.offload_optimizer.kind != "none" and plan.config.optimizer.kind == "adamw")
-    helpers += ["async_io"] * (plan.offload == "nvme")
-    if helpers:
-        compile_helpers(helpers, on_progress)
+    compile_helper(on_progress)
 
 
-def compile_helpers(helpers: list[str], on_progress: Callable[[str, int, int | None], None]) -> None:
-    """cpu_adam, async_io: compiled where they are not yet. One launcher at a time. Raises EnvironmentFault."""
+def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
+    """Compile DeepSpeed's asynchronous I/O where that has not been done, one launcher at a time. Raises EnvironmentFault."""
     _require_compiler()
     root = _build_root()
     root.mkdir(parents=True, exist_ok=True)
-    missing = [name for name in helpers if not (root / name / f"{name}.so").exists()]
-    if not missing:
+    if (root / HELPER / f"{HELPER}.so").exists():
         return
     with (root / "drumline.lock").open("w") as lock:
+        on_progress(COMPILING, 0, 1)
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(root)
-        for name in missing:
-            on_progress(COMPILING.format(name), 0, 1)
-            command = [sys.executable, "-m", "drumline.strategies.deepspeed", name]
-            # It holds our lock too, so that the lock outlives a launcher that is killed.
-            made = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock.fileno(),))
-            if made.returncode != 0:
-                said = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]
-                raise EnvironmentFault(
-                    f"DeepSpeed's helper {name} cannot be compiled: {said[-1] if said else f'exit code {made.returncode}'}",
-                    where=str(root / name),
-                    fix="mend that, or leave offloading out",
-                )
-            on_progress(COMPILING.format(name), 1, 1)
+        # It holds our lock too, so that the lock outlives a launcher that is killed.
+        command = [sys.executable, "-m", "drumline.strategies.deepspeed"]
+        made = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock.fileno(),))
+        if made.returncode != 0:
+            said = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]
+            raise EnvironmentFault(
+                f"DeepSpeed's helper for NVMe cannot be compiled: {said[-1] if said else f'exit code {made.returncode}'}",
+                where=str(root / HELPER),
+                fix="mend that, or offload to cpu",
+            )
+        on_progress(COMPILING, 1, 1)
 
 
 def _clear(root: Path) -> None:
@@ -87,7 +84,7 @@ def _require_compiler() -> None:
         os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{beside}"
     for tool, fix in (("ninja", "pip install ninja"), (os.environ.get("CXX", "c++"), "install a C++ compiler, such as g++")):
         if shutil.which(tool) is None:
-            raise EnvironmentFault(f"DeepSpeed compiles a helper for offloading, and {tool} is missing", where="strategy", fix=fix)
+            raise EnvironmentFault(f"DeepSpeed compiles a helper for NVMe, and {tool} is missing", where="strategy", fix=fix)
 
 
 def _require_disk(path: Path, where: str) -> None:

@@ -114,6 +114,10 @@ LOW += [
     Row("fsdp2 2, reduced in bf16", 2, {"strategy": {"kind": "fsdp2", "reduce_dtype": "bf16"}}),
     Row("fsdp2 2, gathered in fp32, bf16", 2, {"strategy": {"kind": "fsdp2", "param_dtype": "fp32"}, "precision": "bf16"}),
 ]
+LOW += [
+    Row(f"{strategy['kind']} 2, bf16", 2, {"strategy": strategy, "precision": "bf16", "batch": {"micro_batch": 2}})
+    for strategy in ({"kind": "zero1"}, {"kind": "zero2"}, CUT)
+]
 LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),

@@ -11,6 +11,7 @@ import pytest
 from drumline.config.load import load
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
+from tests.distributed.rows import CUT
 from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
@@ -45,12 +46,33 @@ PIPELINE_PAIRS = [
 # With an adapter only what learns is in a checkpoint.
 LORA = "lora, "
 LORA_PAIRS = [(f"{LORA}ddp 2", f"{LORA}fsdp2 2"), (f"{LORA}fsdp2 2", f"{LORA}single")]
-PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS + PIPELINE_PAIRS
-RUNS = [*SPREADS, *PIPELINES, *dict.fromkeys([f"{LORA}single", *(a for a, _ in LORA_PAIRS)])]
+# DeepSpeed's ranks hold slices of flat buffers, offloaded perhaps; each of these both writes for and reads from others.
+ZERO: dict[str, tuple[int, Any]] = {
+    "zero1 2": (2, "zero1"),
+    "zero2 2": (2, {"kind": "zero2", "offload_optimizer": "cpu"}),
+    "zero3 2": (2, {**CUT, "offload_parameters": "cpu"}),
+    "zero3 4": (4, CUT),
+}
+ZERO_PAIRS = [
+    ("ddp 2", "zero2 2"), ("zero2 2", "ddp 2"), ("fsdp2 2", "zero3 2"), ("zero3 2", "fsdp2 2"), ("zero2 2", "zero3 4"),
+    ("zero3 4", "zero1 2"), ("zero1 2", "single"), ("zero3 2", "zero3 4"), (f"{LORA}ddp 2", f"{LORA}zero3 2"),
+    (f"{LORA}zero3 2", f"{LORA}single"),
+]  # fmt: skip
+PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS + PIPELINE_PAIRS + ZERO_PAIRS
 
 
 def spread(name: str) -> tuple[int, Any]:
-    return (SPREADS | PIPELINES)[name.removeprefix(LORA)]
+    return (SPREADS | PIPELINES | ZERO)[name.removeprefix(LORA)]
+
+
+def reference_of(name: str) -> str:
+    return f"{LORA}single" if name.startswith(LORA) else "single"
+
+
+def wanted(session: pytest.Session) -> list[tuple[str, str]]:
+    """The pairs that the chosen tests of this file look at."""
+    mine = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
+    return [(item.callspec.params["a"], item.callspec.params["b"]) for item in mine]
 
 
 def plan(root: Path, name: str, folder: str) -> Path:
@@ -79,15 +101,17 @@ def slug(*names: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pairs = wanted(request.session)
+    names = list(dict.fromkeys(name for a, b in pairs for name in (a, reference_of(b))))
     root = tmp_path_factory.mktemp("pairs")
     # A vocabulary that divides by nothing: the last ranks hold fewer rows.
     tiny_model_dir(root / "model", vocab_size=319)
     for world_size in (1, 2, 4):
-        run_plans([plan(root, name, slug(name)) for name in RUNS if spread(name)[0] == world_size], world_size)
+        run_plans([plan(root, name, slug(name)) for name in names if spread(name)[0] == world_size], world_size)
     for world_size in (1, 2, 4):
         plans = []
-        for a, b in PAIRS:
+        for a, b in pairs:
             if spread(b)[0] == world_size:
                 plans.append(plan(root, b, slug(a, b)))
                 stopped = root / slug(a) / "run" / "checkpoints" / "step-00000002"
@@ -98,7 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
 def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
-    run, reference = runs / slug(a, b) / "run", runs / slug(f"{LORA}single" if b.startswith(LORA) else "single") / "run"
+    run, reference = runs / slug(a, b) / "run", runs / slug(reference_of(b)) / "run"
     assert [e["step"] for e in events(run, "step")] == [3, 4]
     for key in ("loss", "grad_norm"):
         assert [e[key] for e in events(run, "step")] == pytest.approx([e[key] for e in events(reference, "step")][2:], rel=TOLERANCE), key

@@ -1,0 +1,185 @@
+"""The DeepSpeed engine in one process: norm before step, clipping, skipping, fp16's scale, state before the first step, noise."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drumline.algorithms.tokens import NextToken
+from drumline.cluster.detect import Machine
+from drumline.config.schema import Config, ModelConfig
+from drumline.errors import EnvironmentFault
+from drumline.models.build import lay_out
+from drumline.models.shards import Values
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
+from drumline.strategies.native import prepare as native
+from drumline.train import helpers
+from tests.harness import ENV
+from tests.tiny import tiny_model_dir
+from tests.unit.test_native import batches
+
+deepspeed = pytest.importorskip("deepspeed", reason="needs the package deepspeed")
+OBJECTIVE = NextToken(16, False).objective
+ZERO = ["zero1", "zero2", "zero3"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tiny_model_dir(tmp_path_factory.mktemp("deepspeed") / "model")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def plan(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: Any) -> Plan:
+    common = {"data": {"train": [{"kind": "file", "path": "x"}]}, "batch": {"global_samples": 2, "micro_batch": 1}}
+    config = Config.model_validate({**common, "model": {"id": str(model_dir)}, "strategy": strategy, "precision": "fp32", **sections})
+    machine = Machine(device="cpu", devices=[], cores=1, memory_bytes=2**30, bf16=False)
+    made = resolve(config, run_dir="r", machine=machine, world_size=1, facts=None, model_path=str(model_dir), data=None)
+    if precision != "fp16":
+        return made
+    assert made.deepspeed is not None
+    return made.model_copy(update={"precision": "fp16", "deepspeed": made.deepspeed | {"fp16": {"enabled": True, "hysteresis": 1}}})
+
+
+def engine(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: Any) -> Any:
+    made = plan(model_dir, strategy, precision, **sections)
+    model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
+    values = Values(source, "cpu", 0)
+    if made.engine == "native":
+        return native(made, model, values)
+    from drumline.strategies.deepspeed import prepare
+
+    return prepare(made, model, values)
+
+
+def whole(made: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.tensors().items()}
+
+
+def steps(made: Any, number: int) -> list[tuple[float, float]]:
+    figures = []
+    for _ in range(number):
+        sums = made.forward_backward(batches(), OBJECTIVE, 46.0)
+        norm = made.grad_norm()
+        made.step(3e-3, norm)
+        figures.append((sums["loss"], norm))
+    return figures
+
+
+@pytest.mark.parametrize("kind", ZERO)
+@pytest.mark.parametrize("optimizer", [{"kind": "adamw", "weight_decay": 0.1}, {"kind": "sgd", "weight_decay": 0.1}], ids=["adamw", "sgd"])
+def test_as_the_native_engine(model_dir: Path, kind: str, optimizer: dict[str, Any]) -> None:
+    ours, reference = engine(model_dir, kind, optimizer=optimizer), engine(model_dir, "single", optimizer=optimizer)
+    before, expected = whole(ours), whole(reference)
+    assert before.keys() == expected.keys() and all(torch.equal(before[name], expected[name]) for name in before), "before the first step"
+    for got, wanted in zip(steps(ours, 3), steps(reference, 3), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
+    assert ours.evaluate(batches(), OBJECTIVE) == pytest.approx(reference.evaluate(batches(), OBJECTIVE), rel=1e-5)
+    after = whole(ours)
+    for name, tensor in whole(reference).items():
+        assert float((after[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_skip_leaves_everything(model_dir: Path, kind: str) -> None:
+    made = engine(model_dir, kind)
+    steps(made, 1)
+    before = whole(made)
+    made.forward_backward(batches(), OBJECTIVE, 46.0)
+    assert math.isfinite(made.grad_norm())
+    made.skip()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
+    made.forward_backward(batches(), lambda out, batch: SimpleNamespace(loss_sum=OBJECTIVE(out, batch).loss_sum * math.nan, sums={}), 46.0)
+    assert not math.isfinite(made.grad_norm())
+    made.skip()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
+    first, second = steps(made, 2)
+    assert second[0] < first[0], "it goes on"
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU only, says DeepSpeed; the arithmetic is the same here."""
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    made = engine(model_dir, kind, "fp16")
+    reference = engine(model_dir, "single")
+    for got, wanted in zip(steps(made, 2), steps(reference, 2), strict=True):
+        assert got == pytest.approx(wanted, rel=3e-2)
+    assert made.rescales() and made.state()["scaler"] == {"scale": 65536.0, "good_steps": 2}
+    assert all(t.dtype == torch.float32 for n, t in made.tensors().items() if n.startswith("model.")), "fp32 masters"
+    made.load_state({"scaler": {"scale": 2.0**40, "good_steps": 5}}, made.tensors())
+    before = whole(made)
+    made.forward_backward(batches(), OBJECTIVE, 46.0)
+    assert not math.isfinite(made.grad_norm())
+    made.skip()
+    assert made.state()["scaler"] == {"scale": 2.0**39, "good_steps": 0}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
+
+
+@pytest.mark.parametrize("kind", ZERO)
+def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None:
+    made, reference = engine(model_dir, kind, precision="bf16"), engine(model_dir, "single")
+    mine = whole(made)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in whole(reference).items()), "not rounded to bf16"
+    steps(made, 2)
+    saved = whole(made)
+    other = engine(model_dir, kind, precision="bf16")
+    tensors = other.tensors()
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+    other.load_state({}, tensors)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole(other).items())
+    assert steps(other, 1)[0] == pytest.approx(steps(made, 1)[0], rel=1e-6)
+
+
+def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
+    made = plan(model_dir, {"kind": "zero2", "flops_profiler": True})
+    assert made.deepspeed is not None and made.deepspeed["flops_profiler"]["output_file"] == "r/flops_profile.txt"
+    profile = tmp_path / "profile.txt"
+    made.deepspeed["flops_profiler"]["output_file"] = str(profile)
+    model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
+    from drumline.strategies.deepspeed import prepare
+
+    steps(prepare(made, model, Values(source, "cpu", 0)), 2)
+    assert "LlamaForCausalLM" in profile.read_text()
+
+
+def test_nothing_is_printed_for_being_installed() -> None:
+    code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)
+    assert "accelerator" not in told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "breaks", "said"),
+    [
+        ("zero2", ("importlib.util.find_spec", lambda name: None), "the package deepspeed is missing"),
+        ({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "."}}, ("shutil.which", lambda name: None), "ninja is missing"),
+        ({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "/nowhere"}}, None, "/nowhere is no folder"),
+        (
+            {"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "."}},
+            ("ctypes.util.find_library", lambda name: None),
+            "apt-get install libaio-dev",
+        ),
+    ],
+    ids=["no deepspeed", "no ninja", "no folder", "no libaio"],
+)
+def test_what_is_missing_is_told_before_launch(
+    model_dir: Path, strategy: Any, breaks: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(model_dir, strategy)
+    if breaks:
+        monkeypatch.setattr(f"drumline.train.helpers.{breaks[0]}", breaks[1])
+        monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
+    with pytest.raises(EnvironmentFault, match=said):
+        helpers.require_deepspeed(made, lambda *_: None)
