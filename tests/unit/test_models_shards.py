@@ -1,0 +1,106 @@
+"""A model laid out without weights and filled is the one that transformers loads, bit for bit; where that cannot be, it is built whole and
+the log says why. What is tried on a small copy is tried on every kind of layer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drumline.config.schema import ModelConfig
+from drumline.models.build import build_model, lay_out
+from drumline.models.draw import Drawn
+from drumline.models.shards import FromFiles, Loaded, Values
+from drumline.models.small import small_copy
+from tests.tiny import tiny_model_dir
+from tests.unit.test_models_head import KINDS, LLAMA, build
+
+MORE: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64},
+    "opt": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "word_embed_proj_dim": 32,
+    },
+    "gemma3_text": LLAMA | {"head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", *MORE])
+def test_filled_as_transformers_loads_it(tmp_path: Path, kind: str) -> None:
+    """Old names in the files (gpt_neox), tied weights, several files, buffers that no file holds."""
+    from transformers import AutoModelForCausalLM
+
+    config = {"model_type": kind, **(KINDS | MORE)[kind]}
+    drawn, source = lay_out(None, ModelConfig(id=None, config=config), seed=3)
+    assert isinstance(source, Drawn) and all(p.is_meta for p in drawn.parameters())
+    Values(source, "cpu", 0).fill(drawn)
+    drawn.save_pretrained(tmp_path, max_shard_size="20KB")
+    model, source = lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), seed=0)
+    assert isinstance(source, FromFiles) and all(p.is_meta for p in model.parameters())
+    Values(source, "cpu", 0).fill(model)
+    expected = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32)
+    for name, tensor in [*expected.named_parameters(remove_duplicate=False), *expected.named_buffers()]:
+        assert torch.equal(model.get_parameter_or_buffer(name), tensor), name
+    assert len(list(model.parameters())) == len(list(expected.parameters())), "tied weights stay one"
+
+
+def test_a_draw_hangs_on_seed_and_name_alone() -> None:
+    config = ModelConfig(id=None, config={"model_type": "llama", **LLAMA})
+    first, again, other = (dict(build_model(None, config, seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    longer = ModelConfig(id=None, config={"model_type": "llama", **LLAMA, "num_hidden_layers": 3})
+    assert all(torch.equal(tensor, first[name]) for name, tensor in build_model(None, longer, 1).named_parameters() if name in first)
+    assert float(first["model.layers.0.mlp.up_proj.weight"].std()) == pytest.approx(0.02, rel=0.1), "the model's own rule"
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_a_converted_checkpoint_is_loaded_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build("mixtral").save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        model, source = lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), seed=0)
+    assert isinstance(source, Loaded) and not next(model.parameters()).is_meta
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("the whole model is built on each rank: transformers converts model.layers.0")
+
+
+def test_tied_weights_that_differ_in_the_files_are_not_laid_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for head, laid_out in ((tensors["model.embed_tokens.weight"].clone(), True), (tensors["model.embed_tokens.weight"] + 1, False)):
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        _, source = lay_out(str(folder), ModelConfig(id=str(folder)), seed=0)
+        assert isinstance(source, FromFiles) is laid_out
+    assert "should be one tensor and differ" in caplog.text
+
+
+def test_what_a_checkpoint_holds_is_not_read(tmp_path: Path) -> None:
+    folder = tiny_model_dir(tmp_path / "model")
+    options = ModelConfig(id=str(folder))
+    names = frozenset(name for name, _ in build_model(str(folder), options, 0).named_parameters())
+    model, source = lay_out(str(folder), options, 0)
+    Values(source, "cpu", 0, held=names - {"model.norm.weight"}).fill(model)
+    assert torch.equal(model.model.norm.weight, torch.ones(32))
+    (folder / "model.safetensors").unlink()
+    model, source = lay_out(str(folder), options, 0, held=names)
+    Values(source, "cpu", 0, held=names).fill(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.is_meta
+
+
+def test_a_small_copy_has_every_kind_of_layer() -> None:
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    options = {**LLAMA, "vocab_size": 4096, "num_hidden_layers": 8, "head_dim": 8, "layer_types": kinds * 2, "intermediate_size": 256}
+    model = build_model(None, ModelConfig(id=None, config={"model_type": "gemma3_text", **options}), seed=0)
+    small = small_copy(model, "cpu")
+    assert small.config.layer_types == kinds and len(small.model.layers) == 4
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters()) / 4
+    assert type(small) is type(model) and small.config.hidden_size == model.config.hidden_size
