@@ -7,6 +7,7 @@ them every plan of that world size.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,9 +29,7 @@ def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
 
 def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:
     """`python -m name arguments…` once for each rank, with the variables of a rendezvous. Raises AssertionError with the rank's output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(world_size):
         env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -48,6 +47,18 @@ def run_module(name: str, arguments: Sequence[object], world_size: int, timeout:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on, and that the system gives to nobody in the meantime: below its ephemeral range."""
+    while True:
+        port = random.randint(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def main(paths: list[str]) -> None:

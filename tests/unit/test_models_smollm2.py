@@ -44,6 +44,6 @@ def test_it_knows_the_capital_of_france(path: str) -> None:
 def test_its_logits_are_head_of_trunk_and_packs_are_kept_apart(path: str) -> None:
     model = build_model(path, ModelConfig(), seed=0)
     assert can_split(model)
-    require_documents_apart(model)
+    require_documents_apart(model, "cpu")
     found = facts(load_config(path, ModelConfig()), 1024)
     assert (found.parameters, found.vocab_size, found.layers, found.hidden) == (134_515_008, 49_152, 30, 576)
