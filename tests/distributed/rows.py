@@ -124,6 +124,7 @@ CASES = [
     Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
     Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
+    Case("compiled", {"data": {"packing": True}, "rows": 120, "compile": {"enabled": True}}, rows=("fsdp2 2",)),
     Case(
         "selective checkpointing",
         {"data": {"packing": True}, "rows": 120, "memory": {"activation_checkpointing": "selective"}},

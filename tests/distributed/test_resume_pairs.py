@@ -22,7 +22,7 @@ SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ddp 2": (2, "ddp"),
     "fsdp2 2": (2, "fsdp2"),
-    "fsdp2 2 grad-op": (2, {"kind": "fsdp2", "reshard_after_forward": False}),
+    "fsdp2 2 grad-op offload": (2, {"kind": "fsdp2", "reshard_after_forward": False, "offload": "cpu"}),
     "fsdp2 hybrid 2 x 2": (4, {"kind": "fsdp2", "replicate": 2}),
     "tp 2": (2, "tp"),
     "cp 2": (2, "cp"),
