@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.ranks import free_port
 from tests.harness import ENV, ROOT, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -39,13 +39,6 @@ LINES: dict[str, tuple[list[str], str]] = {
          "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", "PORT"], "ddp",
     ),
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) -> tuple[int, str]:

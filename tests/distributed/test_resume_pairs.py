@@ -87,7 +87,8 @@ def plan(root: Path, name: str, folder: str) -> Path:
         data={"packing": False},
         strategy=strategy,
         adapter={"kind": "lora", "r": 4} if name.startswith(LORA) else "none",
-        optimizer={"lr": 3e-3, "weight_decay": 0.1},
+        # What a fresh adapter's A learns from is near nothing; a large epsilon keeps Adam from blowing its rounding up.
+        optimizer={"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4 if name.startswith(LORA) else 1e-8},
         batch={"global_samples": 8, "micro_batch": 2},
         checkpoint={"every": 2, "asynchronous": False, "export": "none"},
         eval={"at_start": False},

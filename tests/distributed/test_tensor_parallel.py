@@ -5,7 +5,6 @@ Two real processes take all models in turn; the reference is the same model, who
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_documents_apart
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+from tests.distributed.ranks import free_port
 
 SIZES = {
     "hidden_size": 32,
@@ -149,9 +149,7 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, A
     """Of the kinds that the chosen tests look at."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
     names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with mp.Manager() as manager:
         shared = manager.dict()
         mp.spawn(worker, (port, names, shared), nprocs=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from drumline.models.losses import VocabularyPart, linear_cross_entropy
+from tests.distributed.ranks import free_port
 
 TOKENS, WIDTH, ROWS = 23, 8, 13
 FIRST = (0, 7, ROWS)
@@ -60,9 +60,7 @@ def worker(rank: int, port: int) -> None:
 
 
 def test_as_over_the_whole_head() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     try:
         mp.spawn(worker, (port,), nprocs=2)
     except mp.ProcessRaisedException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.distributed.ranks import free_port
 from tests.faults.live import gone, kill, wait_for
 from tests.faults.test_launch import begin, end, toy
 from tests.harness import events, survivors
@@ -86,9 +86,7 @@ def test_the_same_kill_twice_is_a_crash_loop(tmp_path: Path) -> None:
 
 
 def test_a_port_of_the_users_choice_serves_every_attempt(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     code, said = end(walk(tmp_path / "run", {"port": port}, kills=[[1, 7], [0, 13]]))
     assert code == 0, said
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from drumline.strategies.spread import Averaged
+from tests.distributed.ranks import free_port
 
 
 def worker(rank: int, port: int, results: Any) -> None:
@@ -32,9 +32,7 @@ def worker(rank: int, port: int, results: Any) -> None:
 
 
 def test_gradients_are_the_mean_over_ranks() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with mp.Manager() as manager:
         results = manager.list()
         mp.spawn(worker, (port, results), nprocs=2)
