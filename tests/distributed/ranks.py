@@ -19,12 +19,12 @@ from pathlib import Path
 from tests.harness import ENV
 
 
-def run_plans(plans: list[Path], world_size: int, timeout: float = 240) -> None:
+def run_plans(plans: list[Path], world_size: int, timeout: float | None = None) -> None:
     """Train every plan (files, in order) on `world_size` real processes over gloo; one whose run folder has a checkpoint goes on from it.
 
     Raises AssertionError with the rank's output.
     """
-    run_module("tests.distributed.ranks", plans, world_size, timeout)
+    run_module("tests.distributed.ranks", plans, world_size, timeout or 240 + 20 * len(plans))
 
 
 def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:

@@ -21,6 +21,10 @@ from tests.harness import events, write_config
 from tests.tiny import tiny_model_dir
 
 
+# The first test waits for the training of all rows.
+pytestmark = pytest.mark.timeout(3000)
+
+
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for layer in layers:

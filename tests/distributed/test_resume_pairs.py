@@ -16,6 +16,8 @@ from tests.harness import events, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
 TOLERANCE = 1e-5
+# The first test waits for all runs.
+pytestmark = pytest.mark.timeout(1500)
 
 # name → (world size, strategy). Each writes for each.
 SPREADS: dict[str, tuple[int, Any]] = {
