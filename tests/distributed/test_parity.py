@@ -20,7 +20,6 @@ from tests.distributed.rows import CASES, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, R
 from tests.harness import events, write_config
 from tests.tiny import tiny_model_dir
 
-
 # The first test waits for the training of all rows.
 pytestmark = pytest.mark.timeout(3000)
 
