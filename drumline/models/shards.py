@@ -1,6 +1,6 @@
 """Models laid out without memory, and weights put into them part by part: a rank reads from the files only what it holds.
 
-A model is built on the meta device, the transforms spread it, and then `Weights.fill` gives each parameter memory and values. So a rank
+A model is built on the meta device, the transforms spread it, and then `Values.fill` gives each parameter memory and values. So a rank
 never holds more than its own part, and while it reads one slice of one tensor.
 """
 
