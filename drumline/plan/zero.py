@@ -31,6 +31,7 @@ ZEROPP = {
     "hierarchical_partition": "zero_hpz_partition_size",
 }
 MOST_IN_A_BUCKET = 500_000_000  # elements; DeepSpeed's own default
+MOST_IN_A_BUFFER = 100_000_000  # elements of a weight on its way from the disk; the same
 # DeepSpeed's features that would change what a step computes, or that Drumline does itself: path → the only value that goes.
 NEUTRAL: dict[str, Any] = {
     "amp.enabled": False,
@@ -188,6 +189,8 @@ def _defaults(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Any]:
     if decided.facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.
         made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, decided.facts.learned))
+        if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind == "nvme":
+            made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, decided.facts.parameters)
     if decided.precision != "fp32":
         # Gradients are added and averaged in fp32, as the native engine does it.
         made |= {"communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32"}

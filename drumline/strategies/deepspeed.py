@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,8 @@ def join(device: str) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    # It calls torch's collectives by names that newer releases have others for.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     # It would spend a minute to compile an all-reduce over shared memory that only its inference uses.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False, verbose=False)

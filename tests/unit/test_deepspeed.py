@@ -142,6 +142,12 @@ def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None
     assert steps(other, 1)[0] == pytest.approx(steps(made, 1)[0], rel=1e-6)
 
 
+def test_compiled_blocks(model_dir: Path) -> None:
+    made, reference = engine(model_dir, "zero2", compile={"enabled": True}), engine(model_dir, "single")
+    for got, wanted in zip(steps(made, 2), steps(reference, 2), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-4)
+
+
 def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     made = plan(model_dir, {"kind": "zero2", "flops_profiler": True})
     assert made.deepspeed is not None and made.deepspeed["flops_profiler"]["output_file"] == "r/flops_profile.txt"
