@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "NVMe offload": {"strategy": {"offload": "nvme"}},
     "LoRA": {"adapter": {"kind": "lora"}},
     "QLoRA": {"adapter": {"kind": "lora", "quantize": "4bit"}},
+    "SyncBatchNorm": {"model": {"sync_batchnorm": True}},
     "checkpointing": {"memory": {"activation_checkpointing": "full"}},
     "selective": {"memory": {"activation_checkpointing": "selective"}},
     "compile": {"compile": {"enabled": True}},

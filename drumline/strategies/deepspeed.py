@@ -207,8 +207,8 @@ class DeepSpeedEngine:
             self.zero.loss_scale = saved["scale"]
             self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = saved["good_steps"], -1
 
-    def exposed_communication(self) -> float:
-        return 0.0
+    def exposed_communication(self) -> float | None:
+        return None  # DeepSpeed's clocks do not tell it
 
     def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
         """fp32 weights as they were before they were rounded, by parameter name; the same on all ranks. Collective."""
