@@ -1,0 +1,23 @@
+"""docs/strategies.md says what the rules say now, and has a measured row for each strategy of the parity test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+from tests.distributed.rows import PAIRS
+from tests.harness import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "parity-cpu.json"
+
+
+def test_the_page_is_what_rules_and_results_make() -> None:
+    spec = importlib.util.spec_from_file_location("strategy_docs", ROOT / "scripts" / "strategy_docs.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    measured = json.loads(RESULTS.read_text())
+    assert (ROOT / "docs" / "strategies.md").read_text() == script.page(measured), "run scripts/strategy_docs.py"
+    for row, case in PAIRS:
+        apart = measured["rows"][row.name][case.name]
+        assert max(apart[key] or 0.0 for key in ("loss", "grad_norm", "weights", "moments")) <= 1e-5, (row.name, case.name)
