@@ -121,7 +121,8 @@ LOW += [
 LOW_TOLERANCE = {"loss": 2e-3, "grad_norm": 2e-2}
 CASES = [
     Case("packed", {"data": {"packing": True, "max_length": 96}, "rows": 120}),
-    Case("uneven lengths", {"data": {"packing": False}, "rows": 48}),
+    # A larger epsilon: entries whose gradient is nothing but rounding would get a step of full length, another on each strategy.
+    Case("uneven lengths", {"data": {"packing": False}, "rows": 48, "optimizer": {"eps": 1e-6}}),
     Case("clipped hard", {"data": {"packing": False}, "rows": 48, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1}}),
     Case("plain cross-entropy", {"data": {"packing": True}, "rows": 120, "algorithm": {"kind": "pretrain", "loss_chunk": 0}}),
     Case("compiled", {"data": {"packing": True}, "rows": 120, "compile": {"enabled": True}}, rows=("fsdp2 2",)),
