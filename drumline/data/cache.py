@@ -8,6 +8,8 @@ A cache is a folder that appears whole, under the hash of all it was made from:
     samples.npy   int64[N + 1], sample i is segments samples[i]..samples[i + 1]
     lengths.npy   int32[N], tokens of each sample
     learned.npy   int64[N], targets of each sample after the shift by one inside each segment
+    meta.bin      only where samples have more to say: JSON of all samples, end to end
+    meta.npy      int64[N + 1], bytes of meta.bin: sample i's are meta[i]..meta[i + 1]
     info.json     counts, settings, and the sizes of the files above: written last
 """
 
@@ -19,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ class TokenCache:
         self.lengths: npt.NDArray[np.int32] = np.load(folder / "lengths.npy", mmap_mode="r", allow_pickle=False)
         self.learned: npt.NDArray[np.int64] = np.load(folder / "learned.npy", mmap_mode="r", allow_pickle=False)
 
+        self._meta = _map(folder / "meta.bin", np.dtype(np.uint8)) if "meta.bin" in info["files"] else None
+        self._meta_at = np.load(folder / "meta.npy", mmap_mode="r", allow_pickle=False) if self._meta is not None else None
+
     @classmethod
     def open(cls, folder: Path | str) -> TokenCache:
         """Open a finished cache. Raises DataError where there is none, or files lack bytes."""
@@ -66,6 +71,13 @@ class TokenCache:
         first, last = self._samples[sample : sample + 2].tolist()
         return [(self._tokens[start:stop], self._learn[start:stop]) for start, stop in self._segments[first:last].tolist()]
 
+    def meta(self, sample: int) -> dict[str, Any]:
+        """What else the sample has to say: what its encoder noted. Empty without."""
+        if self._meta is None or self._meta_at is None:
+            return {}
+        start, stop = self._meta_at[sample : sample + 2].tolist()
+        return json.loads(bytes(self._meta[start:stop])) if stop > start else {}
+
 
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r")
@@ -82,17 +94,27 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 
 def write_layout(
-    folder: Path, segments: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], learned_of_segment: npt.NDArray[np.int64]
+    folder: Path,
+    segments: npt.NDArray[np.int64],
+    samples: npt.NDArray[np.int64],
+    learned_of_segment: npt.NDArray[np.int64],
+    metas: Sequence[bytes] = (),
 ) -> dict[str, int]:
-    """Write the four index files beside tokens.bin and learn.bin. Samples without a target are left out. Returns counts for info.json."""
+    """Write the index files beside tokens.bin and learn.bin. Samples without a target are left out, unless they have a meta (`metas`:
+    one for each sample, or none at all). Returns counts for info.json."""
     lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
     learned = np.add.reduceat(learned_of_segment, samples[:-1])
-    keep = learned > 0
+    with_meta = np.fromiter(map(bool, metas), bool, len(metas))
+    keep = (learned > 0) | with_meta if len(metas) else learned > 0
     if not keep.all():
         per_sample = np.diff(samples)
         segments = segments[np.repeat(keep, per_sample)]
         samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(per_sample[keep])))
         lengths, learned = lengths[keep], learned[keep]
+        metas = [meta for meta, kept in zip(metas, keep.tolist(), strict=True) if kept] if len(metas) else metas
+    if any(metas):
+        (folder / "meta.bin").write_bytes(b"".join(metas))
+        np.save(folder / "meta.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum([len(meta) for meta in metas]))).astype(np.int64))
     np.save(folder / "segments.npy", segments)
     np.save(folder / "samples.npy", samples)
     np.save(folder / "lengths.npy", lengths.astype(np.int32))

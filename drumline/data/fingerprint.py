@@ -9,7 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drumline.config.schema import Config, FileSource, HubSource, Source, TasksSource
+from drumline.config.data import FileSource, HubSource, Source, TasksSource
+from drumline.config.schema import Config
 from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym

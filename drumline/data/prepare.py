@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.schema import Config, Source
+from drumline.config.data import Source
+from drumline.config.schema import Config
 from drumline.data.cache import commit, read_info, temporary_folder, write_layout
 from drumline.data.fingerprint import cache_key, template_path
 from drumline.data.packing import cut, pack
-from drumline.data.sources import Row, describe, expected_rows, read_rows
+from drumline.data.sources import FORMS, TEXT, Row, describe, expected_rows, read_rows
 from drumline.data.workers import Chunk, Job, encode_all
 from drumline.errors import ConfigError, DataError
 
@@ -104,7 +105,7 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path) -> list[_Task]:
 
 @dataclass
 class _Stage:
-    """All usable rows in flat files, in source order."""
+    """All usable rows in flat files, in source order: `lengths` of their segments, `segments` of each row."""
 
     folder: Path
     dtype: np.dtype[Any]
@@ -114,6 +115,8 @@ class _Stage:
     unlearned: int = 0
     lengths: array[int] = field(default_factory=lambda: array("q"))
     learned: array[int] = field(default_factory=lambda: array("q"))
+    segments: array[int] = field(default_factory=lambda: array("q"))
+    metas: list[bytes] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
 
     def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
@@ -125,22 +128,32 @@ class _Stage:
         self.unlearned += chunk.unlearned
         self.lengths.extend(chunk.lengths)
         self.learned.extend(chunk.learned)
+        self.segments.extend(chunk.segments)
+        self.metas.extend(chunk.metas)
         self.digests.extend(chunk.digests)
+
+    def of_rows(self, rows: Picks) -> Picks:
+        """Numbers of the segments of some rows, in their order."""
+        counts = np.asarray(self.segments, np.int64)
+        firsts, counts = (np.cumsum(counts) - counts)[rows], counts[rows]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(firsts, counts) + within
 
 
 def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
     root = task.folder.parent
     with temporary_folder(root) as staging, temporary_folder(root) as aside:
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
-        progress("pack", 0, len(stage.lengths))
+        rows = len(stage.segments)
+        progress("pack", 0, rows)
         held, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
         if task.holdout_folder is not None:
             _copy_rows(stage, held, aside)
-            sizes = np.asarray(stage.lengths, np.int64)[held]
+            sizes = np.asarray(stage.lengths, np.int64)[stage.of_rows(held)]
             _finish(task, stage, aside, task.holdout_folder, np.cumsum(sizes) - sizes, held)
         sizes = np.asarray(stage.lengths, np.int64)
-        _finish(task, stage, staging, task.folder, (np.cumsum(sizes) - sizes)[kept], kept)
-        progress("pack", len(stage.lengths), len(stage.lengths))
+        _finish(task, stage, staging, task.folder, (np.cumsum(sizes) - sizes)[stage.of_rows(kept)], kept)
+        progress("pack", rows, rows)
 
 
 def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, progress: Progress) -> _Stage:
@@ -148,11 +161,12 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     config = task.config
     template = template_path(config, base_dir)
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
-    job = Job(tokenizer_path, model, config.algorithm.kind, config.data)
+    job = Job(tokenizer_path, model, config.algorithm, config.data)
+    forms = FORMS.get(config.algorithm.kind, TEXT)
     expected = [expected_rows(source) for source in task.sources]
     total = None if None in expected else sum(filter(None, expected))
     stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))
-    rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir) for source in task.sources)
+    rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir, forms) for source in task.sources)
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:
         for chunk in encode_all(job, rows, config.data.workers):
             stage.add(chunk, tokens, learn)
@@ -170,7 +184,7 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
 def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
     """Row numbers held out and kept, ascending. Held out are the `holdout` usable rows whose content hashes lowest: adding, moving or
     doubling other rows hardly changes which, and no seed is needed."""
-    count = len(stage.lengths)
+    count = len(stage.segments)
     if holdout >= count:
         fix = "hold out fewer, or give data.eval"
         raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
@@ -183,21 +197,24 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
 def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
     """Copy some rows of the stage, end to end, into token files of their own."""
     sizes = np.asarray(stage.lengths, np.int64)
-    starts = np.cumsum(sizes) - sizes
+    starts, picked = np.cumsum(sizes) - sizes, stage.of_rows(rows)
     for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
         source = np.memmap(stage.folder / name, dtype=dtype, mode="r")
         with (folder / name).open("wb") as file:
-            for row in rows.tolist():
-                file.write(source[starts[row] : starts[row] + sizes[row]].tobytes())
+            for segment in picked.tolist():
+                file.write(source[starts[segment] : starts[segment] + sizes[segment]].tobytes())
 
 
 def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:
-    """Lay rows, which start at `starts` in the files of `temporary`, out in samples, and give the cache its name."""
-    config = task.config
-    sizes = np.asarray(stage.lengths, np.int64)[rows]
-    learned = np.asarray(stage.learned, np.int64)[rows]
-    if not config.data.packing:
-        segments, samples = np.stack((starts, starts + sizes), axis=1), np.arange(len(rows) + 1, dtype=np.int64)
+    """Lay rows, whose segments start at `starts` in the files of `temporary`, out in samples, and give the cache its name."""
+    config, picked = task.config, stage.of_rows(rows)
+    sizes = np.asarray(stage.lengths, np.int64)[picked]
+    learned = np.asarray(stage.learned, np.int64)[picked]
+    metas: list[bytes] = []
+    if not config.packs:
+        segments = np.stack((starts, starts + sizes), axis=1)
+        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(stage.segments, np.int64)[rows])))
+        metas = [stage.metas[row] for row in rows.tolist()]
     elif config.algorithm.kind == "pretrain":
         segments, samples = cut(starts, starts + sizes, config.data.max_length)
         learned = segments[:, 1] - segments[:, 0] - 1
@@ -206,23 +223,23 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         order = np.fromiter(chain.from_iterable(groups), np.int64, len(rows))
         segments, learned = np.stack((starts, starts + sizes), axis=1)[order], learned[order]
         samples = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(group) for group in groups]))).astype(np.int64)
-    counts = write_layout(temporary, segments, samples, learned)
+    counts = write_layout(temporary, segments, samples, learned, metas)
     if not counts["samples"]:
         raise DataError("no sample has a token to learn", where=", ".join(map(describe, task.sources)), fix="raise data.max_length")
     info = {
         "hash": folder.name,
         "sources": [describe(source) for source in task.sources],
         "dtype": stage.dtype.name,
-        "packing": config.data.packing,
+        "packing": config.packs,
         "max_length": config.data.max_length,
         "rows": len(rows),
         "rows_read": stage.rows,
-        "held_out": len(stage.lengths) - len(rows) if temporary == stage.folder else 0,
+        "held_out": len(stage.segments) - len(rows) if temporary == stage.folder else 0,
         "truncated": stage.truncated,
         "dropped": stage.too_long + stage.unlearned,
         "dropped_too_long": stage.too_long,
         "dropped_unlearned": stage.unlearned,
         **counts,
-        "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.data.packing else None,
+        "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
     }
     commit(temporary, folder, info)

@@ -1,12 +1,16 @@
 """Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks.
 
-Whatever the source, a row comes out in one of three forms, its columns renamed to
+Whatever the source, a row comes out in one of the forms that the algorithm takes (`FORMS`), its columns renamed to
 
-    messages               list of {"role": str, "content": str, …}: a conversation
-    prompt, completion     text, or lists of messages: only the completion is learned
-    text                   a document
+    messages                    list of {"role": str, "content": str, …}: a conversation
+    prompt, completion          text, or lists of messages: only the completion is learned
+    text                        a document
+    prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt` they begin alike
+    text, label                 a text and its class
+    image, label                the path of an image and its class
 
-The form is the one that `columns` maps; with no mapping, the first of these whose columns the row has.
+The form is the one that `columns` maps; with no mapping, the first whose columns the row has. `OPTIONAL` columns come along where they
+are there, and `extra` keeps all the others as they are.
 """
 
 from __future__ import annotations
@@ -14,28 +18,34 @@ from __future__ import annotations
 import socket
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from drumline.config.schema import Columns, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.config.data import Columns, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.data.files import Raw, find, read_file
 from drumline.errors import DataError, EnvironmentFault
 
-FORMS = (("messages",), ("prompt", "completion"), ("text",))
+Forms = tuple[tuple[str, ...], ...]
+TEXT: Forms = (("messages",), ("prompt", "completion"), ("text",))
+PAIRS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+PROMPTS: Forms = (("prompt",), ("messages",))
+FORMS: dict[str, Forms] = {"reward": PAIRS, "dpo": PAIRS, "ppo": PROMPTS, "grpo": PROMPTS}
+OPTIONAL = ("margin", "images")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, its columns under canonical names. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`."""
+    """One row, its columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`."""
 
     origin: str
     values: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
-def read_rows(source: Source, base_dir: Path) -> Iterator[Row]:
+def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[Row]:
     """The rows of `source`, at most `source.limit`, in its own order; file paths are relative to `base_dir`.
 
     Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
@@ -43,7 +53,7 @@ def read_rows(source: Source, base_dir: Path) -> Iterator[Row]:
     count = 0
     for origin, values in islice(_raw(source, base_dir), source.limit):
         count += 1
-        yield Row(origin, _normalise(origin, values, source.columns, count))
+        yield _normalise(origin, values, source.columns, count, forms)
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
@@ -78,16 +88,18 @@ def _raw(source: Source, base_dir: Path) -> Iterator[Raw]:
 # ------------------------------------------------------------------------------------------------------------- columns
 
 
-def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int) -> dict[str, Any]:
+def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms) -> Row:
     """Pick the row's form, rename its columns and check their types."""
-    mapped = {part for part in ("messages", "prompt", "completion", "text") if getattr(columns, part) is not None}
-    names = {part: getattr(columns, part) or part for form in FORMS for part in form}
-    forms = [form for form in FORMS if mapped & set(form)] or [form for form in FORMS if all(part in values for part in form)]
+    parts = {part for form in known for part in form}
+    mapped = {part for part in parts if getattr(columns, part) is not None}
+    names = {part: getattr(columns, part) or part for part in (*parts, *OPTIONAL)}
+    forms = [form for form in known if mapped <= set(form) and mapped]
+    forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
     there = ", ".join(values) or "none"
     if not forms:
-        what = f"row {number} has no messages, prompt and completion, or text; its columns are: {there}"
+        what = f"row {number} has no {', or '.join(' and '.join(form) for form in known)}; its columns are: {there}"
         raise DataError(what, where=origin, fix="map them with `columns`")
-    if len(forms) > 1 and mapped:
+    if not mapped <= set(forms[0]):
         raise DataError(f"`columns` maps parts of different kinds of rows: {', '.join(sorted(mapped))}", where=origin, fix="keep one kind")
     result: dict[str, Any] = {}
     for part in forms[0]:
@@ -96,22 +108,26 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
             fix = f"map it with `columns.{part}`"
             raise DataError(f"row {number} has no column {name!r}; its columns are: {there}", where=origin, fix=fix)
         result[part] = _checked(part, name, values[name], origin, number)
-    if "task" in values:
-        result["task"] = values["task"]
-    return result
+    result |= {part: values[names[part]] for part in OPTIONAL if values.get(names[part]) is not None}
+    taken = {names[part] for part in result}
+    return Row(origin, result, {name: value for name, value in values.items() if name not in taken})
 
 
 def _checked(part: str, name: str, value: Any, origin: str, number: int) -> Any:
     """`value` if it is what `part` needs: text, or messages where those may stand."""
+    if part == "label":
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise DataError(f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class", where=origin)
+        return value
     if isinstance(value, str) and part != "messages":
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(f"row {number}: column {name!r} holds a lone surrogate, which is no text", where=origin) from error
         return value
-    if part == "text" or not isinstance(value, list) or not value:
+    if part in ("text", "image") or not isinstance(value, list) or not value:
         found = "null" if value is None else "an empty list" if value == [] else type(value).__name__
-        wants = {"text": "text", "messages": "a list of messages"}.get(part, "text or a list of messages")
+        wants = {"text": "text", "image": "a path", "messages": "a list of messages"}.get(part, "text or a list of messages")
         raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import TokenCache
 from drumline.plan.plan import BatchPlan
 
@@ -97,20 +97,22 @@ class GlobalBatch:
     """One optimizer step's samples, of which this rank's are collated.
 
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding.
+    `tokens`: real tokens of this rank, without padding. `settled`: a run may be saved after this step and go on from `position`; not so in
+    the middle of the steps that share a rollout.
     """
 
-    micro_batches: list[TokenBatch]
+    micro_batches: list[Any]
     sample_ids: Ints
     position: int
     tokens: int
+    settled: bool = True
 
 
 class BatchStream:
     """Iterates over the global batches of positions [start, stop) as one data rank sees them.
 
-    `stop`: where the samples end; places of the last batch from there on are fillers. `width`: fixed width of every micro-batch, or None
-    for its longest row. `prefetch`: batches collated ahead by a thread; 0 collates when asked. What fails in the thread is raised by
+    `stop`: where the samples end; places of the last batch from there on are fillers. `collate`: makes a micro-batch of sample ids, -1 for
+    a filler. `prefetch`: batches collated ahead by a thread; 0 collates when asked. What fails in the thread is raised by
     `next`. Close it, or use it as a context manager: the thread ends then, also in the middle.
     """
 
@@ -123,8 +125,7 @@ class BatchStream:
         data_ranks: int,
         start: int,
         stop: int,
-        pad_id: int,
-        width: int | None,
+        collate: Callable[[list[int]], Any],
         prefetch: int,
     ) -> None:
         assert batch.global_samples == data_ranks * batch.accumulation * batch.micro_batch, batch.rule(data_ranks)
@@ -132,7 +133,7 @@ class BatchStream:
         self.cache, self.order, self.batch = cache, order, batch
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.start, self.stop = start, stop
-        self.pad_id, self.width = pad_id, width
+        self.collate = collate
         self._batches: Iterator[GlobalBatch] = self._generate()
         self._ahead = _Ahead(self._batches, prefetch) if prefetch else None
 
@@ -165,10 +166,7 @@ class BatchStream:
         ids[: end - position] = self.order.ids(position, end)
         lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
         mine = assign(lengths, self.data_ranks, self.batch.accumulation, self.batch.micro_batch)[self.data_rank]
-        micro_batches = [
-            collate([self.cache.segments(sample) if sample >= 0 else None for sample in ids[places].tolist()], self.pad_id, self.width)
-            for places in mine
-        ]
+        micro_batches = [self.collate(ids[places].tolist()) for places in mine]
         return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()))
 
 

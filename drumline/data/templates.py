@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.schema import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.sources import Row
 from drumline.errors import DataError
 
@@ -54,11 +54,11 @@ def truncate(example: Example, max_length: int, policy: Literal["error", "right"
 
 
 class Encoder:
-    """Encodes rows with one tokenizer. For `pretrain`, and for `learn_on: all`, every token is learned."""
+    """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is learned."""
 
-    def __init__(self, tokenizer: Any, algorithm_kind: Literal["sft", "pretrain"], data: DataConfig) -> None:
+    def __init__(self, tokenizer: Any, everything: bool, data: DataConfig) -> None:
         self.tokenizer = tokenizer
-        self.learn_all = algorithm_kind == "pretrain" or data.learn_on == "all"
+        self.learn_all = everything or data.learn_on == "all"
         self.has_template = bool(tokenizer.chat_template)
         template = tokenizer.chat_template
         text = template if isinstance(template, str) else " ".join((template or {}).values())

@@ -16,14 +16,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.schema import DataConfig, ModelConfig
+from drumline.config.algorithms import Algorithm
+from drumline.config.data import DataConfig
+from drumline.config.model import ModelConfig
+from drumline.data.encode import RowEncoder, row_encoder
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder, truncate
+from drumline.data.templates import Example
 from drumline.errors import EnvironmentFault
 
 # Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.
@@ -34,7 +37,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass
 class Chunk:
-    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end, and what became of the others."""
+    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end, and what became of the others.
+
+    `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON of each row, empty without.
+    """
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
@@ -44,6 +50,8 @@ class Chunk:
     unlearned: int = 0
     lengths: list[int] = field(default_factory=list)
     learned: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    metas: list[bytes] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
 
 
@@ -53,41 +61,45 @@ class Job:
 
     tokenizer_path: str
     model: ModelConfig
-    algorithm_kind: Literal["sft", "pretrain"]
+    algorithm: Algorithm
     data: DataConfig
 
     @cached_property
-    def encoder(self) -> Encoder:
+    def tokenizer(self) -> Any:
         from drumline.models.load import load_tokenizer
 
-        return Encoder(load_tokenizer(self.tokenizer_path, self.model), self.algorithm_kind, self.data)
+        return load_tokenizer(self.tokenizer_path, self.model)
+
+    @cached_property
+    def encoder(self) -> RowEncoder:
+        return row_encoder(self.algorithm, self.tokenizer, self.data)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "encoder"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer")}
 
     def vocabulary(self) -> int:
         """One more than the highest token id."""
-        return len(self.encoder.tokenizer)
+        return len(self.tokenizer)
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Encode, cut to max_length and count. Rows of a packed pretraining run stay whole: the packs are cut instead."""
-        data, chunk = self.data, Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
-        whole = self.algorithm_kind == "pretrain" and data.packing
-        kept = []
+        """Encode, cut to size and count."""
+        chunk = Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
+        kept: list[Example] = []
         for row in rows:
-            full = self.encoder.encode(row)
-            example = full if whole else truncate(full, data.max_length, data.truncation, row.origin)
-            if example is None:
+            encoded = self.encoder.encode(row)
+            if encoded is None:
                 chunk.too_long += 1
-            elif not example.learned:
+            elif encoded.meta is None and not any(segment.learned for segment in encoded.segments):
                 chunk.unlearned += 1
             else:
-                chunk.truncated += len(example.tokens) < len(full.tokens)
-                chunk.lengths.append(len(example.tokens))
-                chunk.learned.append(example.learned)
-                if data.holdout:
+                chunk.truncated += encoded.truncated
+                chunk.lengths += [len(segment.tokens) for segment in encoded.segments]
+                chunk.learned += [segment.learned for segment in encoded.segments]
+                chunk.segments.append(len(encoded.segments))
+                chunk.metas.append(b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode())
+                if self.data.holdout:
                     chunk.digests.append(digest(row))
-                kept.append(example)
+                kept += encoded.segments
         if kept:
             chunk.tokens = np.concatenate([example.tokens for example in kept])
             chunk.learn = np.concatenate([example.learn for example in kept])

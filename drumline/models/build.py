@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet

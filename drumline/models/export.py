@@ -16,7 +16,8 @@ from typing import Any, Literal
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
-from drumline.config.schema import LoRAConfig, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import LoRAConfig
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters

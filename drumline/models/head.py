@@ -107,9 +107,9 @@ def require_documents_apart(model: Any, device: str) -> None:
 
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
-    """Run a model on a batch (`input_ids_BT`, `position_ids_BT`), or on its part of it. Documents of a pack are told apart by positions
+    """Run a model on a batch (its `inputs()`), or on its part of it. Documents of a pack are told apart by positions
     that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
-    inputs = {"input_ids": batch.input_ids_BT, "position_ids": batch.position_ids_BT} if sequence is None else sequence.inputs(batch)
+    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     if parts is None:
         return Outputs(logits_BTV=model(**inputs, use_cache=False).logits, sequence=sequence)
     trunk, head = parts

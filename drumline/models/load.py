@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drumline.config.schema import Adapter, LoRAConfig, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.errors import ModelError
 from drumline.models.tensor_plan import cuts_heads, tensor_plan

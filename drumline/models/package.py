@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 
 OnProgress = Callable[[str, int, int | None], None]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.plan.frozen import Frozen
 from drumline.plan.mesh import Mesh
@@ -48,6 +49,15 @@ class PipelinePlan(Frozen):
     )
 
 
+class RolePlan(Frozen):
+    """A model besides the one that learns first: the reference, the value or the reward model of an algorithm, spread like it."""
+
+    model: ModelConfig
+    model_path: str | None
+    head: Literal["lm", "score"] = Field(description="score: one number a token, by a linear head on the last hidden states.")
+    learns: bool = False
+
+
 class Predicted(Frozen):
     """What the planner expects; null where it does not know yet."""
 
@@ -84,6 +94,7 @@ class Plan(Frozen):
     warmup_steps: int = 0
     data: DataPlan | None
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
+    roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
     predicted: Predicted
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
 

@@ -55,7 +55,7 @@ def resolve(
     if data is not None and data.train_samples < mesh.data_ranks:
         raise PlanError(
             f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
-            + (f" (packs of {config.data.max_length} tokens)" if config.data.packing else ""),
+            + (f" (packs of {config.data.max_length} tokens)" if config.packs else ""),
             where="data.train",
             fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
         )

@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ring × packing",
-        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.config.data.packing,
+        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.config.packs,
         "torch's ring attention takes no mask, and documents of a pack are kept apart by one",
         "use ulysses, or data.packing=false",
     ),

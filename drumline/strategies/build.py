@@ -24,7 +24,7 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
     model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held)
-    if config.data.packing:
+    if config.packs:
         require_documents_apart(model, device)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)

@@ -33,7 +33,7 @@ from drumline.models.head import ForwardWithObjective, split
 from drumline.models.names import canonical_tensors
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
-from drumline.strategies.engine import Sums, total
+from drumline.strategies.engine import Read, Sums, reader, total
 from drumline.strategies.native import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
 from drumline.strategies.owners import share
@@ -137,6 +137,14 @@ class DeepSpeedEngine:
             return total(outs)
         finally:
             self.engine.train()
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        self.evaluate(micro_batches, reader(read, kept))
+        return kept
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
 
     def grad_norm(self) -> float:
         self.norms = getattr(self.zero, self.measure)()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 Sums = dict[str, float]
+Read = Callable[[Any, Any], torch.Tensor]
 # Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
 OPTIONAL = frozenset({"outer"})
 
@@ -24,6 +26,21 @@ class Engine(Protocol):
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """The sums without gradients; the model is left in training mode."""
+        ...
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
+
+        The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
+        so the model is what it was before it learned.
+        """
+        ...
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each weight and persistent buffer, whole, on every rank, one after the other in the same order on all, on this
+        rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be the live one: copy, do not
+        change. Tied weights come once. Collective: all ranks go through to the end.
+        """
         ...
 
     def grad_norm(self) -> float:
@@ -74,6 +91,24 @@ def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
     return dict(zip(outs[0], stacked.sum(0).tolist(), strict=True))
 
 
+@dataclass(frozen=True)
+class _Nothing:
+    """The loss of an objective that only reads."""
+
+    loss_sum: torch.Tensor
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
+    """An objective for `Engine.evaluate` that notes in `kept` what `read` gives for each micro-batch."""
+
+    def objective(outputs: Any, batch: Any) -> Any:
+        kept.append(read(outputs, batch))
+        return _Nothing(torch.zeros((), device=kept[-1].device))
+
+    return objective
+
+
 class FakeEngine:
     """An engine without a model, for tests of the loop: one weight w, loss Σ (w − token)² / 2 over a micro-batch's learned targets.
 
@@ -98,6 +133,12 @@ class FakeEngine:
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         losses = [float(((self.weight - _learned(b)) ** 2).sum() / 2) for b in micro_batches]
         return {"loss": sum(losses), "tokens": 1.0, "correct": 0.0}
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        return [read(self.weight, batch) for batch in micro_batches]
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", self.weight
 
     def grad_norm(self) -> float:
         return abs(self.gradient)

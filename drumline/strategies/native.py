@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
@@ -21,7 +22,7 @@ from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchn
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.data_parallel import apply_dp
-from drumline.strategies.engine import Sums, total
+from drumline.strategies.engine import Read, Sums, reader, total
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
@@ -47,7 +48,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEng
     module = ForwardWithObjective(model)
     if plan.mesh.cp > 1:
         assert whole is not None
-        apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.data.packing)
+        apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.packs)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
@@ -115,6 +116,15 @@ class NativeEngine:
             return total(outs)
         finally:
             self.model.train()
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        self.evaluate(micro_batches, reader(read, kept))
+        return kept
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in canonical_tensors(self.model).items():
+            yield name.removeprefix("model."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def grad_norm(self) -> float:
         gradients = self._gradients()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
+from drumline.config.algorithms import PretrainConfig, SFTConfig
 from drumline.config.schema import Config
+from drumline.data.batches import collate
 from drumline.data.cache import TokenCache
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
 from drumline.dist.reduce import Gather
@@ -84,7 +86,10 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
 
 
 def build_algorithm(config: Config) -> Algorithm:
-    return NextToken(config.algorithm.loss_chunk, answers=config.algorithm.kind == "sft")
+    algorithm = config.algorithm
+    if isinstance(algorithm, PretrainConfig | SFTConfig):
+        return NextToken(algorithm.loss_chunk, answers=algorithm.kind == "sft")
+    raise AssertionError(algorithm.kind)
 
 
 def build_streams(
@@ -97,15 +102,18 @@ def build_streams(
     # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
     width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
 
+    def collator(cache: TokenCache) -> Callable[[list[int]], Any]:
+        return lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
+
     def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
         cache = TokenCache.open(Path(folder))
         order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
-        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, pad, width, prefetch)
+        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch)
 
     def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
         with batches:
             for batch in batches:
-                yield GlobalBatch([b.to(device) for b in batch.micro_batches], batch.sample_ids, batch.position, batch.tokens)
+                yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
 
     def held_out() -> Iterable[GlobalBatch]:
         assert data is not None and data.eval_cache is not None

@@ -105,7 +105,7 @@ class Loop:
         seconds = time.time() - started
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            self._log_step(batch, loss, lr, grad_norm, agreed["tokens"], seconds + data_s, sent, *clocks)
+            self._log_step(batch, loss, lr, grad_norm, self.algorithm.figures(total), agreed["tokens"], seconds + data_s, sent, *clocks)
         if not finite:
             self._not_finite(batch, loss, grad_norm)
 
@@ -115,6 +115,7 @@ class Loop:
         loss: float,
         lr: float,
         grad_norm: float,
+        figures: dict[str, float],
         tokens: float,
         seconds: float,
         sent: int | None,
@@ -150,6 +151,7 @@ class Loop:
             sent_bytes=sent,
             memory_bytes=[int(m) for m in memory],
             epoch=self.state.position / data.train_samples if data and data.train_samples else 0.0,
+            **figures,
         )
 
     def _not_finite(self, batch: GlobalBatch, loss: float, grad_norm: float) -> None:

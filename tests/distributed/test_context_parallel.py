@@ -30,7 +30,7 @@ RING = ["llama", "qwen3, one head of keys"]
 
 
 def build(kind: str) -> Any:
-    from drumline.config.schema import ModelConfig
+    from drumline.config.model import ModelConfig
     from drumline.models.build import build_model
 
     return build_model(None, ModelConfig(id=None, config=KINDS[kind]), seed=0)
@@ -144,7 +144,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def refusals() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from drumline.config.schema import ModelConfig
+    from drumline.config.model import ModelConfig
     from drumline.errors import PlanError
     from drumline.models.build import build_model
     from drumline.models.head import ForwardWithObjective

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from drumline.config.load import load
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.config.strategies import FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh
 from drumline.errors import PlanError

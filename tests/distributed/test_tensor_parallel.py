@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.schema import CompileConfig, LoRAConfig, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import CompileConfig, LoRAConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.adapters import inject
 from drumline.models.build import build_model

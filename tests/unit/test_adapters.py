@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.schema import Config, LoRAConfig, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from drumline.config.load import differences, load, load_text, schema, to_yaml
-from drumline.config.schema import Config, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
 from drumline.config.strategies import DDPStrategy
 from drumline.config.suggest import SYNONYMS, field_at, kinds_at
 from drumline.errors import ConfigError

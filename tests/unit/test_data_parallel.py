@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import replicate
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective

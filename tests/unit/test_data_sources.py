@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.config.schema import Source
+from drumline.config.data import Source
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 
@@ -97,7 +97,7 @@ def test_glob_is_sorted_and_limit_counts_over_files(tmp_path: Path) -> None:
 def test_tasks_are_dealt_evenly_and_keep_their_name(tmp_path: Path) -> None:
     source = {"kind": "tasks", "tasks": {"basic_arithmetic": {"max_digits": 1}, "leg_counting": {}}, "size": 5, "seed": 3}
     found = rows(tmp_path, **source)
-    assert [row.values["task"] for row in found] == ["basic_arithmetic", "leg_counting"] * 2 + ["basic_arithmetic"]
+    assert [row.extra["task"] for row in found] == ["basic_arithmetic", "leg_counting"] * 2 + ["basic_arithmetic"]
     assert found[4].origin == "tasks/basic_arithmetic:3"
     assert found == rows(tmp_path, **source), "a seed gives the same rows again"
     assert found != rows(tmp_path, **{**source, "seed": 4})
@@ -191,7 +191,7 @@ def test_missing_column_names_row_and_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", {"q": "1", "a": "2"}, {"q": "1", "b": "2"})
     line = complaint(tmp_path, kind="file", path="a.jsonl", columns={"prompt": "q", "completion": "a"})
     assert "a.jsonl:2: row 2 has no column 'a'; its columns are: q, b" in line
-    assert "a.jsonl:1: row 1 has no messages, prompt and completion, or text; its columns are: q, a" in complaint(
+    assert "a.jsonl:1: row 1 has no messages, or prompt and completion, or text; its columns are: q, a" in complaint(
         tmp_path, kind="file", path="a.jsonl"
     )
     assert "different kinds" in complaint(tmp_path, kind="file", path="a.jsonl", columns={"prompt": "q", "text": "a"})

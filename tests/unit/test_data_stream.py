@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import TokenCache, commit, temporary_folder, write_layout
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign
 from drumline.plan.plan import BatchPlan
@@ -113,9 +114,14 @@ def stream(
 ) -> BatchStream:
     size = 8
     batch = BatchPlan(global_samples=size, micro_batch=size // ranks // accumulation, accumulation=accumulation, eval_micro_batch=1)
-    options: dict[str, Any] = {"pad_id": 0, "width": None, "prefetch": 2, "seed": 5, "shuffle": True, **more}
+    options: dict[str, Any] = {"prefetch": 2, "seed": 5, "shuffle": True, **more}
     order = GlobalOrder(len(cache), options.pop("seed"), options.pop("shuffle"))
-    return BatchStream(cache, order, batch, rank, ranks, start, stop, **options)
+    width = options.pop("width", None)
+
+    def rows(ids: list[int]) -> TokenBatch:
+        return collate([cache.segments(sample) if sample >= 0 else None for sample in ids], 0, width)
+
+    return BatchStream(cache, order, batch, rank, ranks, start, stop, rows, **options)
 
 
 def taken(batches: list[GlobalBatch]) -> Counter[int]:

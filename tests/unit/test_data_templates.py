@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.config.schema import DataConfig
+from drumline.config.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.templates import Encoder, Example, truncate
 from drumline.errors import DataError
@@ -60,7 +60,7 @@ TURNS = [
 
 def encoder(template: str | None, kind: Any = "sft", **data: Any) -> Encoder:
     settings = {"train": [{"kind": "file", "path": "unused"}], **data}
-    return Encoder(tiny_tokenizer(chat_template=template), kind, DataConfig.model_validate(settings))
+    return Encoder(tiny_tokenizer(chat_template=template), kind == "pretrain", DataConfig.model_validate(settings))
 
 
 def learned(using: Encoder, **values: Any) -> list[str]:
@@ -228,9 +228,9 @@ class SlowTokenizer:
 
 def test_tokenizers_without_offsets() -> None:
     data = DataConfig.model_validate({"train": [{"kind": "file", "path": "unused"}]})
-    assert learned(Encoder(SlowTokenizer(), "sft", data), messages=TURNS) == [" a\n", " It is five.\n"]
+    assert learned(Encoder(SlowTokenizer(), False, data), messages=TURNS) == [" a\n", " It is five.\n"]
     with pytest.raises(DataError, match="joins a turn's header to its content, and gives no offsets"):
-        Encoder(SlowTokenizer(join=": a"), "sft", data).encode(Row("a:1", {"messages": TURNS}))
+        Encoder(SlowTokenizer(join=": a"), False, data).encode(Row("a:1", {"messages": TURNS}))
 
 
 # ----------------------------------------------------------------------------------------------------------- truncation

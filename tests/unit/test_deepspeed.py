@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from drumline.algorithms.tokens import NextToken
 from drumline.cluster.detect import Machine
-from drumline.config.schema import Config, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
 from drumline.errors import EnvironmentFault
 from drumline.models.build import lay_out
 from drumline.models.shards import Values

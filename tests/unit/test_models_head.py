@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError
 from drumline.models.build import build_model

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.package import cache_dir, resolve
 from tests.harness import ROOT
@@ -94,7 +94,7 @@ def test_a_second_time_nothing_is_converted(cache: Path) -> None:
 RESOLVE = """
 import os, sys, time
 from pathlib import Path
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.models.package import resolve
 
 def wait_for_another(phase, done, total):
@@ -220,7 +220,7 @@ def hub() -> Iterator[str]:
 
 ASK = """
 import json, sys
-from drumline.config.schema import ModelConfig
+from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.package import resolve
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.schema import Config, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
 from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
 from drumline.models.build import lay_out

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from drumline.config.schema import Config, ModelConfig
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
 from drumline.errors import PlanError
 from drumline.models.load import facts, load_config
 from drumline.plan.mesh import Mesh

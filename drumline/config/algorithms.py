@@ -1,0 +1,280 @@
+"""What a run learns by: one section a kind of algorithm, and what the kinds share (references, rewards, rollouts). No torch here.
+
+Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
+episodes of one prompt. `batch.global_samples` counts what an optimizer step learns from: sequences, pairs, rows or episodes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from drumline.config.model import ModelConfig
+from drumline.config.section import Section, kind_from_string
+
+
+class _TokenAlgorithm(Section):
+    loss_chunk: int = Field(
+        1024, ge=0, description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once."
+    )
+
+
+class PretrainConfig(_TokenAlgorithm):
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class SFTConfig(_TokenAlgorithm):
+    kind: Literal["sft"] = "sft"
+
+
+# ---------------------------------------------------------------------------------------------------------- preferences
+
+
+class RewardModelConfig(Section):
+    """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
+
+    kind: Literal["reward"] = "reward"
+    margin: float = Field(
+        0.0, ge=0, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it."
+    )
+    center: float = Field(
+        0.0, ge=0, description="Weight of (r(chosen) + r(rejected))², which keeps rewards around zero (Eisenstein et al. 2023)."
+    )
+
+
+class DPOConfig(_TokenAlgorithm):
+    """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0, description="How closely the policy is held to the reference.")
+    loss: Literal["sigmoid", "ipo", "hinge"] = Field(
+        "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="sigmoid: the part of pairs whose sides may be swapped (conservative DPO)."
+    )
+    sft_weight: float = Field(0.0, ge=0, description="Weight of the chosen answer's mean negative log-likelihood.")
+    reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
+        "auto",
+        description="Log-probs of the reference: computed once before training and kept on disk, live from a frozen copy, or"
+        " the policy with its"
+        " adapter switched off. auto: adapter under LoRA, else precomputed.",
+    )
+    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+
+    @model_validator(mode="after")
+    def _smooths_sigmoid(self) -> DPOConfig:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError("label_smoothing is of loss: sigmoid")
+        return self
+
+
+# -------------------------------------------------------------------------------------------------------------- rewards
+
+
+class _Reward(Section):
+    weight: float = Field(1.0, description="Rewards are summed with their weights.")
+    timeout_seconds: float = Field(
+        10.0, gt=0, description="An answer that takes longer costs its sample: it gets no reward, and is counted."
+    )
+
+
+class FunctionReward(_Reward):
+    kind: Literal["function"] = "function"
+    path: str = Field(
+        description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
+        " f(prompt: str, completion: str, **columns of the row) -> float."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
+
+
+class TaskReward(_Reward):
+    kind: Literal["task"] = "task"  # the verifier of the reasoning-gym task that the prompt comes from
+    pattern: str | None = Field(None, description="Regular expression whose first group is the answer in the completion; null: all of it.")
+
+
+class MathReward(_Reward):
+    kind: Literal["math"] = "math"  # math-verify against the row's `answer`
+    column: str = Field("answer", description="Column of the row that holds the right answer.")
+
+
+class RegexReward(_Reward):
+    kind: Literal["regex"] = "regex"  # 1 where the completion matches
+    pattern: str = Field(description="Python regular expression.")
+    full: bool = Field(True, description="The whole completion must match, or any part of it.")
+
+
+class LengthReward(_Reward):
+    kind: Literal["length"] = "length"  # 0 up to `free` tokens, falling to −1 at `limit`
+    free: int = Field(ge=0, description="Tokens that cost nothing.")
+    limit: int = Field(gt=0, description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025).")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LengthReward:
+        if self.limit <= self.free:
+            raise ValueError("limit must be above free")
+        return self
+
+
+class ModelReward(_Reward):
+    kind: Literal["model"] = "model"  # a reward model, as `algorithm: reward` trains them
+    model: ModelConfig = Field(description="A model with a score head: RUN/export of a reward run, or any Hugging Face one.")
+
+
+Reward = Annotated[
+    FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward,
+    Field(discriminator="kind"),
+    BeforeValidator(kind_from_string),
+]
+
+
+def _task_reward() -> list[Reward]:
+    return [TaskReward()]
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
+
+
+class _Generator(Section):
+    temperature: float = Field(1.0, gt=0, description="Of sampling.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
+    top_k: int = Field(0, ge=0, description="Sample from this many likeliest tokens; 0: all.")
+    max_new_tokens: int = Field(64, gt=0, description="A completion is cut here.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
+
+
+class HFGenerator(_Generator):
+    """transformers' generate with its KV cache, prompts of like length together."""
+
+    kind: Literal["hf"] = "hf"
+    batch: int = Field(32, gt=0, description="Sequences generated side by side on a device.")
+
+
+class ContinuousGenerator(_Generator):
+    """transformers' continuous batching: a finished sequence makes room for the next."""
+
+    kind: Literal["continuous"] = "continuous"
+    batch: int = Field(32, gt=0, description="Sequences generated side by side on a device.")
+
+
+class VLLMGenerator(_Generator):
+    """A vLLM server (`vllm serve`), told the new weights before each rollout."""
+
+    kind: Literal["vllm"] = "vllm"
+    url: str = Field(description="http://HOST:PORT of the server.")
+    timeout_seconds: float = Field(600.0, gt=0, description="Of one request.")
+    weights: Literal["none", "folder"] = Field(
+        "folder",
+        description="folder: write the weights to a folder that the server reads too, and ask it to load them; none: it keeps its own.",
+    )
+
+
+Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
+
+
+class KLConfig(Section):
+    """How the policy is held to the reference."""
+
+    coefficient: float = Field(0.0, ge=0, description="Weight of the divergence; 0: no reference model is loaded at all.")
+    target: float | None = Field(
+        None, gt=0, description="ppo: steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
+    )
+    horizon: int = Field(10000, gt=0, description="target: episodes over which an error is corrected.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="log π/π_ref; its half square; or π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative."
+    )
+    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+
+
+class _RolloutAlgorithm(_TokenAlgorithm):
+    rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
+    generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
+    epochs: int = Field(1, gt=0, description="Passes over the episodes of a rollout.")
+    minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")
+    clip: float = Field(0.2, gt=0, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
+    kl: KLConfig = Field(default_factory=KLConfig)
+    missing_stop_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a completion that was cut before its end.")
+
+
+class PPOConfig(_RolloutAlgorithm):
+    """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+
+    kind: Literal["ppo"] = "ppo"
+    group_size: int = Field(1, gt=0, description="Completions of each prompt.")
+    epochs: int = Field(4, gt=0, description="Passes over the episodes of a rollout.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
+    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
+    value_clip: float | None = Field(0.2, gt=0, description="A value may move this far from the rollout's; null: not clipped.")
+    value_weight: float = Field(0.1, gt=0, description="Weight of the value's loss beside the policy's.")
+    value: Literal["head", "separate"] = Field(
+        "head", description="A linear head on the policy's last hidden states, or a model of its own."
+    )
+    value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
+    value_lr: float | None = Field(None, gt=0, description="separate: its peak learning rate; null: the policy's.")
+    whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
+    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    kl: KLConfig = Field(default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"))
+
+
+class CurriculumConfig(Section):
+    """How many prompts of a rollout each domain gives (`domain` of a data source)."""
+
+    kind: Literal["data", "weights", "success"] = Field(
+        "data",
+        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share"
+        " follows how uncertain its"
+        " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
+    )
+    weights: dict[str, float] = Field(default_factory=dict, description="weights: domain → its share, in any unit.")
+    floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
+    memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
+    solved: float = Field(0.5, description="success: an episode with at least this reward counts as solved.")
+
+
+class GRPOConfig(_RolloutAlgorithm):
+    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
+
+    kind: Literal["grpo"] = "grpo"
+    group_size: int = Field(8, gt=1, description="Completions of each prompt: an advantage is a reward less the mean of its group.")
+    scale: Literal["group", "batch", "none"] = Field(
+        "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
+    )
+    normalize: Literal["sequence", "token", "constant"] = Field(
+        "token",
+        description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
+    )
+    clip_high: float | None = Field(None, gt=0, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28).")
+    dynamic_sampling: int = Field(
+        0,
+        ge=0,
+        description="Roll out again, at most this often, until enough groups have rewards that differ (DAPO). 0: take groups as they are.",
+    )
+    importance: Literal["none", "token", "sequence"] = Field(
+        "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
+    )
+    importance_cap: float = Field(2.0, gt=1, description="importance: the weight is truncated here.")
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+
+
+# -------------------------------------------------------------------------------------------------------- classification
+
+
+class ClassifyConfig(Section):
+    """A class for each row: of a text (`text` and `label` columns) or an image (`image` and `label`)."""
+
+    kind: Literal["classify"] = "classify"
+    modality: Literal["text", "image"] = "text"
+    labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
+    image_size: int | None = Field(
+        None, gt=0, description="image: side of the square that images are scaled to; null: what the processor says."
+    )
+
+
+Algorithm = Annotated[
+    PretrainConfig | SFTConfig | RewardModelConfig | DPOConfig | PPOConfig | GRPOConfig | ClassifyConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(kind_from_string),
+]
+ROLLOUT = (PPOConfig, GRPOConfig)

@@ -1,0 +1,93 @@
+"""Where rows come from and how they become tokens. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from drumline.config.section import Section
+
+
+class Columns(Section):
+    """Which column of a row plays which part. Unset parts are looked for under their own names."""
+
+    messages: str | None = Field(None, description="Column with a list of {role, content}.")
+    prompt: str | None = Field(None, description="Column with the prompt (text, or a list of messages).")
+    completion: str | None = Field(None, description="Column with the completion that is learned.")
+    text: str | None = Field(None, description="Column with plain text.")
+    chosen: str | None = Field(None, description="Column with the better answer of a pair (text, or messages with or without the prompt).")
+    rejected: str | None = Field(None, description="Column with the worse one.")
+    margin: str | None = Field(None, description="Column with by how much chosen is better (optional).")
+    label: str | None = Field(None, description="Column with the class: a name or a number.")
+    image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
+    images: str | None = Field(None, description="Column with a list of such paths, for messages that say where they stand.")
+
+
+class _Source(Section):
+    columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
+    limit: int | None = Field(None, gt=0, description="Take at most this many rows.")
+    domain: str | None = Field(None, description="ppo, grpo: name under which these prompts are counted; null: the task's or file's name.")
+
+
+class FileSource(_Source):
+    kind: Literal["file"] = "file"
+    path: str = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
+
+
+class HubSource(_Source):
+    kind: Literal["hub"] = "hub"
+    id: str = Field(description="A `datasets` hub id.")
+    name: str | None = Field(None, description="The subset (configuration) of the dataset.")
+    split: str = Field("train", description="Split expression.")
+    revision: str | None = Field(None, description="Branch, tag or commit.")
+    streaming: bool = Field(False, description="Read rows as a stream: the raw data is never stored, only its tokens. Needs `limit`.")
+
+    @model_validator(mode="after")
+    def _stream_needs_an_end(self) -> HubSource:
+        if self.streaming and self.limit is None:
+            raise ValueError("streaming needs `limit`: the number of rows to take from the stream")
+        return self
+
+
+class SavedSource(_Source):
+    kind: Literal["saved"] = "saved"
+    path: str = Field(description="A folder written by `datasets`' save_to_disk.")
+    split: str | None = Field(None, description="Split, where the folder holds several.")
+
+
+class TasksSource(_Source):
+    kind: Literal["tasks"] = "tasks"
+    tasks: dict[str, dict[str, Any]] = Field(
+        min_length=1,
+        description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}.",
+    )
+    size: int = Field(500, gt=0, description="Rows in all, dealt evenly over the tasks.")
+    question: str = Field("{question}", description="What a prompt says; {question} is the task's own.")
+    seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
+
+
+Source = Annotated[FileSource | HubSource | SavedSource | TasksSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: list[Source] = Field(min_length=1, description="Where the training rows come from; sources are joined.")
+    eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
+    holdout: int = Field(0, ge=0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
+    max_length: int = Field(1024, gt=1, description="Tokens of a training sequence, and of a pack.")
+    truncation: Literal["error", "right", "left", "drop"] = Field(
+        "right",
+        description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
+    )
+    packing: bool = Field(
+        True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
+    )
+    learn_on: Literal["assistant", "all"] = Field(
+        "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
+    )
+    order: Literal["shuffle", "sequential"] = Field(
+        "shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch)."
+    )
+    workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
+    prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
+    cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")

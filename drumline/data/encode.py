@@ -1,0 +1,46 @@
+"""From a row to what a sample is made of: an encoder for each kind of algorithm, behind one verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from drumline.config.algorithms import Algorithm
+from drumline.config.data import DataConfig
+from drumline.data.sources import Row
+from drumline.data.templates import Encoder, Example, truncate
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """`segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: what else the sample has to say, as JSON; a
+    sample with any is kept though it has no token to learn. `truncated`: something was cut off."""
+
+    segments: list[Example]
+    meta: dict[str, Any] | None = None
+    truncated: bool = False
+
+
+class RowEncoder(Protocol):
+    def encode(self, row: Row) -> Encoded | None:
+        """A row as tokens, cut to size; None where it is too long and to be dropped. Raises DataError that names the row."""
+        ...
+
+
+def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig) -> RowEncoder:
+    """Raises DataError where the tokenizer lacks what the algorithm needs."""
+    assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
+    return TextRows(tokenizer, algorithm.kind, data)
+
+
+class TextRows:
+    """Conversations, completions and documents. Rows of a packed pretraining run stay whole: the packs are cut instead."""
+
+    def __init__(self, tokenizer: Any, kind: str, data: DataConfig) -> None:
+        self.encoder, self.data = Encoder(tokenizer, kind == "pretrain", data), data
+        self.whole = kind == "pretrain" and data.packing
+
+    def encode(self, row: Row) -> Encoded | None:
+        full = self.encoder.encode(row)
+        example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)
+        return None if example is None else Encoded([example], truncated=len(example.tokens) < len(full.tokens))
