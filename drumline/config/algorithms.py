@@ -193,7 +193,7 @@ class _RolloutAlgorithm(_TokenAlgorithm):
     epochs: int = Field(1, gt=0, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")
     clip: float = Field(0.2, gt=0, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
-    kl: KLConfig = Field(default_factory=KLConfig)
+    kl: KLConfig = Field(default_factory=KLConfig, description="How the policy is held to the reference.")
     missing_stop_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a completion that was cut before its end.")
 
 
@@ -214,7 +214,9 @@ class PPOConfig(_RolloutAlgorithm):
     value_lr: float | None = Field(None, gt=0, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    kl: KLConfig = Field(default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"))
+    kl: KLConfig = Field(
+        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="How the policy is held to the reference."
+    )
 
 
 class CurriculumConfig(Section):
@@ -254,7 +256,7 @@ class GRPOConfig(_RolloutAlgorithm):
         "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
     )
     importance_cap: float = Field(2.0, gt=1, description="importance: the weight is truncated here.")
-    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
 
 
 # -------------------------------------------------------------------------------------------------------- classification
@@ -264,7 +266,7 @@ class ClassifyConfig(Section):
     """A class for each row: of a text (`text` and `label` columns) or an image (`image` and `label`)."""
 
     kind: Literal["classify"] = "classify"
-    modality: Literal["text", "image"] = "text"
+    modality: Literal["text", "image"] = Field("text", description="What is classified.")
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
     image_size: int | None = Field(
