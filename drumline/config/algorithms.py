@@ -193,7 +193,7 @@ class _RolloutAlgorithm(_TokenAlgorithm):
     epochs: int = Field(1, gt=0, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")
     clip: float = Field(0.2, gt=0, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
-    kl: KLConfig = Field(default_factory=KLConfig, description="How the policy is held to the reference.")
+    kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
     missing_stop_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a completion that was cut before its end.")
 
 
@@ -215,7 +215,7 @@ class PPOConfig(_RolloutAlgorithm):
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(
-        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="How the policy is held to the reference."
+        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
     )
 
 
