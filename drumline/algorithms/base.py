@@ -14,7 +14,8 @@ import torch
 
 @dataclass(frozen=True)
 class LossOut:
-    """`loss_sum`: fp32 scalar with a gradient. `sums`: detached scalars that the loop adds up and `Algorithm.metrics` reads."""
+    """`loss_sum`: fp32 scalar with a gradient. `sums`: detached scalars that the loop adds up (of a key `max_…` it takes the largest) and
+    `Algorithm.metrics` reads."""
 
     loss_sum: torch.Tensor
     sums: dict[str, torch.Tensor] = field(default_factory=dict)

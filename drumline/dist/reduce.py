@@ -23,12 +23,15 @@ class Gather:
         self.rank, self.world_size, self.device, self.counts = rank, world_size, device, counts
 
     def __call__(self, sums: dict[str, float], *per_rank: float) -> tuple[dict[str, float], list[list[float]]]:
-        """Sums of `sums` over all samples (all ranks give the same keys); and for each of `per_rank` its values, by rank."""
+        """Sums of `sums` over all samples (all ranks give the same keys; of a key `max_…` the largest); and for each of `per_rank` its
+        values, by rank."""
+        largest = [key for key in sums if key.startswith("max_")]
         slots = []
-        for value in per_rank:
+        for value in (*(sums[key] for key in largest), *per_rank):
             slots += [value if rank == self.rank else 0.0 for rank in range(self.world_size)]
         mine = [value if self.counts else 0.0 for value in sums.values()]
         total = sum_over_ranks([*mine, *slots], self.device)
         rest = total[len(sums) :]
         by_rank = [rest[i : i + self.world_size] for i in range(0, len(rest), self.world_size)]
-        return dict(zip(sums, total[: len(sums)], strict=True)), by_rank
+        found = dict(zip(sums, total[: len(sums)], strict=True)) | dict(zip(largest, map(max, by_rank), strict=False))
+        return found, by_rank[len(largest) :]

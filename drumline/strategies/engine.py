@@ -84,11 +84,12 @@ class Engine(Protocol):
 
 
 def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
-    """Sums over micro-batches, brought to the host in one go. Each of `outs` has the same keys."""
+    """Sums over micro-batches (of a key `max_…` the largest), brought to the host in one go. Each of `outs` has the same keys."""
     if not outs:
         return {}
     stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
-    return dict(zip(outs[0], stacked.sum(0).tolist(), strict=True))
+    columns = zip(outs[0], stacked.sum(0).tolist(), stacked.amax(0).tolist(), strict=True)
+    return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
 
 
 @dataclass(frozen=True)

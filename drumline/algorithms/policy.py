@@ -1,0 +1,63 @@
+"""What PPO and GRPO share: the clipped surrogate, and figures of how far the policy has moved. [B, T] tensors are fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drumline.algorithms.kl import divergence
+from drumline.data.batches import IGNORE
+from drumline.data.episodes import EpisodeBatch
+
+Sums = dict[str, torch.Tensor]
+
+
+def surrogate(
+    log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
+    equation 7); and bool: where the clip took the gradient away."""
+    ratio_BT = log_ratio_BT.exp()
+    free_BT, bounded_BT = ratio_BT * advantages_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    return -torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
+
+
+def old_log_probs(log_probs_BT: torch.Tensor, batch: EpisodeBatch, on_policy: bool) -> torch.Tensor:
+    """Those of the rollout; `on_policy`, where no step was taken since, those of this very forward, which need not be computed twice."""
+    return log_probs_BT.detach() if on_policy else batch.old_log_probs_BT
+
+
+def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
+    """Sums over the tokens that count, for `movement_figures`. A key that starts with `max_` is a maximum."""
+    counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
+    log_ratio_BT = log_ratio_BT.detach()
+    ratio_BT = log_ratio_BT.exp()
+    return {
+        "weight": torch.as_tensor(batch.weight, device=log_ratio_BT.device),
+        "tokens": counts_BT.sum(),
+        "ratio": ratio_BT[counts_BT].sum(),
+        "max_ratio": torch.where(counts_BT, ratio_BT, 0.0).amax(),
+        "clipped": (clipped_BT & counts_BT).sum(),
+        "entropy": entropy_BT.detach()[counts_BT].sum(),
+        "approx_kl": divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")[counts_BT].sum(),
+    }
+
+
+def movement_figures(sums: dict[str, float]) -> dict[str, float]:
+    """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
+    rollout's policy."""
+    tokens = max(1.0, sums["tokens"])
+    return {
+        "policy_loss": sums["policy"] / max(1.0, sums["weight"]),
+        "ratio_mean": sums["ratio"] / tokens,
+        "ratio_max": sums["max_ratio"],
+        "clip_fraction": sums["clipped"] / tokens,
+        "entropy": sums["entropy"] / tokens,
+        "approx_kl": sums["approx_kl"] / tokens,
+    }
+
+
+def reference_kl(log_probs_BT: torch.Tensor, batch: EpisodeBatch, estimator: Any) -> torch.Tensor:
+    """The divergence from the reference at each token of a completion, 0 elsewhere."""
+    return torch.where(batch.targets_BT != IGNORE, divergence(log_probs_BT, batch.reference_log_probs_BT, estimator), 0.0)

@@ -1,0 +1,103 @@
+"""Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from drumline.algorithms.base import LossOut
+from drumline.algorithms.kl import KLController
+from drumline.algorithms.policy import Sums, movement, movement_figures, old_log_probs, reference_kl, surrogate
+from drumline.data.episodes import EpisodeBatch
+
+
+@dataclass(frozen=True)
+class PPO:
+    """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
+
+    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it stands in the batch's advantages and returns;
+    here it is a figure alone. `value_apart`: the value is a model of its own; policy and value are then two objectives.
+    """
+
+    clip: float = 0.2
+    value_clip: float | None = 0.2
+    value_weight: float = 0.1
+    entropy_weight: float = 0.0
+    kl: KLController = field(default_factory=lambda: KLController(0.0))
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    temperature: float = 1.0
+    chunk: int = 1024
+    on_policy: bool = False
+    value_apart: bool = False
+
+    @property
+    def objective(self) -> Any:
+        """The objective of the one model, or of each role that learns."""
+        roles: Mapping[str, Any] = {"policy": self.policy, "value": self.value}
+        return roles if self.value_apart else self.both
+
+    def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        policy, value = self.policy(outputs, batch), self.value(outputs, batch)
+        return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
+
+    def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
+        log_ratio_BT = log_probs_BT - old_log_probs(log_probs_BT, batch, self.on_policy)
+        loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.clip, self.clip)
+        policy = (loss_BT * batch.weights_BT).sum()
+        sums = {**movement(log_ratio_BT, clipped_BT, entropy_BT, batch), "policy": policy.detach()}
+        if self.kl.coefficient:
+            sums["kl"] = reference_kl(log_probs_BT.detach(), batch, self.estimator)[batch.weights_BT > 0].sum()
+        loss_sum = policy
+        if self.entropy_weight:
+            loss_sum = loss_sum - self.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+        return LossOut(loss_sum, sums)
+
+    def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        """Half the squared error to the returns, the larger of it and of that with the value held within ±value_clip of the rollout's."""
+        values_BT, returns_BT = outputs.values(), batch.returns_BT
+        error_BT = (values_BT - returns_BT).square()
+        if self.value_clip is not None:
+            old_BT = batch.old_values_BT
+            held_BT = old_BT + (values_BT - old_BT).clamp(-self.value_clip, self.value_clip)
+            error_BT = torch.maximum(error_BT, (held_BT - returns_BT).square())
+        loss_sum = (error_BT * batch.weights_BT).sum() / 2
+        return LossOut(self.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
+
+    def eval_objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        return self.both(outputs, batch)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return self.figures(sums)
+
+    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+        figures = movement_figures(sums)
+        figures["value_loss"] = sums["value"] / max(1.0, sums["weight"])
+        figures["explained_variance"] = _explained(sums)
+        if "kl" in sums:
+            figures |= {"kl": sums["kl"] / max(1.0, sums["tokens"]), "kl_coefficient": self.kl.coefficient}
+        return figures
+
+
+def _fit(values_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
+    """Moments of the returns and of the errors of the value."""
+    counts_BT = batch.weights_BT > 0
+    returns_N = batch.returns_BT[counts_BT].double()
+    errors_N = returns_N - values_BT[counts_BT].double()
+    return {
+        "returns": returns_N.sum(),
+        "returns_squared": returns_N.square().sum(),
+        "errors": errors_N.sum(),
+        "errors_squared": errors_N.square().sum(),
+    }
+
+
+def _explained(sums: dict[str, float]) -> float:
+    """1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant, below 0 for worse. 0 where returns do not vary."""
+    tokens = max(1.0, sums["tokens"])
+    variance = sums["returns_squared"] / tokens - (sums["returns"] / tokens) ** 2
+    unexplained = sums["errors_squared"] / tokens - (sums["errors"] / tokens) ** 2
+    return 1 - unexplained / variance if variance > 1e-12 else 0.0

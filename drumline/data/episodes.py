@@ -1,0 +1,140 @@
+"""Episodes of a rollout, and the micro-batches that are learned from them.
+
+N episodes, M tokens of the longest completion; B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from drumline.data.batches import FILLER_WIDTH, IGNORE
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """All episodes of a rollout, the same on every rank. `mask_NM` bool: the tokens of completions there are. The other tensors are fp32 on
+    the host and 0 elsewhere:
+
+    `log_probs` (of the policy that sampled, as the engine computes them) and `sampler_log_probs` (as the generator said), `reference`,
+    `values`, `advantages`, `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in what the loss is divided by.
+    """
+
+    prompts: list[Tokens]
+    completions: list[Tokens]
+    mask_NM: torch.Tensor
+    log_probs_NM: torch.Tensor
+    sampler_log_probs_NM: torch.Tensor
+    reference_log_probs_NM: torch.Tensor
+    values_NM: torch.Tensor
+    advantages_NM: torch.Tensor
+    returns_NM: torch.Tensor
+    weights_NM: torch.Tensor
+    weight_N: torch.Tensor
+
+    @classmethod
+    def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> Episodes:
+        """Tokens alone: all numbers 0. A prompt has at least one token; a completion may have none."""
+        assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
+        lengths_N = torch.tensor([len(tokens) for tokens in completions])
+        mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
+        zeros = {name: torch.zeros(mask_NM.shape) for name in _NUMBERS.values()}
+        return cls(list(prompts), list(completions), mask_NM, weight_N=torch.zeros(len(completions)), **zeros)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of prompt and completion together, int64[N]."""
+        return np.asarray([len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)], np.int64)
+
+    def weighted(self, normalize: Literal["sequence", "token", "constant"], constant: int, counts_N: torch.Tensor) -> Episodes:
+        """With weights such that Σ weight · loss / Σ weight_N is, however the batch is cut into micro-batches,
+
+        sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et al. 2024);
+        token: the mean over all tokens (DAPO, Yu et al. 2025);
+        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is the longest completion there may be).
+
+        `counts_N` bool: the episodes that are learned from; the others weigh nothing. One without tokens counts as an episode of loss 0.
+        """
+        mask_NM = (self.mask_NM & counts_N[:, None]).float()
+        lengths_N = mask_NM.sum(1)
+        if normalize == "token":
+            return replace(self, weights_NM=mask_NM, weight_N=lengths_N)
+        divisor_N1 = lengths_N.clamp(min=1)[:, None] if normalize == "sequence" else torch.tensor(float(constant))
+        return replace(self, weights_NM=mask_NM / divisor_N1, weight_N=counts_N.float())
+
+
+@dataclass(frozen=True)
+class EpisodeBatch:
+    """One micro-batch: a row is a prompt and its completion, padded on the right. Token tensors int64, numbers fp32, all [B, T].
+
+    Whatever is said about a token stands where it is predicted: at the place of the token before it, as `targets_BT` does, which is IGNORE
+    everywhere but for the tokens of completions. The numbers are 0 there. `weights_BT`: of a token in the loss. `weight`: what these rows
+    add to the number that the loss of the global batch is divided by.
+    """
+
+    input_ids_BT: torch.Tensor
+    targets_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    old_log_probs_BT: torch.Tensor
+    sampler_log_probs_BT: torch.Tensor
+    reference_log_probs_BT: torch.Tensor
+    old_values_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    returns_BT: torch.Tensor
+    weights_BT: torch.Tensor
+    weight: float
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model is called with."""
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+
+    def to(self, device: torch.device | str) -> EpisodeBatch:
+        """The batch on `device`; copies do not block the host."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weight"}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+
+def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None) -> EpisodeBatch:
+    """Rows of the episodes numbered `picks` (-1: a filler that weighs nothing), `width` tokens wide, or as wide as the longest is."""
+    lengths = [FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick]) for pick in picks]
+    width = max(FILLER_WIDTH, *lengths) if width is None else width
+    assert max(lengths) <= width, f"an episode of {max(lengths)} tokens does not fit a batch of width {width}"
+    ids_BT = torch.full((len(picks), width), pad_id, dtype=torch.int64)
+    targets_BT = torch.full_like(ids_BT, IGNORE)
+    spread = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
+    weight = 0.0
+    for row, pick in enumerate(picks):
+        if pick < 0:
+            continue
+        prompt, completion = torch.from_numpy(episodes.prompts[pick]), torch.from_numpy(episodes.completions[pick])
+        start, size = len(prompt), len(completion)
+        ids_BT[row, : start + size] = torch.cat((prompt, completion))
+        places = slice(start - 1, start - 1 + size)
+        targets_BT[row, places] = completion
+        for name, into in spread.items():
+            into[row, places] = getattr(episodes, _NUMBERS[name])[pick, :size]
+        weight += float(episodes.weight_N[pick])
+    positions_BT = torch.arange(width).repeat(len(picks), 1)
+    return EpisodeBatch(ids_BT, targets_BT, positions_BT, weight=weight, **spread)
+
+
+# A number of a batch → that of the episodes.
+_NUMBERS = {
+    "old_log_probs_BT": "log_probs_NM",
+    "sampler_log_probs_BT": "sampler_log_probs_NM",
+    "reference_log_probs_BT": "reference_log_probs_NM",
+    "old_values_BT": "values_NM",
+    "advantages_BT": "advantages_NM",
+    "returns_BT": "returns_NM",
+    "weights_BT": "weights_NM",
+}
