@@ -73,3 +73,87 @@ def tiny_model_dir(path: Path, vocab_size: int = 320, layers: int = 2, seed: int
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+VISION_SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+# As Qwen3-VL writes images in a conversation.
+CHATML_WITH_IMAGES = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2) -> Path:
+    """Save a random Qwen3-VL (fp32, about 90 thousand parameters, deepstack) with tokenizer and image processor to `path`; returns `path`.
+
+    Patches of 4 x 4 pixels, four to an image token; images of 8 x 8 to 24 x 24 pixels stay as they are.
+    """
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = tiny_tokenizer(chat_template=CHATML_WITH_IMAGES)
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION_SPECIAL})
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_SPECIAL}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 512,
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, min_pixels=8 * 8, max_pixels=24 * 24, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    processor.save_pretrained(path)
+    return path
+
+
+def write_images(folder: Path, number: int, seed: int = 0) -> list[str]:
+    """PNGs of random colours and uneven sizes in `folder`/images; their paths relative to `folder`."""
+    import random
+
+    from PIL import Image
+
+    draw = random.Random(seed)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    names = []
+    for index in range(number):
+        size = draw.choice([8, 16, 24]), draw.choice([8, 16, 24])
+        names.append(f"images/{seed}-{index}.png")
+        Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1])).save(folder / names[-1])
+    return names

@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 from drumline.config.algorithms import Algorithm
 from drumline.config.data import DataConfig
-from drumline.data.sources import Row
+from drumline.data.images import ImageEncoder
+from drumline.data.sources import Row, holds_images
 from drumline.data.templates import Encoder, Example, truncate
+from drumline.errors import DataError
+from drumline.models.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,10 @@ class RowEncoder(Protocol):
         ...
 
 
-def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig) -> RowEncoder:
-    """Raises DataError where the tokenizer lacks what the algorithm needs."""
+def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: Vision | None = None) -> RowEncoder:
+    """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs."""
+    if vision is not None and algorithm.kind == "sft":
+        return ImageRows(tokenizer, data, vision)
     assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
     return TextRows(tokenizer, algorithm.kind, data)
 
@@ -41,6 +46,20 @@ class TextRows:
         self.whole = kind == "pretrain" and data.packing
 
     def encode(self, row: Row) -> Encoded | None:
+        if holds_images(row):
+            fix = "name a vision-language model, with algorithm sft"
+            raise DataError("this row holds images, and text alone is read here", where=row.origin, fix=fix)
         full = self.encoder.encode(row)
         example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)
         return None if example is None else Encoded([example], truncated=len(example.tokens) < len(full.tokens))
+
+
+class ImageRows:
+    """Conversations for a model that sees, with images or without."""
+
+    def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
+        self.encoder = ImageEncoder(tokenizer, data, vision)
+
+    def encode(self, row: Row) -> Encoded | None:
+        seen = self.encoder.encode(row)
+        return None if seen is None else Encoded([seen[0].example], seen[0].meta, truncated=seen[1])

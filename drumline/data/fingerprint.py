@@ -15,6 +15,7 @@ from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
+from drumline.models.vision import Vision
 
 # Files that decide what a tokenizer does, in any of the formats transformers loads.
 _TOKENIZER_FILES = (
@@ -35,8 +36,12 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path) -> str:
-    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval."""
+def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> str:
+    """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval.
+
+    For a model that sees also over where rows lie, which their images are relative to, and how it cuts images. The images themselves are
+    not read: their pixels are in no cache, and one that has got another size is found when it is loaded.
+    """
     data = config.data
     parts: dict[str, Any] = {
         "version": VERSION,
@@ -47,6 +52,10 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
     }
+    if vision is not None:
+        files = [path for source in sources if isinstance(source, FileSource) for path in find(source.path, base_dir)]
+        folders = [str(base_dir.absolute()), *(str(path.parent.absolute()) for path in files)]
+        parts["vision"] = {"folders": folders, "token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -23,10 +23,12 @@ from drumline.config.data import Source
 from drumline.config.schema import Config
 from drumline.data.cache import commit, read_info, temporary_folder, write_layout
 from drumline.data.fingerprint import cache_key, template_path
+from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
 from drumline.data.sources import FORMS, TEXT, Row, describe, expected_rows, read_rows
 from drumline.data.workers import Chunk, Job, encode_all
 from drumline.errors import ConfigError, DataError
+from drumline.models.vision import Vision
 
 Progress = Callable[[str, int, "int | None"], None]
 Picks = npt.NDArray[np.int64]
@@ -48,30 +50,34 @@ class _Task:
     sources: list[Source]
     folder: Path
     holdout_folder: Path | None
+    vision: Vision | None = None
 
     @property
     def done(self) -> bool:
         return all(folder is None or read_info(folder) is not None for folder in (self.folder, self.holdout_folder))
 
 
-def prepare(config: Config, tokenizer_path: str, base_dir: Path, on_progress: Progress | None = None) -> Prepared:
-    """Make the caches of `config.data`, or find them made. `on_progress(phase, rows done, rows in all where known)`.
+def prepare(
+    config: Config, tokenizer_path: str, base_dir: Path, on_progress: Progress | None = None, vision: Vision | None = None
+) -> Prepared:
+    """Make the caches of `config.data`, or find them made. `on_progress(phase, rows done, rows in all where known)`. `vision`: of a model
+    that sees.
 
     Phases: "hash" (of the input), "tokenise", "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that
     cannot be written.
     """
     progress = on_progress or (lambda phase, done, total: None)
     progress("hash", 0, None)
-    tasks = _tasks(config, tokenizer_path, base_dir)
+    tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
         if not task.done:
             _make(task, tokenizer_path, base_dir, progress)
     return _prepared(tasks)
 
 
-def cached(config: Config, tokenizer_path: str, base_dir: Path) -> Prepared | None:
+def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> Prepared | None:
     """What `prepare` would find already made; None where it would have to work."""
-    tasks = _tasks(config, tokenizer_path, base_dir)
+    tasks = _tasks(config, tokenizer_path, base_dir, vision)
     return _prepared(tasks) if all(task.done for task in tasks) else None
 
 
@@ -86,17 +92,17 @@ def cache_root(config: Config) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline" / "data"
 
 
-def _tasks(config: Config, tokenizer_path: str, base_dir: Path) -> list[_Task]:
+def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[_Task]:
     data, root = config.data, cache_root(config)
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
 
     def folder(sources: list[Source], role: str) -> Path:
-        return root / cache_key(config, sources, role, tokenizer_path, base_dir)
+        return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
 
-    tasks = [_Task(config, data.train, folder(data.train, "train"), folder(data.train, "holdout") if data.holdout else None)]
+    tasks = [_Task(config, data.train, folder(data.train, "train"), folder(data.train, "holdout") if data.holdout else None, vision)]
     if data.eval:
-        tasks.append(_Task(config, data.eval, folder(data.eval, "eval"), None))
+        tasks.append(_Task(config, data.eval, folder(data.eval, "eval"), None, vision))
     return tasks
 
 
@@ -161,7 +167,7 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     config = task.config
     template = template_path(config, base_dir)
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
-    job = Job(tokenizer_path, model, config.algorithm, config.data)
+    job = Job(tokenizer_path, model, config.algorithm, config.data, task.vision)
     forms = FORMS.get(config.algorithm.kind, TEXT)
     expected = [expected_rows(source) for source in task.sources]
     total = None if None in expected else sum(filter(None, expected))
@@ -223,6 +229,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         order = np.fromiter(chain.from_iterable(groups), np.int64, len(rows))
         segments, learned = np.stack((starts, starts + sizes), axis=1)[order], learned[order]
         samples = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(group) for group in groups]))).astype(np.int64)
+        metas = join_metas(stage.metas, rows.tolist(), groups) if any(stage.metas) else []
     counts = write_layout(temporary, segments, samples, learned, metas)
     if not counts["samples"]:
         raise DataError("no sample has a token to learn", where=", ".join(map(describe, task.sources)), fix="raise data.max_length")
@@ -240,6 +247,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         "dropped_too_long": stage.too_long,
         "dropped_unlearned": stage.unlearned,
         **counts,
+        **count_images(metas),
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
     }
     commit(temporary, folder, info)

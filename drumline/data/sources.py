@@ -2,7 +2,7 @@
 
 Whatever the source, a row comes out in one of the forms that the algorithm takes (`FORMS`), its columns renamed to
 
-    messages                    list of {"role": str, "content": str, …}: a conversation
+    messages                    list of {"role": str, "content": str, …}: a conversation; a content may be a list of texts and images
     prompt, completion          text, or lists of messages: only the completion is learned
     text                        a document
     prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt` they begin alike
@@ -18,7 +18,7 @@ from __future__ import annotations
 import socket
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Row:
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
+    folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: what paths in it are relative to
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[Row]:
@@ -51,9 +52,13 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[R
     Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
     """
     count = 0
-    for origin, values in islice(_raw(source, base_dir), source.limit):
+    for folder, (origin, values) in islice(_raw(source, base_dir), source.limit):
         count += 1
-        yield _normalise(origin, values, source.columns, count, forms)
+        row = replace(_normalise(origin, values, source.columns, count, forms), folder=folder)
+        if forms != TEXT and holds_images(row):
+            fix = "use algorithm sft, or take the images out"
+            raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
+        yield row
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
@@ -72,17 +77,19 @@ def describe(source: Source) -> str:
     return f"hub/{source.id}" if isinstance(source, HubSource) else "tasks/" + ",".join(source.tasks)
 
 
-def _raw(source: Source, base_dir: Path) -> Iterator[Raw]:
+def _raw(source: Source, base_dir: Path) -> Iterator[tuple[Path, Raw]]:
+    """Rows, with the folder that paths in them are relative to."""
     if isinstance(source, FileSource):
         for path in find(source.path, base_dir):
-            yield from read_file(path, str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path))
+            name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
+            yield from ((path.parent, raw) for raw in read_file(path, name))
     elif isinstance(source, TasksSource):
-        yield from _tasks(source)
+        yield from ((base_dir, raw) for raw in _tasks(source))
     else:
         name = describe(source)
         rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
         for number, values in enumerate(rows, 1):
-            yield f"{name} row {number}", values
+            yield base_dir, (f"{name} row {number}", values)
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -131,21 +138,47 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int) -> Any:
         raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
-    # A table pads messages with keys that only others have; templates must see an absent key as absent.
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    return [_without_absent(message) for message in value]
 
 
 def _check_message(message: Any, label: str, origin: str, number: int) -> None:
     if not isinstance(message, dict):
         raise DataError(f"row {number}: {label} is {type(message).__name__}, not {{role, content}}", where=origin)
-    for key in ("role", "content"):
-        if isinstance(message.get(key), str) or (key == "content" and message.get("tool_calls")):
-            continue
-        keys = ", ".join(map(str, message)) or "none"
-        raise DataError(f"row {number}: {label} has no text under {key!r}; its keys are: {keys}", where=origin)
     content = message.get("content")
+    said = isinstance(content, str) or bool(message.get("tool_calls")) or (isinstance(content, list) and bool(content))
+    for key, there in (("role", isinstance(message.get("role"), str)), ("content", said)):
+        if not there:
+            keys = ", ".join(map(str, message)) or "none"
+            raise DataError(f"row {number}: {label} has no text under {key!r}; its keys are: {keys}", where=origin)
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        if not (isinstance(part, dict) and (is_image(part) or isinstance(part.get("text"), str))):
+            found = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(f"row {number}: {label}.content[{index}] is {found}, neither text nor an image", where=origin)
+        _checked("text", f"{label}.content[{index}]", part.get("text") or "", origin, number)
     if isinstance(content, str):
         _checked("text", f"{label}.content", content, origin, number)
+
+
+def _without_absent(message: dict[str, Any]) -> dict[str, Any]:
+    """A table pads messages with keys that only others have; templates must see an absent key as absent. Contents in parts that are all
+    text become one text."""
+    message = {key: item for key, item in message.items() if item is not None}
+    parts = message.get("content")
+    if isinstance(parts, list):
+        parts = [{key: item for key, item in part.items() if item is not None} for part in parts]
+        message["content"] = parts if any(map(is_image, parts)) else "".join(part["text"] for part in parts)
+    return message
+
+
+def is_image(part: dict[str, Any]) -> bool:
+    """Whether a part of a content is an image (OpenAI's word for it is image_url)."""
+    return part.get("type") in ("image", "image_url")
+
+
+def holds_images(row: Row) -> bool:
+    """Whether a row names images, or says where they stand."""
+    contents = [m.get("content") for value in row.values.values() if isinstance(value, list) for m in value if isinstance(m, dict)]
+    return bool(row.values.get("images")) or any(is_image(part) for c in contents if isinstance(c, list) for part in c)
 
 
 # ----------------------------------------------------------------------------------------------------- tasks, datasets

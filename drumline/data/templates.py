@@ -136,7 +136,7 @@ class Encoder:
         before = self._render(messages[:index], origin) if index else ""
         head = self._render(messages[:index], origin, add_generation_prompt=True) if index else self._first_head(text, origin)
         whole, headed = text.startswith(through), text.startswith(head)
-        said = str(messages[index].get("content", "")).strip()
+        said = _words(messages[index].get("content", "")).strip()
         # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
         wordings = [wording for wording in (said, said.rpartition("</think>")[2].strip()) if wording]
         if whole and headed and head != before and (not said or any(wording in through[len(head) :] for wording in wordings)):
@@ -210,6 +210,11 @@ class _Tokens:
 def _shared(one: str, other: str) -> int:
     """Length of the longest common prefix."""
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _words(content: Any) -> str:
+    """The text of a content, which may be in parts."""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
 
 def _as_messages(value: str | Messages, role: str) -> Messages:

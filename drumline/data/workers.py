@@ -28,6 +28,7 @@ from drumline.data.encode import RowEncoder, row_encoder
 from drumline.data.sources import Row
 from drumline.data.templates import Example
 from drumline.errors import EnvironmentFault
+from drumline.models.vision import Vision
 
 # Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.
 IN_LINE_ROWS = 2000
@@ -63,6 +64,7 @@ class Job:
     model: ModelConfig
     algorithm: Algorithm
     data: DataConfig
+    vision: Vision | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -72,7 +74,7 @@ class Job:
 
     @cached_property
     def encoder(self) -> RowEncoder:
-        return row_encoder(self.algorithm, self.tokenizer, self.data)
+        return row_encoder(self.algorithm, self.tokenizer, self.data, self.vision)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer")}

@@ -9,6 +9,7 @@ import torch
 
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
+from drumline.models.classes import auto_class
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
 from drumline.models.shards import Loaded, Source, Values, Whole, aliases, from_files
@@ -66,14 +67,12 @@ def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "
 
 def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
     """The model on the meta device but for the buffers that no file holds. Raises Whole where that cannot be relied on."""
-    from transformers import AutoModelForCausalLM
-
     if type(config).__module__.startswith("transformers_modules"):
         raise Whole("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise Whole("its weights are quantised")
     with torch.device("meta"):
-        built: Any = from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options))
+        built: Any = from_hub(path or "model.config", model, lambda: auto_class(config).from_config(config, **options))
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
@@ -89,22 +88,18 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
 
 
 def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
-    built, report = from_hub(path, model, lambda: cast(Any, AutoModelForCausalLM.from_pretrained(path, **options)))
+    built, report = from_hub(path, model, lambda: cast(Any, auto_class(config).from_pretrained(path, **options)))
     _require_all(report["missing_keys"], path, model)
     built.config.use_cache = False
     return built
 
 
 def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         remote = {"trust_remote_code": model.trust_remote_code}
-        built = from_hub(path or "model.config", model, lambda: AutoModelForCausalLM.from_config(config, **options, **remote))
+        built = from_hub(path or "model.config", model, lambda: auto_class(config).from_config(config, **options, **remote))
     built.config.use_cache = False
     return built
 

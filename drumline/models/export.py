@@ -22,8 +22,10 @@ from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.load import load_tokenizer, quiet
+from drumline.models.classes import auto_class
+from drumline.models.load import load_config, load_tokenizer, quiet
 from drumline.models.names import canonical_tensors
+from drumline.models.vision import copy_processor
 from drumline.plan.plan import Plan
 
 Which = Literal["last", "best"] | int
@@ -86,6 +88,7 @@ def export(
         else:
             model.save_pretrained(temporary)
         load_tokenizer(plan.model_path, source).save_pretrained(temporary)
+        copy_processor(plan.model_path or source.tokenizer, source, temporary)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
@@ -214,7 +217,6 @@ def _put(temporary: Path, to: Path) -> None:
 def _read_back(folder: Path, base: str | None, model: ModelConfig) -> Any:
     """What transformers reads from a folder, or PEFT over `base`, in fp32."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     quiet()
     if base is not None:
@@ -223,7 +225,7 @@ def _read_back(folder: Path, base: str | None, model: ModelConfig) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
             return PeftModel.from_pretrained(build_model(base, model, seed=0), str(folder))
-    return AutoModelForCausalLM.from_pretrained(
+    return auto_class(load_config(str(folder), model.model_copy(update={"config": {}}))).from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
 

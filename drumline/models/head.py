@@ -50,11 +50,12 @@ class Outputs:
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a causal LM as the class lays them out; None where it does not have both.
+    """(trunk, head) of a causal LM as the class lays them out; None where it does not have both. A trunk that sees has the vision tower.
 
     The head must be a linear layer proper: its weight is used without its forward, which an adapter would lay its own over.
     """
-    trunk, head = model.get_decoder(), model.get_output_embeddings()
+    sees = getattr(model.config, "vision_config", None) is not None
+    trunk, head = model.base_model if sees else model.get_decoder(), model.get_output_embeddings()
     if trunk is None or trunk is model or not isinstance(head, nn.Linear):
         return None
     return trunk, head

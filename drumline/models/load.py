@@ -132,14 +132,14 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
     A frozen parameter has no gradient, so 4 for each.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from drumline.models.blocks import block_list
+    from drumline.models.classes import auto_class
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+        model: Any = auto_class(config).from_config(config, trust_remote_code=remote)
     frozen, frozen_bytes = 0, 0
     if isinstance(adapter, LoRAConfig):
         from drumline.models import adapters

@@ -57,6 +57,9 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
         if isinstance(value, list) and len(value) == before and not derived:
             setattr(text, key, value[:layers])
     text.num_hidden_layers = layers
+    if (vision := getattr(config, "vision_config", None)) is not None:
+        vision.depth = 1
+        vision.deepstack_visual_indexes = [0]
     if narrow:
         text.vocab_size = min(text.vocab_size, VOCABULARY)
         text.pad_token_id = None
@@ -68,7 +71,8 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
 
 def _first_of_each_kind(model: Any) -> int:
     """How many of the first blocks hold one of each kind, by the classes of what is in them."""
-    return _first_of_each([tuple(type(module).__name__ for module in block.modules()) for block in blocks(model)])
+    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    return _first_of_each([tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)])
 
 
 def _first_of_each(kinds: Any) -> int:

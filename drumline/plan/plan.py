@@ -37,6 +37,9 @@ class DataPlan(Frozen):
     train_samples: int = 0
     train_tokens: int = 0
     eval_samples: int = 0
+    images: int = Field(0, description="In the training samples.")
+    image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
+    samples_with_images: int = 0
 
 
 class PipelinePlan(Frozen):

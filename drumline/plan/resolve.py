@@ -59,6 +59,10 @@ def resolve(
             where="data.train",
             fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
         )
+    if data is not None and data.images:
+        mean = data.image_tokens / data.samples_with_images
+        share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
+        why.append(f"{share}, where {mean:.0f} tokens of a sample stand for them on average")
     steps = _steps(config, batch, data)
     why += communication_why(config.strategy, world)
     zero = Decided(config, batch, precision, steps, run_dir, facts)

@@ -20,12 +20,14 @@ from drumline.config.schema import Config
 from drumline.data.batches import collate
 from drumline.data.cache import TokenCache
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
+from drumline.data.vision import collate_vision
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic
 from drumline.dist.start import Ranks
 from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError
-from drumline.models.load import load_tokenizer, pad_token_id
+from drumline.models.load import load_config, load_tokenizer, pad_token_id
+from drumline.models.vision import find_vision
 from drumline.plan.communication import step_kind
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
@@ -102,7 +104,11 @@ def build_streams(
     # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
     width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
 
+    vision = find_vision(load_config(plan.model_path, config.model), plan.model_path, config.model)
+
     def collator(cache: TokenCache) -> Callable[[list[int]], Any]:
+        if vision is not None:
+            return lambda ids: collate_vision(cache, ids, pad, width, vision)
         return lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
 
     def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:

@@ -16,6 +16,7 @@ from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.package import resolve as resolve_model
+from drumline.models.vision import Vision, find_vision
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
@@ -48,11 +49,12 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     hf_config = models.load_config(model_path, config.model)
     tokenizer = models.load_tokenizer(model_path, config.model)
     models.check_fits(hf_config, tokenizer, config.data.max_length)
+    vision = find_vision(hf_config, model_path, config.model)
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
-        prepared = data_prepare.cached(config, tokenizer_path, base)
+        prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
-        prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress)
+        prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
@@ -60,14 +62,14 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         world_size=request.world_size,
         facts=models.facts(hf_config, config.data.max_length, config.adapter),
         model_path=model_path,
-        data=None if prepared is None else describe(prepared),
+        data=None if prepared is None else describe(prepared, vision),
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
     return plan
 
 
-def describe(prepared: data_prepare.Prepared) -> DataPlan:
+def describe(prepared: data_prepare.Prepared, vision: Vision | None = None) -> DataPlan:
     """What the token caches hold."""
     train = TokenCache.open(prepared.train)
     held_out = TokenCache.open(prepared.eval) if prepared.eval else None
@@ -77,6 +79,9 @@ def describe(prepared: data_prepare.Prepared) -> DataPlan:
         train_samples=len(train),
         train_tokens=int(train.lengths.sum()),
         eval_samples=len(held_out) if held_out else 0,
+        images=train.info.get("images", 0),
+        image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
+        samples_with_images=train.info.get("samples_with_images", 0),
     )
 
 

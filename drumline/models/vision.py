@@ -1,0 +1,142 @@
+"""Vision-language models: which there are, and how they want images.
+
+An image becomes patches, and each merge × merge of them one token of the language model, whose place in the text a placeholder token
+holds. Images go through transformers' own image processor, by its PIL backend: it needs no torchvision (which the processor of images,
+text and video together asks for), and the same image gives the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.config.model import ModelConfig
+from drumline.errors import DataError, ModelError
+from drumline.models.load import from_hub, hub_options
+
+# model_type of those whose images, positions and gradients are proven (tests/unit/test_vision.py).
+KNOWN = ("qwen3_vl",)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+Grid = tuple[int, int, int]  # patches in time, height, width
+
+
+@dataclass(frozen=True)
+class Vision:
+    """What data needs to know of a vision-language model. `path`: where its image processor is; `token_id`: the placeholder's;
+    `merge`: an image token stands for merge² patches. Pickles to processes that tokenise."""
+
+    path: str
+    model: ModelConfig
+    token_id: int
+    merge: int
+
+    @cached_property
+    def processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        options = hub_options(self.path, self.model)
+        return from_hub(self.path, self.model, lambda: AutoImageProcessor.from_pretrained(self.path, backend="pil", **options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "processor"}
+
+    @property
+    def width(self) -> int:
+        """Numbers of a patch: 3 colours × frames × height × width."""
+        return int(3 * self.processor.temporal_patch_size * self.processor.patch_size**2)
+
+    def tokens(self, grid: Grid) -> int:
+        """Image tokens of a grid of patches."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def grid(self, path: str, origin: str) -> Grid:
+        """The grid that an image will be cut into. It is decoded once for that, so that a damaged one is found before training.
+
+        Raises DataError that names `origin` (a row) and the path.
+        """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        image, size, patch = read_image(path, origin), self.processor.size, self.processor.patch_size
+        try:
+            height, width = smart_resize(
+                image.height,
+                image.width,
+                factor=patch * self.processor.merge_size,
+                min_pixels=size["shortest_edge"],
+                max_pixels=size["longest_edge"],
+            )
+        except ValueError as error:
+            raise DataError(f"image {path}: {error}", where=origin) from error
+        return 1, height // patch, width // patch
+
+    def patches(self, path: str, grid: Grid) -> npt.NDArray[np.float32]:
+        """float32[t·h·w, width]: an image as the model takes it. Raises DataError where it is not what it was when it was prepared."""
+        found = self.processor([read_image(path, path)], return_tensors="np")
+        if tuple(found["image_grid_thw"][0].tolist()) != tuple(grid):
+            fix = "put it back, or remove the prepared data (data.cache_dir)"
+            raise DataError("the image has another size than when it was prepared", where=path, fix=fix)
+        return np.asarray(found["pixel_values"], np.float32)
+
+
+def find_vision(config: Any, path: str | None, model: ModelConfig) -> Vision | None:
+    """How the model that a config describes takes images; None for one that reads text only.
+
+    Raises ModelError for a vision-language model of another kind than those KNOWN, and for a folder without an image processor.
+    """
+    if not is_vision_language(config):
+        return None
+    if config.model_type not in KNOWN:
+        raise ModelError(
+            f"vision-language models of type {config.model_type} are not known here", where="model.id", fix=f"use {' or '.join(KNOWN)}"
+        )
+    place = path or model.tokenizer
+    assert place is not None, "load_tokenizer has refused this"
+    vision = Vision(place, model, int(config.image_token_id), int(config.vision_config.spatial_merge_size))
+    processor = vision.processor
+    if (processor.patch_size, processor.merge_size) != (config.vision_config.patch_size, vision.merge):
+        raise ModelError(
+            f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, the model takes"
+            f" {config.vision_config.patch_size} and {vision.merge}",
+            where=place,
+            fix="use the preprocessor_config.json that belongs to the model",
+        )
+    return vision
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether transformers builds a model of images and text from this config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
+
+
+def read_image(path: str, origin: str) -> Any:
+    """An image from a file, upright, in RGB. Raises DataError that names `origin` and the path."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(Path(path)) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # decoders of strangers' files raise anything (struct.error, SyntaxError, bombs)
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {str(error) or type(error).__name__}"
+        fix = "paths are relative to the folder of the data file" if isinstance(error, FileNotFoundError) else "mend it or take the row out"
+        raise DataError(f"image {path}: {reason}", where=origin, fix=fix) from error
+
+
+def copy_processor(path: str | None, model: ModelConfig, folder: Path) -> None:
+    """Copy the files that a processor of images and text is loaded from, those that there are at `path` (a folder or hub id)."""
+    from transformers.utils import cached_file
+
+    if path is None:
+        return
+    for name in PROCESSOR_FILES:
+        options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        found = cached_file(path, name, revision=model.revision, **options)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
