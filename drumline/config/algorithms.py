@@ -6,9 +6,10 @@ episodes of one prompt. `batch.global_samples` counts what an optimizer step lea
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from drumline.config.model import ModelConfig
 from drumline.config.section import Section, kind_from_string
@@ -73,7 +74,22 @@ class DPOConfig(_TokenAlgorithm):
 # -------------------------------------------------------------------------------------------------------------- rewards
 
 
+def _compiles(pattern: str | None) -> str | None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return pattern
+
+
+def _has_group(pattern: str | None) -> str | None:
+    if pattern is not None and not re.compile(pattern).groups:
+        raise ValueError("has no group: put the answer's part in parentheses")
+    return pattern
+
+
 class _Reward(Section):
+    name: str | None = Field(None, description="What it is called in events; null: its function's name, or its kind.")
     weight: float = Field(1.0, description="Rewards are summed with their weights.")
     timeout_seconds: float = Field(
         10.0, gt=0, description="An answer that takes longer costs its sample: it gets no reward, and is counted."
@@ -84,14 +100,17 @@ class FunctionReward(_Reward):
     kind: Literal["function"] = "function"
     path: str = Field(
         description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
-        " f(prompt: str, completion: str, **columns of the row) -> float."
+        " f(prompt: str, completion: str, **columns of the row, **options) -> float, with those columns that it takes."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
 
 
 class TaskReward(_Reward):
     kind: Literal["task"] = "task"  # the verifier of the reasoning-gym task that the prompt comes from
-    pattern: str | None = Field(None, description="Regular expression whose first group is the answer in the completion; null: all of it.")
+    pattern: Annotated[str | None, AfterValidator(_compiles), AfterValidator(_has_group)] = Field(
+        None,
+        description="Regular expression whose first group is the answer in the completion, where it matches last; null: all of it.",
+    )
 
 
 class MathReward(_Reward):
@@ -101,7 +120,7 @@ class MathReward(_Reward):
 
 class RegexReward(_Reward):
     kind: Literal["regex"] = "regex"  # 1 where the completion matches
-    pattern: str = Field(description="Python regular expression.")
+    pattern: Annotated[str, AfterValidator(_compiles)] = Field(description="Python regular expression.")
     full: bool = Field(True, description="The whole completion must match, or any part of it.")
 
 
@@ -189,6 +208,9 @@ class KLConfig(Section):
 
 class _RolloutAlgorithm(_TokenAlgorithm):
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
+    reward_workers: int | None = Field(
+        None, gt=0, description="Processes of each rank that compute rewards; null: one a core, shared among the ranks, at most 4."
+    )
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
     epochs: int = Field(1, gt=0, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")

@@ -77,6 +77,7 @@ class Plan(Frozen):
     version: Literal[1] = 1
     config: Config
     run_dir: str
+    base_dir: str = Field(".", description="Folder of the YAML: where files named by reward functions are looked for.")
     mesh: Mesh
     engine: Literal["native", "pipeline", "deepspeed"]
     data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(

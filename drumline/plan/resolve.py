@@ -33,6 +33,7 @@ def resolve(
     facts: ModelFacts | None,
     model_path: str | None,
     data: DataPlan | None,
+    base_dir: str = ".",
 ) -> Plan:
     """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run.
 
@@ -69,6 +70,7 @@ def resolve(
     return Plan(
         config=config,
         run_dir=run_dir,
+        base_dir=base_dir,
         mesh=mesh,
         engine=_engine(mesh, config.strategy),
         data_parallel=_data_parallel(mesh, config.strategy),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.detect import detect, free_bytes
+from drumline.config.algorithms import ROLLOUT
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
 from drumline.data import prepare as data_prepare
@@ -20,6 +21,7 @@ from drumline.models.vision import Vision, find_vision
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
+from drumline.rollout import rewards
 from drumline.train.helpers import require_deepspeed
 from drumline.train.sinks import check_installed
 
@@ -45,6 +47,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     check_installed(config.run.report_to)
     if config.adapter.kind == "lora":
         adapters.require_installed(config.adapter)
+    if isinstance(config.algorithm, ROLLOUT):
+        rewards.check(config.algorithm.rewards, base.absolute())
     model_path = resolve_model(config.model, on_progress)
     hf_config = models.load_config(model_path, config.model)
     tokenizer = models.load_tokenizer(model_path, config.model)
@@ -63,6 +67,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         facts=models.facts(hf_config, config.data.max_length, config.adapter),
         model_path=model_path,
         data=None if prepared is None else describe(prepared, vision),
+        base_dir=str(base.absolute()),
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)

@@ -1,0 +1,272 @@
+"""Rewards in real processes: what a reward that misbehaves costs, that nothing is left behind, and what is refused before training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import TypeAdapter
+
+from drumline.config.algorithms import GRPOConfig, Reward
+from drumline.errors import ConfigError, EnvironmentFault
+from drumline.rollout.isolated import Isolated
+from drumline.rollout.rewards import Item, Rewards, check, overlong, reward_names
+from tests.harness import ENV
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+
+def length(prompt, completion):
+    return len(completion)
+
+def right(prompt, completion, answer, scale=1.0):
+    return scale * (completion == answer)
+
+def everything(prompt, completion, **columns):
+    return len(columns)
+
+def naughty(prompt, completion):
+    if completion == "raise": raise ValueError("not today")
+    if completion == "hang": time.sleep(60)
+    if completion == "exit": os._exit(3)
+    if completion == "leave": sys.exit(4)
+    if completion == "crash": os.kill(os.getpid(), 11)
+    if completion == "nan": return float("nan")
+    if completion == "text": return "1.0"
+    if completion == "none": return None
+    if completion == "print": print("x" * 2_000_000)
+    if completion == "child":
+        child = subprocess.Popen(["sleep", "60"])
+        open("child.pid", "w").write(str(child.pid))
+        time.sleep(60)
+    return 1.0
+
+def pid(prompt, completion):
+    return os.getpid()
+
+async def later(prompt, completion):
+    return 1.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+def reward(**values: Any) -> Reward:
+    return TypeAdapter(Reward).validate_python(values)
+
+
+def mine(function: str, **values: Any) -> Reward:
+    return reward(kind="function", path=f"mine.py:{function}", **values)
+
+
+def items(*completions: str, **meta: Any) -> list[Item]:
+    return [Item("what?", completion, len(completion), meta) for completion in completions]
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    """Whether a process ends within a while."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
+    completions = ["ok", "raise", "hang", "exit", "leave", "crash", "nan", "text", "none", "print", "fine"]
+    with Rewards([mine("naughty", timeout_seconds=1.0), mine("length", weight=0.5)], folder, workers=2) as rewards:
+        scored = rewards.score(items(*completions))
+        assert rewards.seconds["naughty"] > 1.0 > rewards.seconds["length"] > 0.0
+        again = rewards.score(items("ok"))
+    failures = dict(zip(completions, (s.failures.get("naughty") for s in scored), strict=True))
+    assert failures == {
+        "ok": None,
+        "raise": "raised ValueError: not today",
+        "hang": "timed out after 1 s",
+        "exit": "ended its process (exit code 3)",
+        "leave": "raised SystemExit: 4",
+        "crash": "crashed its process (SIGSEGV)",
+        "nan": "returned nan",
+        "text": "returned a str, not a number",
+        "none": "returned None, not a number",
+        "print": None,
+        "fine": None,
+    }
+    for completion, one in zip(completions, scored, strict=True):
+        assert one.parts["length"] == len(completion), "order is kept, and the other reward is not hurt"
+        assert math.isnan(one.parts["naughty"]) == ("naughty" in one.failures)
+        assert one.value == 0.5 * len(completion) + ("naughty" not in one.failures)
+    assert again[0].value == 2.0
+
+
+def test_only_its_own_process_is_lost(folder: Path) -> None:
+    with Rewards([mine("pid"), mine("naughty", timeout_seconds=0.5)], folder, workers=1) as rewards:
+        pids = [int(one.parts["pid"]) for one in rewards.score(items("ok", "ok", "hang", "ok", "ok"))]
+    assert pids[0] == pids[1] == pids[2] != pids[3] == pids[4] and os.getpid() not in pids
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_reward_started_dies_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with Rewards([mine("naughty", timeout_seconds=2.0)], folder, workers=1) as rewards:
+        assert rewards.score(items("child"))[0].failures
+    assert gone(int((folder / "child.pid").read_text()))
+
+
+def test_a_catastrophic_pattern_is_stopped() -> None:
+    rewards = [reward(kind="regex", pattern="(a+)+$", timeout_seconds=0.5), reward(kind="regex", pattern="b", full=False)]
+    with Rewards(rewards, Path(), workers=1) as made:
+        slow, quick = made.score(items("a" * 50 + "b", "aaa"))
+    assert slow.failures == {"regex": "timed out after 0.5 s"} and slow.parts["regex.2"] == 1.0
+    assert quick.parts == {"regex": 1.0, "regex.2": 0.0}
+
+
+def test_columns_options_and_names(folder: Path) -> None:
+    configs = [
+        mine("right", options={"scale": 3.0}, weight=2.0),
+        mine("everything"),
+        mine("length", name="len"),
+        mine("length", name="len"),
+    ]
+    assert reward_names(configs) == ["right", "everything", "len", "len.2"]
+    with Rewards(configs, folder, workers=1) as rewards:
+        one, other = rewards.score([*items("yes", answer="yes", b=1), *items("no", answer="yes")])
+        missing = rewards.score(items("yes"))[0]
+    assert one.parts == {"right": 3.0, "everything": 2.0, "len": 3.0, "len.2": 3.0} and one.value == 2 * 3 + 2 + 3 + 3
+    assert other.parts["right"] == 0.0
+    assert missing.failures["right"].startswith("raised TypeError: right() missing 1 required positional argument: 'answer'")
+
+
+def test_length_and_model_rewards_need_no_process() -> None:
+    assert [overlong(n, 10, 20) for n in (0, 10, 15, 20, 99)] == [0, 0, -0.5, -1, -1]
+    configs = [reward(kind="length", free=1, limit=3), reward(kind="model", model={"id": "m"}, weight=2.0)]
+    with Rewards(configs, Path()) as rewards:
+        scored = rewards.score(items("a", "bb", "ccc"), {"model": [1.0, float("nan"), 0.5]})
+        assert not rewards._workers
+    assert [s.value for s in scored] == [2.0, -0.5, 0.0] and scored[1].failures == {"model": "returned nan"}
+
+
+def test_math() -> None:
+    with Rewards([reward(kind="math")], Path(), workers=1) as rewards:
+        cases = [("\\frac{1}{2}", "so it is $0.5$"), ("4", "It is 5."), ("x^2", "$x^2$"), ("12", "\\boxed{12}"), (3, "3"), ("", "3")]
+        scored = rewards.score([Item("p", completion, 1, {"answer": answer}) for answer, completion in cases])
+    assert [s.value for s in scored] == [1, 0, 1, 1, 1, 0] and scored[5].failures["math"].startswith("raised ValueError: column 'answer'")
+
+
+def verdict(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    """Some verifiers raise at an answer that they cannot read."""
+    try:
+        return dataset.score_answer(answer, entry)
+    except ValueError:
+        return 0.0
+
+
+def test_every_task_is_verified_as_by_its_generator() -> None:
+    """What JSON does to an entry changes no verdict, over all tasks of reasoning-gym that have a written answer."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    asked, expected = [], []
+    for name in sorted(set(DATASETS) - {"composite"}):
+        dataset = reasoning_gym.create_dataset(name, size=1, seed=1)
+        entry = dataset[0]
+        for answer in (entry["answer"], "nonsense") if isinstance(entry["answer"], str) else ():
+            expected.append((name, verdict(dataset, answer.strip(), entry)))
+            asked.append(Item("", f"I think.\n<a>no</a><a> {answer} </a>", 1, {"task": name, "entry": json.loads(json.dumps(entry))}))
+    with Rewards([reward(kind="task", pattern="(?s)<a>(.*?)</a>")], Path(), workers=2) as rewards:
+        scored = rewards.score([*asked, Item("", "no tags", 1, asked[0].meta)])
+    assert len(asked) > 150
+    assert {name: (s.value, s.failures) for s, (name, want) in zip(scored, expected, strict=False) if s.value != want} == {}
+    assert scored[-1].value == 0.0 and not scored[-1].failures
+
+
+def test_no_process_outlives_a_killed_parent(folder: Path) -> None:
+    code = f"""
+from pathlib import Path
+from pydantic import TypeAdapter
+from drumline.config.algorithms import Reward
+from drumline.rollout.rewards import Item, Rewards
+make = TypeAdapter(Reward).validate_python
+rewards = Rewards([make(dict(kind="function", path="mine.py:" + name)) for name in ("pid", "naughty")], Path({str(folder)!r}), workers=2)
+print(*(int(s.parts["pid"]) for s in rewards.score([Item("", "ok", 1)] * 20)), flush=True)
+rewards.score([Item("", "hang", 1)])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=ENV)
+    assert parent.stdout is not None
+    try:
+        pids = {int(word) for word in parent.stdout.readline().split()}
+        assert pids and all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("mine.py:lenght", "mine.py has no function 'lenght'; did you mean 'length'?"),
+        ("min.py:length", "there is no file {folder}/min.py; did you mean 'mine.py'?"),
+        ("mime:length", "there is no module 'mime'; did you mean 'mine'?"),
+        ("mine:number", "mine:number is a int, not a function"),
+        ("mine:later", "is async"),
+        ("broken.py:f", "raised ZeroDivisionError: division by zero"),
+        ("deadly:f", "a process for rewards ended its process (exit code 9) while it started"),
+        ("nobody", "no installed package offers a reward 'nobody'"),
+        ("mine:takes_text", "cannot be called with prompt, completion: got an unexpected keyword argument 'prompt'"),
+    ],
+)
+def test_functions_are_checked_before_training(folder: Path, path: str, line: str) -> None:
+    (folder / "mine.py").write_text(FUNCTIONS + "\ndef takes_text(text): return 1.0\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "deadly.py").write_text("import os; os._exit(9)\n")
+    with pytest.raises((ConfigError, EnvironmentFault)) as caught:
+        check([reward(kind="length", free=1, limit=2), reward(kind="function", path=path)], folder)
+    assert line.format(folder=folder) in caught.value.line() and caught.value.line().startswith("algorithm.rewards")
+
+
+def test_an_import_that_hangs_is_told(folder: Path) -> None:
+    (folder / "slow.py").write_text("import time; time.sleep(60)\n")
+    with pytest.raises(EnvironmentFault, match=r"importing slow.py:f takes more than 1 s"):
+        Isolated({0: reward(kind="function", path="slow.py:f")}, folder, start_seconds=1.0)
+
+
+def test_columns_are_checked_where_they_are_known(folder: Path) -> None:
+    check([mine("length"), reward(kind="math", column="solution"), reward(kind="task")], folder, {"solution", "task", "entry"})
+    with pytest.raises(ConfigError, match=r"no row has a column 'answer'; there are: solution"):
+        check([reward(kind="math")], folder, {"solution"})
+    with pytest.raises(ConfigError, match=r"columns \(solution\): missing a required argument: 'answer'"):
+        check([mine("right")], folder, {"solution"})
+    with pytest.raises(ConfigError, match="needs prompts of reasoning-gym tasks"):
+        check([reward(kind="task")], folder, {"solution"})
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"kind": "regex", "pattern": "("}, "is no regular expression: missing )"),
+        ({"kind": "task", "pattern": "answer"}, "has no group"),
+        ({"kind": "length", "free": 3, "limit": 3}, "limit must be above free"),
+    ],
+)
+def test_config(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        GRPOConfig.model_validate({"kind": "grpo", "rewards": [values]})
