@@ -27,7 +27,7 @@ MAY: dict[str, set[str]] = {
     "models": {"config", "plan", "dist", "checkpoint"},
     "algorithms": {"data"},
     "strategies": {"config", "plan", "dist", "models"},
-    "rollout": {"config", "plan", "data"},
+    "rollout": {"config", "plan", "dist", "data"},
     "train": {
         "config",
         "cluster",

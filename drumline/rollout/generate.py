@@ -1,0 +1,119 @@
+"""The seam of rollouts: one verb, `generate`. Here transformers' own `generate` is behind it; `continuous` and `vllm` are others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from drumline.config.algorithms import HFGenerator as HFConfig
+from drumline.errors import DataError, ModelError, PlanError
+from drumline.rollout.sampling import AtEndings, Completion, Endings, NoisyLogits, Request, Sampler, request_seed
+
+WHERE = "algorithm.generator"
+
+
+class Generator(Protocol):
+    """Samples completions. What is sampled hangs on (run seed, `step`, request) alone: not on the other requests, nor on the ranks."""
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """One completion a request, in the order of the requests. No collective: ranks may come with as many requests as they like."""
+        ...
+
+
+class HFGenerator:
+    """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left.
+
+    `model`: a causal LM that lies whole on one device: the live one that learns, or a copy. It is put into eval mode while it
+    generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a live model under bf16).
+    """
+
+    def __init__(self, config: HFConfig, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None) -> None:
+        self.config, self.model, self.seed, self.autocast = config, model, seed, autocast
+        self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
+        self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+    @torch.no_grad()
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        require_room(requests, self.config.max_new_tokens, self.model)
+        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # what does not fit in memory fails at once
+        done: dict[int, Completion] = {}
+        with generating(self.model):
+            for start in range(0, len(requests), self.config.batch):
+                chosen = longest_first[start : start + self.config.batch]
+                done |= zip(chosen, self._batch([requests[i] for i in chosen], step), strict=True)
+        return [done[i] for i in range(len(requests))]
+
+    def _batch(self, requests: list[Request], step: int) -> list[Completion]:
+        from transformers import GenerationConfig
+
+        device = self.model.device
+        width = max(len(request.tokens) for request in requests)
+        ids_BT = torch.tensor([[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
+        seeds_B = torch.tensor([request_seed(self.seed, step, r.key) for r in requests], device=device)
+        noise, ends = NoisyLogits(self.sampler, seeds_B, width), AtEndings(self.endings, len(requests), width)
+        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+            out_BT = self.model.generate(
+                ids_BT,
+                attention_mask=mask_BT,
+                generation_config=GenerationConfig(
+                    max_new_tokens=self.config.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad
+                ),
+                logits_processor=[noise],
+                stopping_criteria=[ends],
+                synced_gpus=False,  # each rank has a whole model and its own number of tokens
+            )
+        log_probs = torch.stack(noise.log_probs, 1).tolist()
+        lengths = [length or out_BT.shape[1] - width for length in ends.lengths]
+        return [
+            Completion(tokens[:length], row[:length], ended is not None)
+            for tokens, row, length, ended in zip(out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True)
+        ]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """All ids that end a text: the tokenizer's and those of the model's generation config (chat models have several)."""
+    of_model = getattr(model.generation_config, "eos_token_id", None)
+    several = of_model if isinstance(of_model, list) else [of_model]
+    return frozenset(int(i) for i in (tokenizer.eos_token_id, *several) if i is not None)
+
+
+def require_room(requests: list[Request], new: int, model: Any) -> None:
+    """Raises DataError for an empty prompt, PlanError where a prompt and `new` tokens are more than the model's positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for request in requests:
+        if not request.tokens:
+            raise DataError(f"prompt {request.key} has no tokens", where="data", fix="a completion goes on from one token at least")
+        if positions is not None and len(request.tokens) + new > positions:
+            raise PlanError(
+                f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions",
+                where=f"{WHERE}.max_new_tokens",
+                fix=f"at most {positions - len(request.tokens)}, or shorter prompts"
+                if positions > len(request.tokens)
+                else "shorter prompts",
+            )
+
+
+@contextlib.contextmanager
+def generating(model: Any) -> Iterator[None]:
+    """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
+    penalty, say, of which the log-probs of training know nothing). All as it was afterwards."""
+    from transformers import GenerationConfig
+
+    if not hasattr(model, "generate"):
+        raise ModelError(f"{type(model).__name__} does not generate", where="model", fix="rollouts need a causal language model")
+    training = [module for module in model.modules() if module.training]
+    own, use_cache = model.generation_config, model.config.use_cache
+    model.eval()
+    model.generation_config, model.config.use_cache = GenerationConfig(), True
+    try:
+        yield
+    finally:
+        model.generation_config, model.config.use_cache = own, use_cache
+        for module in training:
+            module.training = True
