@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from drumline.config.model import ModelConfig
 from drumline.config.section import Section, kind_from_string
@@ -260,7 +260,7 @@ class GRPOConfig(_RolloutAlgorithm):
     """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
 
     kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, gt=1, description="Completions of each prompt: an advantage is a reward less the mean of its group.")
+    group_size: int = Field(8, gt=0, description="Completions of each prompt, 2 or more: an advantage is a reward less its group's mean.")
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
     )
@@ -279,6 +279,13 @@ class GRPOConfig(_RolloutAlgorithm):
     )
     importance_cap: float = Field(2.0, gt=1, description="importance: the weight is truncated here.")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
+
+    @field_validator("group_size")
+    @classmethod
+    def _has_peers(cls, size: int) -> int:
+        if size < 2:
+            raise ValueError("the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo")
+        return size
 
 
 # -------------------------------------------------------------------------------------------------------- classification

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from drumline.config.algorithms import Algorithm
+from drumline.config.algorithms import ROLLOUT, Algorithm
 from drumline.config.data import DataConfig
 from drumline.data.images import ImageEncoder
 from drumline.data.sources import Row, holds_images
@@ -34,6 +34,10 @@ def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: 
     """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs."""
     if vision is not None and algorithm.kind == "sft":
         return ImageRows(tokenizer, data, vision)
+    if isinstance(algorithm, ROLLOUT):
+        from drumline.data.prompts import PromptRows
+
+        return PromptRows(tokenizer, algorithm, data)
     assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
     return TextRows(tokenizer, algorithm.kind, data)
 

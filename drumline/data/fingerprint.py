@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drumline.config.algorithms import ROLLOUT
 from drumline.config.data import FileSource, HubSource, Source, TasksSource
 from drumline.config.schema import Config
 from drumline.data.cache import VERSION
@@ -49,6 +50,7 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "tokenizer": _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
+        "kept_free": config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0,
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
     }

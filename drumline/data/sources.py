@@ -15,6 +15,7 @@ are there, and `extra` keeps all the others as they are.
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -38,12 +39,14 @@ OPTIONAL = ("margin", "images")
 
 @dataclass(frozen=True)
 class Row:
-    """One row, its columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`."""
+    """One row, its columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`. `domain`: what
+    its kind is called in figures: as the source says, else its task, file or dataset."""
 
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
     folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: what paths in it are relative to
+    domain: str = field(default="", compare=False)
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[Row]:
@@ -52,13 +55,13 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[R
     Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
     """
     count = 0
-    for folder, (origin, values) in islice(_raw(source, base_dir), source.limit):
+    for folder, (origin, values) in islice(_raw(source, base_dir, forms), source.limit):
         count += 1
         row = replace(_normalise(origin, values, source.columns, count, forms), folder=folder)
         if forms != TEXT and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
-        yield row
+        yield replace(row, domain=source.domain or _domain(source, row))
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
@@ -77,14 +80,18 @@ def describe(source: Source) -> str:
     return f"hub/{source.id}" if isinstance(source, HubSource) else "tasks/" + ",".join(source.tasks)
 
 
-def _raw(source: Source, base_dir: Path) -> Iterator[tuple[Path, Raw]]:
+def _domain(source: Source, row: Row) -> str:
+    return str(row.extra["task"]) if isinstance(source, TasksSource) else Path(describe(source)).stem
+
+
+def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, Raw]]:
     """Rows, with the folder that paths in them are relative to."""
     if isinstance(source, FileSource):
         for path in find(source.path, base_dir):
             name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
             yield from ((path.parent, raw) for raw in read_file(path, name))
     elif isinstance(source, TasksSource):
-        yield from ((base_dir, raw) for raw in _tasks(source))
+        yield from ((base_dir, raw) for raw in _tasks(source, verified=forms is PROMPTS))
     else:
         name = describe(source)
         rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
@@ -184,8 +191,9 @@ def holds_images(row: Row) -> bool:
 # ----------------------------------------------------------------------------------------------------- tasks, datasets
 
 
-def _tasks(source: TasksSource) -> Iterator[Raw]:
-    """Deal `size` rows over the tasks in turn: question → prompt, answer → completion, the task's name kept."""
+def _tasks(source: TasksSource, verified: bool) -> Iterator[Raw]:
+    """Deal `size` rows over the tasks in turn: question → prompt, and the task's name. Beside it answer → completion; or, where what is
+    sampled is `verified`, what the task's verifier asks for: its options and the entry."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -201,15 +209,35 @@ def _tasks(source: TasksSource) -> Iterator[Raw]:
         except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
             fix = "see its gallery for names and options"
             raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
+        if verified:
+            _require_verifier(sets[-1][2], where)
     for number in range(max(share for _, share, _ in sets)):
         for name, share, dataset in sets:
             if number >= share:
                 continue
             item = dataset[number]
-            if not isinstance(item["answer"], str):
+            columns: dict[str, Any] = {"prompt": source.question.replace("{question}", item["question"]), "task": name}
+            if verified:
+                columns |= {"answer": item["answer"], "options": source.tasks[name], "entry": as_json(item)}
+            elif isinstance(item["answer"], str):
+                columns["completion"] = item["answer"]
+            else:
                 raise DataError("this task has no written answer to learn", where=f"tasks/{name}:{number + 1}", fix="leave it out")
-            columns = {"prompt": item["question"], "completion": item["answer"], "task": name}
             yield f"tasks/{name}:{number + 1}", columns
+
+
+def as_json(value: Any) -> Any:
+    """`value` as it comes back from JSON; what JSON has no word for as text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _require_verifier(dataset: Any, where: str) -> None:
+    """Raises DataError for a task whose verifier does not know its own entries again once they were written to disk."""
+    item = dataset[0]
+    if isinstance(item["answer"], str) and dataset.score_answer(item["answer"], as_json(item)) != dataset.score_answer(
+        item["answer"], item
+    ):
+        raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
 
 
 def no_reasoning_gym() -> EnvironmentFault:

@@ -85,6 +85,22 @@ class Encoder:
             raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
         return self._plain(prompt, completion, row.origin)
 
+    def prompt(self, said: str | Messages, origin: str) -> tuple[str, list[int]]:
+        """A prompt as text and as tokens, ready for an answer: a conversation with the template's generation prompt, without an
+        answer that it ends in; without a template plain text, opened as the tokenizer does and not closed. Raises DataError."""
+        if not self.has_template:
+            if isinstance(said, str):
+                return said, self._opened(said)
+            fix = "set model.chat_template to a Jinja file"
+            raise DataError("the prompt holds messages and this tokenizer has no chat template", where=origin, fix=fix)
+        messages = _as_messages(said, "user")
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise DataError("there is nothing before the assistant's answer to take as a prompt", where=origin)
+        text = self._render(messages, origin, add_generation_prompt=True)
+        return text, _Tokens(self.tokenizer, text).ids
+
     # ------------------------------------------------------------------------------------------------------ plain text
 
     def _plain(self, prompt: str, text: str, origin: str) -> Example:
@@ -96,9 +112,7 @@ class Encoder:
         if eos is None:
             fix = "set model.tokenizer to one that has"
             raise DataError("this tokenizer has no end-of-sequence token to close a text with", where=origin, fix=fix)
-        before = self._ids(prompt, special=True) if prompt else []
-        while before and before[-1] == eos and len(before) > 1:
-            before.pop()
+        before = self._opened(prompt) if prompt else []
         after = self._ids(text, special=not prompt)
         if not after or after[-1] != eos:
             after.append(eos)
@@ -106,6 +120,13 @@ class Encoder:
         if not self.learn_all:
             learn[: len(before)] = 0
         return Example(np.asarray(before + after, np.int32), learn)
+
+    def _opened(self, prompt: str) -> list[int]:
+        """`prompt` with what the tokenizer opens a text with, and not with what it closes one with."""
+        ids = self._ids(prompt, special=True)
+        while len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        return ids
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"])
