@@ -6,6 +6,7 @@ y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapte
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import warnings
@@ -128,6 +129,27 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(derive(seed, "adapter", name))
         nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
     return values
+
+
+@contextlib.contextmanager
+def switched(model: nn.Module, on: bool) -> Iterator[None]:
+    """Within, adapters add their products, or with `on` False nothing: the model is the one that they were laid over.
+
+    PEFT's own switch would also say anew which parameters learn, while FSDP2, DDP and DeepSpeed hold them as they were said at first.
+    """
+    if on or not hasattr(model, "peft_config"):
+        yield
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    before = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer, _ in before:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, disabled in before:
+            layer._disable_adapters = disabled
 
 
 def merge(model: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ from drumline.models.blocks import blocks
 VOCABULARY, WIDTH = 128, 64
 LAYERED = ("intermediate_size", "moe_intermediate_size")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A batch of token ids alone, as a model is tried on: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, …"""
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: Any = None
+
+    def __post_init__(self) -> None:
+        if self.position_ids_BT is None:
+            positions_T = torch.arange(self.input_ids_BT.shape[1], device=self.input_ids_BT.device)
+            object.__setattr__(self, "position_ids_BT", positions_T.expand_as(self.input_ids_BT))
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
 def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:

@@ -14,7 +14,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from drumline.errors import PlanError
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, tried
+from drumline.models.small import Tokens, close, tried
 
 NAME = "drumline_sequence_part"
 
@@ -188,7 +187,7 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
         if packing:
             positions_BT = torch.where(positions_BT < length - 5, positions_BT, positions_BT - (length - 5))
         whole = trunk(input_ids=ids_BT, position_ids=positions_BT, use_cache=False)[0]
-        batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=positions_BT)
+        batch = Tokens(ids_BT, positions_BT)
         with part.around():
             in_part = trunk(**part.inputs(batch), use_cache=False)[0]
         return close(in_part, part.cut(whole))

@@ -29,12 +29,14 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, split
-from drumline.models.names import canonical_tensors
+from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.shards import Values
+from drumline.models.small import Tokens
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Read, Sums, reader, total
-from drumline.strategies.native import LOW_PRECISION
+from drumline.strategies.frozen import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
 from drumline.strategies.owners import share
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
@@ -140,11 +142,22 @@ class DeepSpeedEngine:
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
-        self.evaluate(micro_batches, reader(read, kept))
+        with adapters.switched(self.model, adapter):
+            self.evaluate(micro_batches, reader(read, kept))
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        raise NotImplementedError
+        """Weights that learn as they are kept, in fp32; the others in the type that they compute in."""
+        for name, tensor in all_tensors(self.model).items():
+            if name in self.learned:
+                yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
+            else:
+                with self._gathered(tensor):
+                    full = tensor.detach().to(self.engine.device, copy=self.sharded)
+                yield name, full
+
+    def live(self) -> nn.Module | None:
+        return None if self.sharded else self.model
 
     def grad_norm(self) -> float:
         self.norms = getattr(self.zero, self.measure)()
@@ -250,9 +263,8 @@ class DeepSpeedEngine:
         if self.has_state or not self.slots:
             return
         ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=self.engine.device)
-        batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=torch.arange(8, device=ids_BT.device)[None])
         steps = self.engine.global_steps
-        self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.cross_entropy(ids_BT, 0)[0] * 0, sums={}), 1.0)
+        self.forward_backward([Tokens(ids_BT)], lambda out, _: SimpleNamespace(loss_sum=out.cross_entropy(ids_BT, 0)[0] * 0, sums={}), 1.0)
         self.grad_norm()
         self.step(0.0, 0.0)
         self.steps, self.engine.global_steps = 0, steps
@@ -277,6 +289,10 @@ class DeepSpeedEngine:
             full.copy_(mine)
         dist.broadcast(full, self.owner[name])
         return full
+
+    def _gathered(self, tensor: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within, what ZeRO 3 has cut is whole."""
+        return deepspeed.zero.GatheredParameters([tensor]) if hasattr(tensor, "ds_id") else contextlib.nullcontext()
 
     def _open(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
         """Within, the weights that forward uses may be written: whole, and the same on all ranks."""

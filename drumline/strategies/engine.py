@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 Sums = dict[str, float]
 Read = Callable[[Any, Any], torch.Tensor]
@@ -37,10 +38,17 @@ class Engine(Protocol):
         ...
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each weight and persistent buffer, whole, on every rank, one after the other in the same order on all, on this
-        rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be the live one: copy, do not
-        change. Tied weights come once. Collective: all ranks go through to the end.
+        """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
+        same order on all, on this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be
+        the live one: copy, do not change. Tied weights come once. Collective: all ranks go through to the end.
+
+        Raises ModelError where weights are packed in 4 or 8 bits.
         """
+        ...
+
+    def live(self) -> nn.Module | None:
+        """The whole Hugging Face model of this rank where it has one that can be called as it is, and None where the model is cut or
+        sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
         ...
 
     def grad_norm(self) -> float:
@@ -140,6 +148,9 @@ class FakeEngine:
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", self.weight
+
+    def live(self) -> None:
+        return None
 
     def grad_norm(self) -> float:
         return abs(self.gradient)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from drumline.models.names import canonical_tensors
 from drumline.plan.communication import averages
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
-from drumline.strategies.native import Around, NativeEngine
+from drumline.strategies.frozen import Around
+from drumline.strategies.native import NativeEngine
 from drumline.strategies.spread import Spread
 
 CHUNK = 2**24  # entries averaged by one collective
@@ -76,12 +76,12 @@ class LocalEngine(NativeEngine):
         super().skip()
         self._end_step()
 
-    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+    def _come_together(self) -> None:
         if not self.together:
             self.own = [tensor.clone() for tensor in self.apart.values()]
             average(list(self.apart.values()), self.ranks)
             self.together = True
-        return super().evaluate(micro_batches, objective)
+        super()._come_together()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self.own = None

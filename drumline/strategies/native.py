@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
@@ -18,20 +16,18 @@ from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
-from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
+from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.data_parallel import apply_dp
-from drumline.strategies.engine import Read, Sums, reader, total
+from drumline.strategies.engine import Sums, total
+from drumline.strategies.frozen import Around, FrozenEngine
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2, gathered_in
-
-Around = Callable[[], contextlib.AbstractContextManager[Any]]
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEngine] | None = None) -> NativeEngine:
@@ -66,7 +62,7 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
     values.fill(model)
     if plan.data_parallel == "dp":
-        return Alone(apply_dp(module, plan.device))
+        return Alone(apply_dp(module, plan.device), reads=module)
     if whole is None or plan.data_parallel != "ddp":
         return Alone(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
@@ -76,19 +72,15 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
 
 
-class NativeEngine:
-    """Engine over one module whose forward runs model and objective in one go (so wrappers' hooks see the whole graph)."""
+class NativeEngine(FrozenEngine):
+    """Engine over a model that learns."""
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
-        """`around`: a context that each forward and its backward run in."""
-        self.model, self.spread, self.around = model, spread, around
+        super().__init__(plan, model, spread, around)
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
-        self.device = plan.device
-        # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
-        self.autocast_dtype = None if isinstance(spread, Sharded) and spread.casts else LOW_PRECISION.get(plan.precision)
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
-        self.named, self.batch_norms = dict(model.named_parameters()), batch_norms(model)
+        self.named = dict(model.named_parameters())
         self.optimizer = build_optimizer(self.named, plan.config.optimizer)
         self.model.train()
 
@@ -103,28 +95,6 @@ class NativeEngine:
                 (loss_sum * scale).backward()
             outs.append({"loss": loss_sum.detach(), **sums})
         return total(outs)
-
-    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        agree_on_statistics(self.batch_norms)
-        self.model.eval()
-        try:
-            outs = []
-            with torch.no_grad(), self._autocast(), self.around():
-                for batch in micro_batches:
-                    loss_sum, sums = self.spread.inner(batch, objective)
-                    outs.append({"loss": loss_sum, **sums})
-            return total(outs)
-        finally:
-            self.model.train()
-
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
-        kept: list[torch.Tensor] = []
-        self.evaluate(micro_batches, reader(read, kept))
-        return kept
-
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in canonical_tensors(self.model).items():
-            yield name.removeprefix("model."), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def grad_norm(self) -> float:
         gradients = self._gradients()
@@ -168,8 +138,3 @@ class NativeEngine:
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.named.values() if p.grad is not None]
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device, self.autocast_dtype)

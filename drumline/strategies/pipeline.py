@@ -7,7 +7,7 @@ stage's forward ends in the objective, which is the loss that the schedule diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.models import adapters
+from drumline.models.names import all_tensors
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
-from drumline.strategies.engine import Sums, total
+from drumline.strategies.engine import Read, Sums, reader, total
+from drumline.strategies.frozen import FrozenEngine, whole
 from drumline.strategies.native import NativeEngine
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.spread import Alone, Averaged, Sharded, Spread
@@ -59,7 +62,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
     apply_compile(held, plan.config.compile)
     stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
     spread = _spread(plan, held, stages, whole, values)
-    return PipelineEngine(plan, held, spread, stages, layout, whole["pp"], shared, torch.device(values.device))
+    parts = (held, spread, stages, layout, whole["pp"], torch.device(values.device))
+    return PipelineEngine(plan, *parts, shared=shared)
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
@@ -75,7 +79,7 @@ def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whol
         dtype = gathered_in(strategy, plan.precision)
         roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), dtype) for s in stages]
         values.fill(model, offloaded=plan.offload == "cpu")
-        return Sharded(roots[0], sync_each_micro_batch=False, casts=dtype is not None)
+        return Sharded(roots[0], sync_each_micro_batch=False, casts=dtype is not None, others=roots[1:])
     values.fill(model)
     if plan.mesh.data_ranks * plan.mesh.cp > 1:
         buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
@@ -141,8 +145,8 @@ class _Known(torch.autograd.Function):
         return gradient * grad_loss, None, None
 
 
-class PipelineEngine(NativeEngine):
-    """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
+class FrozenPipeline(FrozenEngine):
+    """What is asked of a rank's stages without gradients: answers are made on the last stage, and go to all ranks of the pipeline."""
 
     def __init__(
         self,
@@ -152,20 +156,101 @@ class PipelineEngine(NativeEngine):
         stages: list[StageWithObjective],
         layout: Layout,
         pp: DeviceMesh,
-        shared: list[str],
         place: torch.device,
     ) -> None:
-        """`shared`: names of the weights that both ends hold. `place`: where stages compute."""
+        """`place`: where stages compute."""
         super().__init__(plan, model, spread)
-        assert plan.pipeline is not None
         self.stages, self.layout, self.group = stages, layout, pp.get_group()
         self.rank, self.ranks = pp.get_local_rank(), pp.size()
-        self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
         self.dtype = _boundary_dtype(plan)
         self.place = place
-        self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in stages:
-            stage.autocast, stage.splits_backward = self._autocast, plan.pipeline.schedule == "zero_bubble"
+            stage.autocast = self._autocast
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
+        self._come_together()
+        learned = self.model.training
+        self._train(False)
+        sends: list[tuple[Any, torch.Tensor]] = []
+        batches = list(micro_batches)
+        try:
+            with torch.no_grad():
+                for stage in self.stages:
+                    stage.begin(batches, objective, None)
+                for index, batch in enumerate(batches):
+                    for stage in self.stages:
+                        received = None if stage.stage.is_first else self._receive(batch)
+                        out = stage(received, torch.tensor(index))
+                        if not stage.stage.is_last:
+                            sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
+                for work, _ in sends:
+                    work.wait()
+            return self._sums()
+        finally:
+            self._train(learned)
+            if isinstance(self.spread, Sharded):
+                self.spread.reshard()
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(adapters.switched(stage.stage.model, adapter))
+            self.evaluate(micro_batches, reader(read, kept))
+        forms: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in kept]]
+        dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
+        last = self.rank == self.ranks - 1
+        return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        mine = all_tensors(self.model)
+        of_ranks: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
+        told: set[str] = set()
+        for rank, forms in enumerate(of_ranks):
+            for name, form in forms.items():
+                if name not in told:  # both ends hold tied weights
+                    told.add(name)
+                    yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
+
+    def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that one rank of the pipeline has, on all of them."""
+        full = torch.empty(shape, dtype=dtype, device=self.place) if mine is None else mine.contiguous()
+        dist.broadcast(full, group=self.group, group_src=rank)
+        return full
+
+    def _receive(self, batch: Any) -> torch.Tensor:
+        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)
+        dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
+        return hidden_BTD
+
+    def _sums(self) -> Sums:
+        """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
+        last = self.stages[-1]
+        told = [total(last.outs) if last.stage.is_last else None]
+        last.outs.clear()
+        dist.broadcast_object_list(told, group=self.group, group_src=self.ranks - 1)
+        assert told[0] is not None
+        return told[0]
+
+    def _train(self, mode: bool) -> None:
+        for stage in self.stages:
+            stage.train(mode)
+
+
+class PipelineEngine(FrozenPipeline, NativeEngine):
+    """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
+
+    def __init__(self, plan: Plan, *parts: Any, shared: list[str]) -> None:
+        """`parts`: as of FrozenPipeline. `shared`: names of the weights that both ends hold."""
+        super().__init__(plan, *parts)
+        assert plan.pipeline is not None
+        self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
+        for stage in self.stages:
+            stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
         self.schedule = self._schedule(plan, len(plan.pipeline.layers))
         self._train(True)
 
@@ -206,36 +291,10 @@ class PipelineEngine(NativeEngine):
         self._add_up_shared()
         return self._sums()
 
-    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
-        self._train(False)
-        sends: list[tuple[Any, torch.Tensor]] = []
-        batches = list(micro_batches)
-        try:
-            with torch.no_grad():
-                for stage in self.stages:
-                    stage.begin(batches, objective, None)
-                for index, batch in enumerate(batches):
-                    for stage in self.stages:
-                        received = None if stage.stage.is_first else self._receive(batch)
-                        out = stage(received, torch.tensor(index))
-                        if not stage.stage.is_last:
-                            sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
-                for work, _ in sends:
-                    work.wait()
-            return self._sums()
-        finally:
-            self._train(True)
-
     def grad_norm(self) -> float:
         self.loss_scale.unscale([local(g) for g in self._gradients()])
         twice = set(self.shared if self.rank else [])
         return global_norm([p.grad for name, p in self.named.items() if p.grad is not None and name not in twice], self.group)
-
-    def _receive(self, batch: Any) -> torch.Tensor:
-        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)
-        dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
-        return hidden_BTD
 
     def _add_up_shared(self) -> None:
         """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""
@@ -251,16 +310,3 @@ class PipelineEngine(NativeEngine):
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
             local(parameter.grad).add_(theirs)
-
-    def _sums(self) -> Sums:
-        """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
-        last = self.stages[-1]
-        told = [total(last.outs) if last.stage.is_last else None]
-        last.outs.clear()
-        dist.broadcast_object_list(told, group=self.group, group_src=self.ranks - 1)
-        assert told[0] is not None
-        return told[0]
-
-    def _train(self, mode: bool) -> None:
-        for stage in self.stages:
-            stage.train(mode)

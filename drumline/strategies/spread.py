@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +20,12 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class Spread(Protocol):
-    """One way of spreading. `module` runs a training forward, `inner` one without gradients."""
+    """One way of spreading. `module` runs a training forward, `inner` one without gradients, `reads` one whose objective is called
+    once with all rows of the batch."""
 
     module: nn.Module
     inner: nn.Module
+    reads: nn.Module
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
@@ -37,8 +39,9 @@ class Spread(Protocol):
 class Alone:
     """One process."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, reads: nn.Module | None = None) -> None:
         self.module = self.inner = module
+        self.reads = reads or module
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -55,6 +58,7 @@ class Replicated:
         self.learns_graph = module.static_graph
         self.module: nn.Module = module
         self.inner: nn.Module = module.module
+        self.reads = self.inner
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -75,17 +79,26 @@ class Replicated:
 class Sharded:
     """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
 
-    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False) -> None:
-        """`casts`: weights are gathered in a lower precision than they are kept in."""
+    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, others: Iterable[FSDPModule] = ()) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in. `others`: further roots (stages of one rank)."""
         assert isinstance(module, nn.Module)
         self.casts = casts
         self.module: nn.Module = module
         self.inner: nn.Module = module
+        self.reads: nn.Module = module
+        roots = nn.ModuleList([module, *others])  # type: ignore[list-item]
+        self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
         return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        """After forwards without a backward: what they left gathered (the root, in the type that it computes in) is cut again. Until
+        then the model's parameters are those, not the ones that learn."""
+        for unit in self.units:
+            unit.reshard()
 
     def exposed_communication(self) -> float | None:
         # It waits in the middle of forward and backward, and has no clocks there.
@@ -97,7 +110,7 @@ class Averaged:
     of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.module = self.inner = module
+        self.module = self.inner = self.reads = module
         self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
         self.clock = _Clock()
 

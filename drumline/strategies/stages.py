@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from drumline.errors import PlanError
 from drumline.models.blocks import block_list
 from drumline.models.head import Outputs, can_split, outputs, split
-from drumline.models.small import close, tried
+from drumline.models.small import Tokens, close, tried
 from drumline.plan.stages import Range
 
 # For all that cannot be cut: what else there is for a model too large for one device.
@@ -232,7 +231,7 @@ class Stage(nn.Module):
         if exit_ is None:
             return outputs(self.model, batch, split(self.model) if self.splits else None)
         trunk = self.model.get_decoder() or self.model.base_model
-        trunk(input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False)
+        trunk(**batch.inputs(), use_cache=False)
         sent, exit_.noted = exit_.noted, None
         return sent.to(self.dtype).contiguous()
 
@@ -243,7 +242,7 @@ def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...],
     stages = [Stage(held[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
-    batch = SimpleNamespace(input_ids_BT=ids_BT, position_ids_BT=torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))
+    batch = Tokens(ids_BT)
     whole = model(input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False).logits
     passed: Any = None
     try:

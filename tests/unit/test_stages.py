@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from drumline.cluster.detect import Machine
 from drumline.config.schema import Config
 from drumline.errors import PlanError
+from drumline.models.small import Tokens
 from drumline.plan.explain import explain
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import Plan
@@ -143,7 +143,7 @@ def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     assert names[0] & names[1] == set(tied(model, layout))
 
     ids = torch.arange(24).view(2, 12) % 64
-    batch = SimpleNamespace(input_ids_BT=ids, position_ids_BT=torch.arange(12).expand(2, 12))
+    batch = Tokens(ids)
     model(input_ids=ids, position_ids=batch.position_ids_BT, use_cache=False).logits.square().mean().backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

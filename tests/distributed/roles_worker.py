@@ -1,0 +1,94 @@
+"""One rank of test_roles: `python -m tests.distributed.roles_worker PLAN...` writes RANK.pt into each plan's run folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RATE = 1e-2
+
+
+def each_row(outputs: Any, batch: Any) -> torch.Tensor:
+    """−log p of each row's targets, fp32[B]."""
+    sums = []
+    for row in range(len(batch.targets_BT)):
+        one = torch.full_like(batch.targets_BT, -100)
+        one[row] = batch.targets_BT[row]
+        sums.append(outputs.cross_entropy(one, 0)[0])
+    return torch.stack(sums).float()
+
+
+def answers(engine: Any, batches: list[Any], **options: Any) -> dict[str, float]:
+    """What `infer` says, by the tokens of each row."""
+    kept = engine.infer(batches, each_row, **options)
+    assert [len(k) for k in kept] == [len(b.input_ids_BT) for b in batches]
+    said: dict[str, float] = {}
+    for values, batch in zip(kept, batches, strict=True):
+        for value, ids in zip(values.tolist(), batch.input_ids_BT.tolist(), strict=True):
+            said[" ".join(map(str, ids)).rstrip(" 0")] = value
+    return said
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.whole_weights()}
+
+
+def copies(engine: Any) -> dict[str, torch.Tensor]:
+    """What this rank holds at the moment."""
+    return {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+
+
+def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:
+    """One step; its gradient norm."""
+    from drumline.dist.reduce import sum_over_ranks
+
+    (weight,) = sum_over_ranks([float(sum(b.weight for b in batches))], "cpu")
+    shared = plan.mesh.world_size / plan.mesh.data_ranks  # so many ranks have each sample
+    engine.forward_backward(batches, objective, weight / shared)
+    norm: float = engine.grad_norm()
+    engine.step(RATE, norm)
+    return norm
+
+
+def look(plan: Any, rank: int) -> dict[str, Any]:
+    """The policy before and after a step."""
+    from drumline.algorithms.tokens import NextToken
+    from drumline.strategies.build import build_engine
+    from drumline.strategies.norms import local
+    from drumline.train.build import build_streams
+
+    stream, _ = build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu")
+    batches = next(iter(stream)).micro_batches
+    stream.close()  # type: ignore[attr-defined]
+    engine = build_engine(plan, "cpu")
+    told: dict[str, Any] = {"first weights": weights(engine), "before": answers(engine, batches)}
+    told["norm"] = train(engine, plan, batches, NextToken(32, True).objective)
+    if plan.data_parallel in ("local_sgd", "diloco"):
+        told["copy"] = copies(engine)
+    modules = list(engine.model.modules())
+    told |= {"after": answers(engine, batches), "without": answers(engine, batches, adapter=False)}
+    told["training"] = all(m.training for m in modules)
+    told["weights"] = weights(engine)
+    told["live"] = engine.live() is not None
+    if "copy" in told:
+        engine.forward_backward(batches, NextToken(32, True).objective, 1.0)
+        told["copy again"] = copies(engine)
+    told["kept"] = {n.removeprefix("model."): local(t).clone() for n, t in engine.tensors().items() if n.startswith("model.")}
+    return told
+
+
+def main(paths: list[str]) -> None:
+    from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+
+    ranks = start("cpu", "gloo", 60.0)
+    for path in map(Path, paths):
+        torch.save(look(Plan.load(path), ranks.rank), path.parent / f"{ranks.rank}.pt")
+    stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

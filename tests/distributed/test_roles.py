@@ -1,0 +1,145 @@
+"""Engines answer without learning: `infer`, `whole_weights`, frozen models beside the one that learns, and two that learn as one.
+
+Each strategy against one process: what is read of each row of a global batch (by its tokens, wherever it was dealt to) before and after
+a step, with and without the adapter; and every weight, whole, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.config.load import load
+from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.ranks import run_module
+from tests.distributed.rows import CUT, FOURS, Row
+from tests.harness import write_config
+from tests.tiny import tiny_model_dir
+
+Told = Callable[[Row], list[dict[str, Any]]]
+pytestmark = pytest.mark.timeout(900)
+TOLERANCE = 1e-5
+ONE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
+LORA = {"adapter": {"kind": "lora", "r": 4}}
+WHOLE = ("one", "dp", "ddp", "zero1", "zero2", "local", "diloco")  # first words of rows whose ranks hold a model that can be called
+ROWS = [
+    Row("dp", 1, {"strategy": "dp"}),
+    Row("ddp 2", 2, {"strategy": "ddp"}),
+    Row("fsdp2 2", 2, {"strategy": "fsdp2"}),
+    Row("fsdp2 2, offload", 2, {"strategy": {"kind": "fsdp2", "offload": "cpu"}}),
+    Row("fsdp2 2, grad-op", 2, {"strategy": {"kind": "fsdp2", "reshard_after_forward": False}}),
+    Row("fsdp2 hybrid 2 x 2", 4, {"strategy": {"kind": "fsdp2", "replicate": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("tp 2", 2, {"strategy": "tp"}),
+    Row("cp 2", 2, {"strategy": "cp"}),
+    Row("fsdp2 2 x tp 2", 4, {"strategy": {"kind": "fsdp2", "tp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("fsdp2 2 x cp 2", 4, {"strategy": {"kind": "fsdp2", "cp": 2}, "batch": {"global_samples": 8, "micro_batch": 2}}),
+    Row("pp 2", 2, {"strategy": "pp", **FOURS}),
+    Row("pp 2, interleaved", 2, {"strategy": {"kind": "pp", "schedule": "interleaved"}, **FOURS}),
+    Row("tp 2 x pp 2", 4, {"strategy": {"kind": "ddp", "tp": 2, "pp": 2}, **FOURS}),
+    Row(
+        "fsdp2 2 x pp 2, interleaved",
+        4,
+        {"strategy": {"kind": "fsdp2", "pp": 2, "pipeline": {"schedule": "interleaved"}}, **FOURS},
+    ),
+    Row("zero1 2", 2, {"strategy": "zero1"}),
+    Row("zero2 2", 2, {"strategy": "zero2"}),
+    Row("zero2 2, offload", 2, {"strategy": {"kind": "zero2", "offload_optimizer": "cpu"}}),
+    Row("zero3 2", 2, {"strategy": "zero3"}),
+    Row("zero3 2, nothing kept whole, offload", 2, {"strategy": {**CUT, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}),
+    *(
+        Row(f"{name}, lora", ranks, {"strategy": strategy, **LORA, **more})
+        for name, ranks, strategy, more in (
+            ("ddp 2", 2, "ddp", {}),
+            ("fsdp2 2", 2, "fsdp2", {}),
+            ("tp 2", 2, "tp", {}),
+            ("cp 2", 2, "cp", {}),
+            ("pp 2", 2, "pp", FOURS),
+            ("zero2 2", 2, "zero2", {}),
+            ("zero3 2", 2, CUT, {}),
+        )
+    ),
+]
+# What ranks hold is not one process's: told apart below.
+LOCAL = [Row("local sgd 2", 2, {"strategy": {"kind": "local_sgd", "period": 4}}), Row("diloco 2", 2, {"strategy": "diloco"})]
+
+
+def slug(row: Row) -> str:
+    return row.name.replace(" ", "_").replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each rank of a row said: the chosen rows, one process group for each world size and engine."""
+    root = tmp_path_factory.mktemp("roles")
+    model = tiny_model_dir(root / "model", layers=4)
+    lora = Row(f"{ONE.name}, lora", 1, {**ONE.sections, **LORA})
+    params = [getattr(item, "callspec", None) and item.callspec.params for item in request.session.items]
+    chosen = [p["row"] for p in params if p and p.get("row") in (*ROWS, *LOCAL)]
+    groups: dict[tuple[int, str], list[Path]] = {}
+    for row in dict.fromkeys([ONE, lora, *chosen]):
+        (root / slug(row)).mkdir()
+        base = {"batch": {"global_samples": 8, "micro_batch": 4}, "data": {"packing": False}, "optimizer": {"eps": 1e-6}}
+        path = write_config(root / slug(row), model, rows=48, **base | row.sections)
+        asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
+        plan = make_plan(asked, on_progress=lambda *_: None)
+        groups.setdefault((row.world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
+    for (world_size, _), plans in groups.items():
+        run_module("tests.distributed.roles_worker", plans, world_size)
+    return lambda row: [torch.load(root / slug(row) / "run" / f"{rank}.pt", weights_only=True) for rank in range(row.world_size)]
+
+
+def reference(told: Told, row: Row) -> dict[str, Any]:
+    (one,) = told(Row(f"{ONE.name}, lora" if "lora" in row.name else ONE.name, 1))
+    return one
+
+
+def together(ranks: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """Rows of all ranks; those that share samples must say the same."""
+    said: dict[str, float] = {}
+    for rank in ranks:
+        for tokens, value in rank[key].items():
+            assert said.setdefault(tokens, value) == value
+    return said
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_answers_as_one_process(told: Told, row: Row) -> None:
+    one, ranks = reference(told, row), told(row)
+    for key in ("before", "after", "without"):
+        assert together(ranks, key) == pytest.approx(one[key], rel=TOLERANCE), key
+    assert all(rank["training"] for rank in ranks)
+    assert [rank["norm"] for rank in ranks] == pytest.approx([one["norm"]] * len(ranks), rel=TOLERANCE)
+    assert one["without"] == pytest.approx(one["before" if "lora" in row.name else "after"], rel=1e-6)
+    assert one["after"] != pytest.approx(one["before"], rel=1e-3)
+
+
+@pytest.mark.parametrize("row", [ONE, *ROWS, *LOCAL], ids=lambda row: row.name)
+def test_every_rank_is_handed_every_weight(told: Told, row: Row) -> None:
+    one, ranks = reference(told, row), told(row)
+    for rank in ranks:
+        assert list(rank["weights"]) == list(ranks[0]["weights"]) and rank["weights"].keys() == one["weights"].keys()
+        for name, tensor in rank["weights"].items():
+            assert torch.equal(tensor, ranks[0]["weights"][name]), name
+            assert torch.equal(rank["first weights"][name], one["first weights"][name]), name
+            if row not in LOCAL:
+                assert float((tensor - one["weights"][name]).norm()) <= TOLERANCE * float(one["weights"][name].norm()), name
+        for name, part in rank["kept"].items():  # what a checkpoint would hold of it, to the bit
+            mine = rank["weights"][name].flatten()
+            assert part.numel() < mine.numel() or torch.equal(part.flatten(), mine), name
+        assert rank["live"] == row.name.startswith(WHOLE)
+
+
+@pytest.mark.parametrize("row", LOCAL, ids=lambda row: row.name)
+def test_copies_that_differ_answer_with_their_mean(told: Told, row: Row) -> None:
+    ranks = told(row)
+    differing = 0
+    for name, mean in ranks[0]["weights"].items():
+        copies = torch.stack([rank["copy"][name] for rank in ranks])
+        differing += not torch.equal(copies[0], copies[1])
+        torch.testing.assert_close(mean, copies.mean(0), rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(rank["copy again"][name], rank["copy"][name]) for rank in ranks), name
+    assert differing
