@@ -67,7 +67,14 @@ class TasksSource(_Source):
     seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
 
 
-Source = Annotated[FileSource | HubSource | SavedSource | TasksSource, Field(discriminator="kind")]
+class DigitsSource(_Source):
+    """scikit-learn's 1797 handwritten digits (8 × 8 pixels, Alpaydin & Kaynak 1998), as images: for classification without a download."""
+
+    kind: Literal["digits"] = "digits"
+    split: Literal["train", "test", "all"] = Field("train", description="train: the first 1437; test: the last 360, by other writers.")
+
+
+Source = Annotated[FileSource | HubSource | SavedSource | TasksSource | DigitsSource, Field(discriminator="kind")]
 
 
 class DataConfig(Section):

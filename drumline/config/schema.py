@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from drumline.config.algorithms import Algorithm, SFTConfig
+from drumline.config.algorithms import Algorithm, ClassifyConfig, SFTConfig
 from drumline.config.data import DataConfig
-from drumline.config.model import ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.config.section import Section, kind_from_string
 from drumline.config.strategies import AutoStrategy, Strategy
 
@@ -183,3 +183,15 @@ class Config(Section):
     def packs(self) -> bool:
         """Whether rows share sequences. Pairs, prompts and rows with a class keep to themselves."""
         return self.data.packing and self.algorithm.kind in ("pretrain", "sft")
+
+    @property
+    def head(self) -> Head:
+        """What the model that learns ends in."""
+        if isinstance(self.algorithm, ClassifyConfig):
+            return self.algorithm.modality
+        return "score" if self.algorithm.kind == "reward" else "lm"
+
+    @property
+    def images_alone(self) -> bool:
+        """Whether rows are images without a word: no tokenizer, no length."""
+        return self.head == "image"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from drumline.config.algorithms import ROLLOUT, Algorithm
+from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig
 from drumline.config.data import DataConfig
 from drumline.data.images import ImageEncoder
 from drumline.data.sources import Row, holds_images
@@ -38,6 +38,10 @@ def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: 
         from drumline.data.prompts import PromptRows
 
         return PromptRows(tokenizer, algorithm, data)
+    if isinstance(algorithm, ClassifyConfig):
+        from drumline.data.labelled import LabelledImages, LabelledTexts
+
+        return LabelledTexts(tokenizer, algorithm, data) if algorithm.modality == "text" else LabelledImages(algorithm)
     assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
     return TextRows(tokenizer, algorithm.kind, data)
 

@@ -9,13 +9,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drumline.config.algorithms import ROLLOUT
-from drumline.config.data import FileSource, HubSource, Source, TasksSource
+from drumline.config.algorithms import ROLLOUT, ClassifyConfig
+from drumline.config.data import DigitsSource, FileSource, HubSource, Source, TasksSource
 from drumline.config.schema import Config
 from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
+from drumline.models.package import cache_dir
 from drumline.models.vision import Vision
 
 # Files that decide what a tokenizer does, in any of the formats transformers loads.
@@ -47,17 +48,20 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     parts: dict[str, Any] = {
         "version": VERSION,
         "sources": [_source(source, base_dir) for source in sources],
-        "tokenizer": _tokenizer(config, tokenizer_path, base_dir),
+        "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
         "kept_free": config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0,
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
     }
-    if vision is not None:
+    if isinstance(config.algorithm, ClassifyConfig):
+        parts["labels"] = config.algorithm.labels
+    if vision is not None or config.images_alone:
         files = [path for source in sources if isinstance(source, FileSource) for path in find(source.path, base_dir)]
-        folders = [str(base_dir.absolute()), *(str(path.parent.absolute()) for path in files)]
-        parts["vision"] = {"folders": folders, "token": vision.token_id, "processor": vision.processor.to_dict()}
+        parts["folders"] = [str(base_dir.absolute()), *(str(path.parent.absolute()) for path in files)]
+    if vision is not None:
+        parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -77,6 +81,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
             return {**settings, "content": metadata.version("reasoning-gym")}
         except metadata.PackageNotFoundError as error:
             raise no_reasoning_gym() from error
+    if isinstance(source, DigitsSource):
+        return {**settings, "content": str(cache_dir())}
     folder = base_dir / Path(source.path).expanduser()
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")

@@ -25,7 +25,7 @@ from drumline.data.cache import commit, read_info, temporary_folder, write_layou
 from drumline.data.fingerprint import cache_key, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
-from drumline.data.sources import FORMS, TEXT, Row, describe, expected_rows, read_rows
+from drumline.data.sources import Row, describe, expected_rows, forms_of, read_rows
 from drumline.data.workers import Chunk, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
@@ -168,7 +168,7 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     template = template_path(config, base_dir)
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
     job = Job(tokenizer_path, model, config.algorithm, config.data, task.vision)
-    forms = FORMS.get(config.algorithm.kind, TEXT)
+    forms = forms_of(config.algorithm)
     expected = [expected_rows(source) for source in task.sources]
     total = None if None in expected else sum(filter(None, expected))
     stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))

@@ -1,4 +1,4 @@
-"""Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks.
+"""Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks, scikit-learn's digits.
 
 Whatever the source, a row comes out in one of the forms that the algorithm takes (`FORMS`), its columns renamed to
 
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from drumline.config.data import Columns, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.config.algorithms import Algorithm, ClassifyConfig
+from drumline.config.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
 from drumline.errors import DataError, EnvironmentFault
 
@@ -33,6 +35,7 @@ Forms = tuple[tuple[str, ...], ...]
 TEXT: Forms = (("messages",), ("prompt", "completion"), ("text",))
 PAIRS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPTS: Forms = (("prompt",), ("messages",))
+CLASSES: dict[str, Forms] = {"text": (("text", "label"),), "image": (("image", "label"),)}
 FORMS: dict[str, Forms] = {"reward": PAIRS, "dpo": PAIRS, "ppo": PROMPTS, "grpo": PROMPTS}
 OPTIONAL = ("margin", "images")
 
@@ -47,6 +50,11 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
     folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: what paths in it are relative to
     domain: str = field(default="", compare=False)
+
+
+def forms_of(algorithm: Algorithm) -> Forms:
+    """The forms of row that an algorithm takes."""
+    return CLASSES[algorithm.modality] if isinstance(algorithm, ClassifyConfig) else FORMS.get(algorithm.kind, TEXT)
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[Row]:
@@ -77,6 +85,8 @@ def describe(source: Source) -> str:
     """A short name of the source, for messages."""
     if isinstance(source, FileSource | SavedSource):
         return source.path
+    if isinstance(source, DigitsSource):
+        return f"digits/{source.split}"
     return f"hub/{source.id}" if isinstance(source, HubSource) else "tasks/" + ",".join(source.tasks)
 
 
@@ -92,6 +102,8 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
             yield from ((path.parent, raw) for raw in read_file(path, name))
     elif isinstance(source, TasksSource):
         yield from ((base_dir, raw) for raw in _tasks(source, verified=forms is PROMPTS))
+    elif isinstance(source, DigitsSource):
+        yield from ((base_dir, raw) for raw in read_digits(source))
     else:
         name = describe(source)
         rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.algorithms import Algorithm
+from drumline.config.algorithms import Algorithm, ClassifyConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
 from drumline.data.encode import RowEncoder, row_encoder
@@ -68,6 +68,9 @@ class Job:
 
     @cached_property
     def tokenizer(self) -> Any:
+        """None for images alone."""
+        if isinstance(self.algorithm, ClassifyConfig) and self.algorithm.modality == "image":
+            return None
         from drumline.models.load import load_tokenizer
 
         return load_tokenizer(self.tokenizer_path, self.model)
@@ -81,7 +84,7 @@ class Job:
 
     def vocabulary(self) -> int:
         """One more than the highest token id."""
-        return len(self.tokenizer)
+        return 1 if self.tokenizer is None else len(self.tokenizer)
 
     def encode(self, rows: list[Row]) -> Chunk:
         """Encode, cut to size and count."""

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 
-from drumline.config.model import ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
-from drumline.models.classes import auto_class
+from drumline.models.classifier import head_weights
+from drumline.models.classes import auto_class, with_classes
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
-from drumline.models.shards import Loaded, Source, Values, Whole, aliases, from_files
+from drumline.models.shards import Joined, Loaded, Source, Values, Whole, aliases, from_files
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,13 @@ def lay_out(
     dtype: Any = None,
     quantization: Any = None,
     held: frozenset[str] = frozenset(),
+    head: Head = "lm",
+    labels: tuple[str, ...] = (),
 ) -> tuple[Any, Source]:
-    """A causal LM in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
+    """A model in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
+
+    It ends in `head`; for a class in as many logits as there are `labels`. A head of classes or scores that the files lack, or have in
+    another shape, is drawn.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
     is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
@@ -35,44 +41,54 @@ def lay_out(
     Raises ModelError, also where the folder holds no weights for some part of the model (transformers would draw them).
     """
     quiet()
-    config = load_config(path, model)
+    config = with_classes(load_config(path, model), head, labels)
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
     pretrained = path if model.init == "pretrained" else None
     try:
         if quantization is not None and pretrained is not None:
             raise Whole("its weights are packed as they are read")
-        built = _without_weights(path, model, config, options)
+        built = _without_weights(path, model, config, options, head)
         if all(held.intersection(names) for names in aliases(built)):
             return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed)
         hub = hub_options(pretrained, model)
-        return built, from_files(pretrained, built, hub["local_files_only"], hub.get("revision"))
+        fresh = head_weights(built) if head != "lm" else frozenset()
+        files = from_files(pretrained, built, hub["local_files_only"], hub.get("revision"), fresh)
+        return built, Joined(files, Drawn(built, seed)) if fresh - files.places.keys() else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     if pretrained is None:
-        return _whole_random(path, model, config, options, seed).to(device), Loaded()
+        return _whole_random(path, model, config, options, head, seed).to(device), Loaded()
     if quantization is not None:
         packing = {"quantization_config": quantization, "device_map": {"": device}}
-        return _whole_pretrained(pretrained, model, config, options | packing), Loaded()
-    return _whole_pretrained(pretrained, model, config, options).to(device), Loaded()
+        return _whole_pretrained(pretrained, model, config, options | packing, head, seed), Loaded()
+    return _whole_pretrained(pretrained, model, config, options, head, seed).to(device), Loaded()
 
 
-def build_model(path: str | None, model: ModelConfig, seed: int, device: str = "cpu", dtype: Any = None) -> Any:
+def build_model(
+    path: str | None,
+    model: ModelConfig,
+    seed: int,
+    device: str = "cpu",
+    dtype: Any = None,
+    head: Head = "lm",
+    labels: tuple[str, ...] = (),
+) -> Any:
     """`lay_out`, filled: the whole model on `device`."""
-    built, source = lay_out(path, model, seed, device, dtype)
+    built, source = lay_out(path, model, seed, device, dtype, head=head, labels=labels)
     Values(source, device, seed).fill(built)
     return built
 
 
-def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
+def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head) -> Any:
     """The model on the meta device but for the buffers that no file holds. Raises Whole where that cannot be relied on."""
     if type(config).__module__.startswith("transformers_modules"):
         raise Whole("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise Whole("its weights are quantised")
     with torch.device("meta"):
-        built: Any = from_hub(path or "model.config", model, lambda: auto_class(config).from_config(config, **options))
+        built: Any = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options))
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
@@ -87,19 +103,23 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
     return built
 
 
-def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any]) -> Any:
+def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
-    built, report = from_hub(path, model, lambda: cast(Any, auto_class(config).from_pretrained(path, **options)))
-    _require_all(report["missing_keys"], path, model)
+    options |= {"ignore_mismatched_sizes": True} if head != "lm" else {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
+    lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    _require_all(lacking - (head_weights(built) if head != "lm" else frozenset()), path, model)
     built.config.use_cache = False
     return built
 
 
-def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], seed: int) -> Any:
+def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         remote = {"trust_remote_code": model.trust_remote_code}
-        built = from_hub(path or "model.config", model, lambda: auto_class(config).from_config(config, **options, **remote))
+        built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
     built.config.use_cache = False
     return built
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
+from drumline.models.classifier import class_logits
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
@@ -31,6 +32,12 @@ class Outputs:
     logits_BTV: torch.Tensor | None = None
     part: VocabularyPart | None = None
     sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
+    logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
+
+    def class_logits(self) -> torch.Tensor:
+        """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
+        assert self.logits_BC is not None, "the model ends in classes"
+        return self.logits_BC
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
@@ -110,6 +117,8 @@ def require_documents_apart(model: Any, device: str) -> None:
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
     """Run a model on a batch (its `inputs()`), or on its part of it. Documents of a pack are told apart by positions
     that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
+    if hasattr(batch, "labels_B"):
+        return Outputs(logits_BC=class_logits(model, batch))
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     if parts is None:
         return Outputs(logits_BTV=model(**inputs, use_cache=False).logits, sequence=sequence)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drumline.config.model import ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.errors import ModelError
+from drumline.models.classes import AUTO
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
@@ -122,9 +123,10 @@ def pad_token_id(tokenizer: Any) -> int:
     return instead
 
 
-def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFacts:
+def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm") -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
-    `adapter`: laid over it, which raises ModelError where its targets are not in the model.
+    `adapter`: laid over it, which raises ModelError where its targets are not in the model. `head` image: `length` is the side of a
+    square image, and a training row counts as one token (see `classifier.image_facts`).
 
     FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
     is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
@@ -135,22 +137,26 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
 
     from drumline.models.blocks import block_list
     from drumline.models.classes import auto_class
+    from drumline.models.classifier import image_facts, looks_ahead
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
-        model: Any = auto_class(config).from_config(config, trust_remote_code=remote)
+        make = auto_class(config, head).from_config
+        model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
     frozen, frozen_bytes = 0, 0
     if isinstance(adapter, LoRAConfig):
         from drumline.models import adapters
 
         adapters.inject(model, adapter, seed=0)
         frozen, frozen_bytes = adapters.frozen(model, adapter)
+    if head == "image":
+        return image_facts(model, length, frozen, frozen_bytes)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
+    to_words = model.get_output_embeddings()
+    tied = to_words is not None and to_words.weight is embedding
     cut = tensor_plan(model)
     layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
     heads = int(text.num_attention_heads)
@@ -160,7 +166,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
     products = 6 * (parameters - look_up) if not frozen else 6 * (parameters - frozen) + 4 * (frozen - look_up)
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
-    head_parameters = sum(p.numel() for p in head.parameters()) if head is not None else 0
+    head_parameters = sum(p.numel() for p in to_words.parameters()) if to_words is not None else 0
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
@@ -181,6 +187,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None) -> ModelFact
         head_parameters=head_parameters,
         attention_flops=float(12 * width * length),
         classes=frozenset(type(module).__name__ for module in model.modules()),
+        looks_ahead=head == "text" and looks_ahead(model),
     )
 
 
@@ -221,11 +228,11 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
             ) from None
         if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
             raise ModelError(_first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
-        if "AutoModelForCausalLM" in text:
-            kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
-            raise ModelError(
-                f"no causal language model: transformers has none for {kind}", where=path, fix="name a model that generates text"
-            ) from None
+        for auto, what in AUTO.values():
+            if auto in text:
+                kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
+                instead = "name a model that generates text" if auto == AUTO["lm"][0] else f"name a model that there is a {what} of"
+                raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
         if Path(path).is_dir() or path == "model.config":
             raise ModelError(
                 f"cannot be loaded: {_first_line(error)}", where=path, fix="a model folder has config.json, weights and a tokenizer"

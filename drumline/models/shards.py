@@ -92,6 +92,19 @@ class FromFiles:
                     copy_part(tensor, opened.get_slice(key))
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Files, and for what they lack another source."""
+
+    files: FromFiles
+    rest: Source
+
+    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        there = {name: tensor for name, tensor in tensors.items() if name in self.files.places}
+        self.files.put(there, model)
+        self.rest.put({name: tensor for name, tensor in tensors.items() if name not in there}, model)
+
+
 def materialise(model: nn.Module, device: str, parameters: str | None = None) -> dict[str, torch.Tensor]:
     """Give what is on the meta device memory (buffers on `device`, parameters on `parameters`), without values; returns it by name.
 
@@ -140,18 +153,23 @@ def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def from_files(path: str, model: Any, local_files_only: bool, revision: str | None = None) -> FromFiles:
+def from_files(
+    path: str, model: Any, local_files_only: bool, revision: str | None = None, fresh: frozenset[str] = frozenset()
+) -> FromFiles:
     """How to fill `model` (whole, on the meta device) from the safetensors files of a folder or hub id.
 
-    Raises Whole where the files' names and shapes are not those of the model one to one.
+    Raises Whole where the files' names and shapes are not those of the model one to one; tensors of `fresh` may lack, and are left out
+    where their shape is another.
     """
     stored = _renamed(model, _stored(path, revision, local_files_only))
     places: dict[str, Stored] = {}
     for names in aliases(model):
         found = [stored[name] for name in names if name in stored]
+        shape = tuple(model.get_parameter_or_buffer(names[0]).shape)
+        if fresh.issuperset(names) and not any(place.shape == shape for place in found):
+            continue
         if not found:
             raise Whole(f"its files have no tensor {names[0]}")
-        shape = tuple(model.get_parameter_or_buffer(names[0]).shape)
         if any(place.shape != shape for place in found):
             raise Whole(f"{found[0].key} has another shape in its files")
         if any(not _equal(found[0], other) for other in found[1:]):

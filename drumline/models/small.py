@@ -79,7 +79,8 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
         vision.deepstack_visual_indexes = [0]
     if narrow:
         text.vocab_size = min(text.vocab_size, VOCABULARY)
-        text.pad_token_id = None
+        if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+            text.pad_token_id = None
         for key in LAYERED:
             if isinstance(getattr(text, key, None), int):
                 setattr(text, key, min(getattr(text, key), WIDTH))

@@ -46,6 +46,7 @@ class ModelFacts:
     embedding_parameters: int = 0  # of everything before the first block
     head_parameters: int = 0  # tied to the embedding, they are counted here too
     attention_flops: float = 0.0  # of one block's attention, besides its matrices
+    looks_ahead: bool = False  # a token sees those behind it too, as in BERT: batches carry an attention mask
 
     @property
     def learned(self) -> int:

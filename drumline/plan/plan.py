@@ -40,6 +40,7 @@ class DataPlan(Frozen):
     images: int = Field(0, description="In the training samples.")
     image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
     samples_with_images: int = 0
+    labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
 
 
 class PipelinePlan(Frozen):
@@ -98,6 +99,7 @@ class Plan(Frozen):
     warmup_steps: int = 0
     data: DataPlan | None
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
+    looks_ahead: bool = Field(False, description="Text classifiers: tokens see those behind them, so batches carry an attention mask.")
     roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
     predicted: Predicted
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")

@@ -89,6 +89,7 @@ def resolve(
         warmup_steps=_warmup(config.schedule, steps),
         data=data,
         model_path=model_path,
+        looks_ahead=facts is not None and facts.looks_ahead,
         predicted=_predict(config, machine, mesh, device, precision, facts),
         why=why,
     )
@@ -175,10 +176,14 @@ def _steps(config: Config, batch: BatchPlan, data: DataPlan | None) -> int | Non
 
 
 def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
-    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch."""
+    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch.
+
+    Images too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up.
+    """
     if config.run.steps is not None:
         return config.run.steps * batch.global_samples
-    return max(1, round(config.run.epochs * data.train_samples))
+    samples = max(1, round(config.run.epochs * data.train_samples))
+    return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone else samples
 
 
 def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:

@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "tp × small vocabulary",
-        lambda c: c.facts is not None and -(-c.facts.vocab_size // c.mesh.tp) * (c.mesh.tp - 1) >= c.facts.vocab_size,
+        lambda c: c.mesh.tp > 1 and c.facts is not None and -(-c.facts.vocab_size // c.mesh.tp) * (c.mesh.tp - 1) >= c.facts.vocab_size,
         "some rank would hold no row of the vocabulary",
         "use a smaller tp",
     ),

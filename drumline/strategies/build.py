@@ -23,7 +23,8 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held)
+    labels = plan.data.labels if plan.data else ()
+    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=config.head, labels=labels)
     if config.packs:
         require_documents_apart(model, device)
     if config.adapter.kind == "lora":

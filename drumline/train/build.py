@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import Algorithm
+from drumline.algorithms.classify import Classify
 from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.algorithms import PretrainConfig, SFTConfig
+from drumline.config.algorithms import ClassifyConfig, PretrainConfig, SFTConfig
 from drumline.config.schema import Config
 from drumline.data.batches import collate
 from drumline.data.cache import TokenCache
@@ -34,6 +35,7 @@ from drumline.plan.resolve import total_samples
 from drumline.report.events import series
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
+from drumline.train.labelled import labelled_collator
 from drumline.train.loop import Asked, Loop
 from drumline.train.state import Goodput, TrainState
 
@@ -91,6 +93,8 @@ def build_algorithm(config: Config) -> Algorithm:
     algorithm = config.algorithm
     if isinstance(algorithm, PretrainConfig | SFTConfig):
         return NextToken(algorithm.loss_chunk, answers=algorithm.kind == "sft")
+    if isinstance(algorithm, ClassifyConfig):
+        return Classify(algorithm.label_smoothing)
     raise AssertionError(algorithm.kind)
 
 
@@ -100,16 +104,10 @@ def build_streams(
     """Training batches from `position` on, and a way to go through the held-out set once."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
-    pad = pad_token_id(load_tokenizer(plan.model_path, config.model))
     # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
     width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
 
-    vision = find_vision(load_config(plan.model_path, config.model), plan.model_path, config.model)
-
-    def collator(cache: TokenCache) -> Callable[[list[int]], Any]:
-        if vision is not None:
-            return lambda ids: collate_vision(cache, ids, pad, width, vision)
-        return lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
+    collator = labelled_collator(plan, width) if isinstance(config.algorithm, ClassifyConfig) else _token_collator(plan, width)
 
     def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
         cache = TokenCache.open(Path(folder))
@@ -133,6 +131,15 @@ def build_streams(
     stop = total_samples(config, plan.batch, data)
     training = stream(data.train_cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch)
     return on_device(training), held_out if data.eval_cache else None
+
+
+def _token_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], Callable[[list[int]], Any]]:
+    model = plan.config.model
+    pad = pad_token_id(load_tokenizer(plan.model_path, model))
+    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model)
+    if vision is not None:
+        return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
+    return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.detect import detect, free_bytes
-from drumline.config.algorithms import ROLLOUT
+from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
 from drumline.data import prepare as data_prepare
 from drumline.data.cache import TokenCache
+from drumline.data.labelled import classes
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.models import adapters
 from drumline.models import load as models
+from drumline.models.classes import with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
 from drumline.plan.explain import default_run_dir, size
@@ -23,6 +25,7 @@ from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.rollout import rewards
 from drumline.train.helpers import require_deepspeed
+from drumline.train.labelled import image_side
 from drumline.train.sinks import check_installed
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -50,23 +53,28 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if isinstance(config.algorithm, ROLLOUT):
         rewards.check(config.algorithm.rewards, base.absolute())
     model_path = resolve_model(config.model, on_progress)
-    hf_config = models.load_config(model_path, config.model)
-    tokenizer = models.load_tokenizer(model_path, config.model)
-    models.check_fits(hf_config, tokenizer, config.data.max_length)
+    hf_config, length = models.load_config(model_path, config.model), config.data.max_length
+    if config.images_alone:
+        length = image_side(config, model_path, hf_config)
+    else:
+        tokenizer = models.load_tokenizer(model_path, config.model)
+        models.check_fits(hf_config, tokenizer, length)
     vision = find_vision(hf_config, model_path, config.model)
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+    data = None if prepared is None else describe(prepared, config, vision)
+    with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=detect(),
         world_size=request.world_size,
-        facts=models.facts(hf_config, config.data.max_length, config.adapter),
+        facts=models.facts(hf_config, length, config.adapter, config.head),
         model_path=model_path,
-        data=None if prepared is None else describe(prepared, vision),
+        data=data,
         base_dir=str(base.absolute()),
     )
     if not dry_run:
@@ -74,10 +82,11 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     return plan
 
 
-def describe(prepared: data_prepare.Prepared, vision: Vision | None = None) -> DataPlan:
+def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | None = None) -> DataPlan:
     """What the token caches hold."""
     train = TokenCache.open(prepared.train)
     held_out = TokenCache.open(prepared.eval) if prepared.eval else None
+    labels = classes(train, held_out, config.algorithm.labels) if isinstance(config.algorithm, ClassifyConfig) else ()
     return DataPlan(
         train_cache=str(prepared.train),
         eval_cache=str(prepared.eval) if prepared.eval else None,
@@ -87,6 +96,7 @@ def describe(prepared: data_prepare.Prepared, vision: Vision | None = None) -> D
         images=train.info.get("images", 0),
         image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
         samples_with_images=train.info.get("samples_with_images", 0),
+        labels=labels,
     )
 
 

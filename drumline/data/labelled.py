@@ -1,0 +1,215 @@
+"""Rows with a class: texts or images, their encoders, and the batches that a classifier is trained on.
+
+A label is the name of a class, or a number: of a class that is so named, else the place in `algorithm.labels`. A sample of the token
+cache keeps the name, so the order of the classes is settled when all rows are known.
+
+B samples, T tokens, C channels, H × W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.config.algorithms import ClassifyConfig
+from drumline.config.data import DataConfig
+from drumline.data.batches import FILLER_WIDTH, IGNORE
+from drumline.data.cache import TokenCache
+from drumline.data.encode import Encoded
+from drumline.data.sources import Row
+from drumline.data.templates import Example
+from drumline.errors import DataError
+from drumline.models.images import pixels
+from drumline.models.vision import read_image
+
+
+def label_of(row: Row, labels: list[str] | None) -> str:
+    """The name of the row's class. Raises DataError for one that is not among `labels`."""
+    given = row.values["label"]
+    name = str(given)
+    if labels is None or name in labels:
+        return name
+    if isinstance(given, int) and 0 <= given < len(labels):
+        return labels[given]
+    raise DataError(
+        f"label {name!r} is none of algorithm.labels: {_few(labels)}", where=row.origin, fix="add it there, or leave labels out"
+    )
+
+
+def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
+    """The classes in order: `labels`, or those of the training samples, numbers by value and names by the alphabet.
+
+    Raises DataError where there is one class alone, or a held-out sample has a class that the training samples have not.
+    """
+    found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
+    if len(found) < 2:
+        raise DataError(
+            f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart", where="data.train"
+        )
+    for sample in range(len(held_out) if held_out else 0):
+        assert held_out is not None
+        meta = held_out.meta(sample)
+        if meta["label"] not in found:
+            what = f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
+            raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")
+    if labels:
+        return tuple(labels)
+    return tuple(sorted(found, key=lambda name: (int(name), name) if _is_number(name) else (2**63, name)))
+
+
+def _is_number(name: str) -> bool:
+    return name.removeprefix("-").isdecimal()
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- encoders
+
+
+class LabelledTexts:
+    """Texts with the special tokens that the tokenizer puts around one (BERT's [CLS] and [SEP]); a cut keeps those."""
+
+    def __init__(self, tokenizer: Any, algorithm: ClassifyConfig, data: DataConfig) -> None:
+        self.tokenizer, self.labels, self.data = tokenizer, algorithm.labels, data
+
+    def encode(self, row: Row) -> Encoded | None:
+        label = label_of(row, self.labels)
+        tokens = self.tokenizer(row.values["text"], verbose=False)["input_ids"]
+        limit, policy, cut = self.data.max_length, self.data.truncation, False
+        if len(tokens) > limit:
+            if policy == "drop":
+                return None
+            if policy == "error":
+                raise DataError(
+                    f"{len(tokens)} tokens, more than data.max_length {limit}", where=row.origin, fix="set data.truncation: right"
+                )
+            self.tokenizer.truncation_side = policy
+            tokens, cut = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"], True
+        if not tokens:
+            raise DataError("the text is empty", where=row.origin, fix="take the row out")
+        return Encoded([_unlearned(tokens)], {"label": label, "origin": row.origin}, cut)
+
+
+class LabelledImages:
+    """Images by path, each opened once to see that it can be; its pixels are read when a batch is made. One token stands for an image."""
+
+    def __init__(self, algorithm: ClassifyConfig) -> None:
+        self.labels = algorithm.labels
+
+    def encode(self, row: Row) -> Encoded | None:
+        path = str((row.folder / Path(row.values["image"]).expanduser()).absolute())
+        read_image(path, row.origin)
+        return Encoded([_unlearned([0])], {"label": label_of(row, self.labels), "origin": row.origin, "path": path})
+
+
+def _unlearned(tokens: list[int]) -> Example:
+    return Example(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.uint8))
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """Texts, padded on the right. `labels_B` int64, IGNORE for a filler; `last_B` int64: place of each row's last token.
+
+    `attention_mask_BT` int64 is there for models whose tokens look ahead; a filler's first token is in it, since attention to nothing
+    at all is not a number. Others need none, and get positions instead. `weight`: how many rows have a class.
+    """
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: torch.Tensor
+    attention_mask_BT: torch.Tensor | None
+    last_B: torch.Tensor
+    labels_B: torch.Tensor
+    weight: int
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model is called with. Who looks ahead counts positions by itself (RoBERTa from another number than 0)."""
+        if self.attention_mask_BT is not None:
+            return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+
+    def to(self, device: torch.device | str) -> LabelledBatch:
+        return _on(self, device)
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """`pixels_BCHW` float32, zero for a filler; `labels_B` int64, IGNORE for a filler. `weight`: how many are images."""
+
+    pixels_BCHW: torch.Tensor
+    labels_B: torch.Tensor
+    weight: int
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model is called with."""
+        return {"pixel_values": self.pixels_BCHW}
+
+    def to(self, device: torch.device | str) -> ImageBatch:
+        return _on(self, device)
+
+
+def _on(batch: Any, device: torch.device | str) -> Any:
+    """The batch on `device`; copies do not block the host."""
+    tensors = {name: value.to(device, non_blocking=True) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return replace(batch, **tensors)
+
+
+@dataclass(frozen=True)
+class TextCollator:
+    """Makes batches of sample ids (-1: a filler). `width` None: as wide as the longest row."""
+
+    cache: TokenCache
+    labels: tuple[str, ...]
+    pad_id: int
+    looks_ahead: bool
+    width: int | None
+
+    def __call__(self, ids: list[int]) -> LabelledBatch:
+        rows = [self.cache.segments(sample)[0][0] if sample >= 0 else np.full(1, self.pad_id, np.int64) for sample in ids]
+        lengths = np.asarray([len(row) for row in rows])
+        width = self.width or max(FILLER_WIDTH, int(lengths.max()))
+        tokens = np.full((len(rows), width), self.pad_id, np.int64)
+        for place, row in zip(tokens, rows, strict=True):
+            place[: len(row)] = row
+        mask = np.arange(width) < lengths[:, None]
+        return LabelledBatch(
+            torch.from_numpy(tokens),
+            torch.arange(width).repeat(len(rows), 1),
+            torch.from_numpy(mask.astype(np.int64)) if self.looks_ahead else None,
+            torch.from_numpy(lengths - 1),
+            *_labels(self.cache, ids, self.labels),
+        )
+
+
+@dataclass(frozen=True)
+class ImageCollator:
+    """Reads images and makes batches of them. Runs in the thread that fetches batches ahead."""
+
+    cache: TokenCache
+    labels: tuple[str, ...]
+    processor: Any
+    side: int
+    channels: int = field(default=3)
+
+    def __call__(self, ids: list[int]) -> ImageBatch:
+        tensor_BCHW = torch.zeros(len(ids), self.channels, self.side, self.side)
+        metas = [(place, self.cache.meta(sample)) for place, sample in enumerate(ids) if sample >= 0]
+        if metas:
+            images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
+            tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(self.processor, images, self.channels))
+        return ImageBatch(tensor_BCHW, *_labels(self.cache, ids, self.labels))
+
+
+def _labels(cache: TokenCache, ids: Iterable[int], labels: tuple[str, ...]) -> tuple[torch.Tensor, int]:
+    """int64[B], and how many of them are no fillers."""
+    numbers = [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
+    return torch.tensor(numbers), sum(number != IGNORE for number in numbers)

@@ -1,0 +1,111 @@
+"""Models that end in a class: where their head is, which token of a text it reads, and what is found out about them by trying.
+
+B samples, C classes, T tokens, D the width of the trunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.errors import ModelError
+from drumline.models.blocks import block_list
+from drumline.models.small import close, tried
+from drumline.plan.facts import ModelFacts
+
+
+def head_weights(model: Any) -> frozenset[str]:
+    """Names of the tensors that a model of another task may lack: all outside of the trunk, and a pooler on it (masked LMs have none)."""
+    trunk = f"{model.base_model_prefix}."
+    return frozenset(name for name in model.state_dict() if not name.startswith(trunk) or ".pooler." in name)
+
+
+def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+    """(trunk, head) of a model whose class is a linear layer on the last token's hidden state, as transformers lays decoders out."""
+    trunk, head = model.base_model, getattr(model, "score", None)
+    return (trunk, head) if trunk is not model and isinstance(head, nn.Linear) else None
+
+
+def class_logits(model: Any, batch: Any) -> torch.Tensor:
+    """float[B, C] of a batch of texts or images.
+
+    A text without attention mask is a decoder's: its class is read off the last token (`last_B`), which is found by its place and not
+    by the padding id, so a text may end in that id.
+    """
+    if getattr(batch, "last_B", None) is None or batch.attention_mask_BT is not None:
+        logits_BC: torch.Tensor = model(**batch.inputs()).logits
+        return logits_BC
+    parts = last_token_head(model)
+    assert parts is not None, "seen to at build time: `looks_ahead`"
+    trunk, head = parts
+    hidden_BTD = trunk(**batch.inputs(), use_cache=False).last_hidden_state
+    rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
+    picked: torch.Tensor = head(hidden_BTD[rows_B, batch.last_B])
+    return picked
+
+
+def looks_ahead(model: Any) -> bool:
+    """Whether a token of a text classifier sees those behind it, so that batches need an attention mask. `model` may be on meta.
+
+    Tried on a small copy. A model that looks ahead must not see what the mask covers; one that does not must read its class off the
+    last token. Raises ModelError for others.
+    """
+    found: list[bool] = []
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size  # low ids have meanings of their own
+        changed_BT = ids_BT.clone()
+        changed_BT[:, -1] = ids_BT[:, 0]
+        first, other = (small.base_model(input_ids=ids)[0][:, 0] for ids in (ids_BT, changed_BT))
+        found.append(not close(first, other))
+        ones_BT = torch.ones_like(ids_BT)
+        logits = small(input_ids=ids_BT, attention_mask=ones_BT).logits
+        if found[0]:
+            pad = small.config.get_text_config().pad_token_id or 0
+            padded_BT, mask_BT = torch.nn.functional.pad(ids_BT, (0, 3), value=pad), torch.nn.functional.pad(ones_BT, (0, 3))
+            return close(small(input_ids=padded_BT, attention_mask=mask_BT).logits, logits)
+        parts = last_token_head(small)
+        return parts is not None and close(parts[1](parts[0](input_ids=ids_BT).last_hidden_state[:, -1]), logits)
+
+    if not tried(model, "cpu", trial):
+        what = "its padding is seen through the attention mask" if found[0] else "its class is not a linear layer on the last token"
+        raise ModelError(f"{type(model).__name__} cannot be trained as a classifier here: {what}", where="model", fix="name another model")
+    return found[0]
+
+
+def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -> ModelFacts:
+    """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
+
+    Its forward pass is counted by torch's FlopCounterMode (matrix products and convolutions, attention among them) on one image of
+    `side` × `side`; backward costs twice that, once for the inputs and once for the weights, of which the frozen ones need none.
+    Raises ModelError where the model does not take images of that size.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameters = sum(p.numel() for p in model.parameters())
+    counter = FlopCounterMode(display=False)
+    pixels = torch.empty(1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta")
+    try:
+        with counter, torch.no_grad():
+            model.eval()(pixel_values=pixels)
+    except (RuntimeError, ValueError) as error:
+        what = f"{type(model).__name__} does not take images of {side} × {side}: {str(error).splitlines()[0]}"
+        raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
+    found = block_list(model)
+    sizes = getattr(model.config, "hidden_sizes", None)
+    return ModelFacts(
+        name=str(model.config.model_type),
+        parameters=parameters,
+        flops_per_token=counter.get_total_flops() * (3.0 - frozen / parameters),
+        vocab_size=0,
+        max_positions=None,
+        layers=len(found[1]) if found else int(sum(getattr(model.config, "depths", ()))),
+        hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
+        batch_norms=sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        frozen=frozen,
+        frozen_bytes=frozen_bytes,
+        block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
+        classes=frozenset(type(module).__name__ for module in model.modules()),
+    )
