@@ -89,7 +89,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(loaded.config.model, on_progress)
         prepared = prepare_data(loaded.config, loaded.config.model.tokenizer or model_path or "", loaded.base_dir, on_progress)
-    data = describe(prepared, config)
+    data = describe(prepared, loaded.config)
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens  {data.train_cache}")
     if data.eval_cache:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")

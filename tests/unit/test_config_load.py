@@ -31,7 +31,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     (DATA + "optimizer:\n  learning_rate: 1e-5\n", [], ["c.yaml:3", "did you mean 'lr'?"]),
     (DATA + "strategy: {kind: ddp, bucket: 3}\n", [], ["c.yaml:2", "did you mean 'bucket_cap_mb'?"]),
     (DATA + "strategy: {kind: auto, bucket_cap_mb: 3}\n", [], ["unknown key 'bucket_cap_mb' of kind auto", "kind ddp has it"]),
-    ("data: {train: [{kind: file, path: x, split: test}]}", [], ["data.train.0.split", "kind hub or saved has it"]),
+    ("data: {train: [{kind: file, path: x, split: test}]}", [], ["data.train.0.split", "kind hub or saved or digits has it"]),
     (DATA + "lr: 3\n", [], ["c.yaml:2: lr", "did you mean 'optimizer.lr'?"]),
     (DATA + "LR: 3\n", [], ["did you mean 'optimizer.lr'?"]),
     (DATA + "seed: 3\n", [], ["did you mean 'run.seed' or "]),
