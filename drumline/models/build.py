@@ -9,8 +9,8 @@ import torch
 
 from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
-from drumline.models.classifier import head_weights
 from drumline.models.classes import auto_class, with_classes
+from drumline.models.classifier import head_weights
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
 from drumline.models.shards import Joined, Loaded, Source, Values, Whole, aliases, from_files
