@@ -195,3 +195,8 @@ class Config(Section):
     def images_alone(self) -> bool:
         """Whether rows are images without a word: no tokenizer, no length."""
         return self.head == "image"
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of up to data.max_length tokens that a sample is made of."""
+        return 2 if self.algorithm.kind in ("reward", "dpo") else 1

@@ -31,7 +31,12 @@ class RowEncoder(Protocol):
 
 
 def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: Vision | None = None) -> RowEncoder:
-    """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs."""
+    """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs, ConfigError for settings
+    that mean nothing to it."""
+    if algorithm.kind in ("reward", "dpo"):
+        from drumline.data.pairs import PairRows
+
+        return PairRows(tokenizer, data)
     if vision is not None and algorithm.kind == "sft":
         return ImageRows(tokenizer, data, vision)
     if isinstance(algorithm, ROLLOUT):

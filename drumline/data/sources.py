@@ -29,6 +29,7 @@ from drumline.config.algorithms import Algorithm, ClassifyConfig
 from drumline.config.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
+from drumline.data.wrong import wrong_answer
 from drumline.errors import DataError, EnvironmentFault
 
 Forms = tuple[tuple[str, ...], ...]
@@ -101,7 +102,7 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
             name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
             yield from ((path.parent, raw) for raw in read_file(path, name))
     elif isinstance(source, TasksSource):
-        yield from ((base_dir, raw) for raw in _tasks(source, verified=forms is PROMPTS))
+        yield from ((base_dir, raw) for raw in _tasks(source, forms))
     elif isinstance(source, DigitsSource):
         yield from ((base_dir, raw) for raw in read_digits(source))
     else:
@@ -203,9 +204,10 @@ def holds_images(row: Row) -> bool:
 # ----------------------------------------------------------------------------------------------------- tasks, datasets
 
 
-def _tasks(source: TasksSource, verified: bool) -> Iterator[Raw]:
-    """Deal `size` rows over the tasks in turn: question → prompt, and the task's name. Beside it answer → completion; or, where what is
-    sampled is `verified`, what the task's verifier asks for: its options and the entry."""
+def _tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
+    """Deal `size` rows over the tasks in turn: question → prompt, and the task's name. Beside it answer → completion; of pairs the answer
+    as chosen and a wrong one as rejected; or, where what is sampled is verified (prompts), what the verifier asks for: its options and
+    the entry."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -221,21 +223,25 @@ def _tasks(source: TasksSource, verified: bool) -> Iterator[Raw]:
         except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
             fix = "see its gallery for names and options"
             raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
-        if verified:
+        if forms is PROMPTS:
             _require_verifier(sets[-1][2], where)
     for number in range(max(share for _, share, _ in sets)):
         for name, share, dataset in sets:
             if number >= share:
                 continue
             item = dataset[number]
+            where = f"tasks/{name}:{number + 1}"
             columns: dict[str, Any] = {"prompt": source.question.replace("{question}", item["question"]), "task": name}
-            if verified:
+            if forms is PROMPTS:
                 columns |= {"answer": item["answer"], "options": source.tasks[name], "entry": as_json(item)}
-            elif isinstance(item["answer"], str):
-                columns["completion"] = item["answer"]
+            elif not isinstance(item["answer"], str):
+                raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
+            elif forms is PAIRS:
+                wrong = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
+                columns |= {"chosen": item["answer"], "rejected": wrong}
             else:
-                raise DataError("this task has no written answer to learn", where=f"tasks/{name}:{number + 1}", fix="leave it out")
-            yield f"tasks/{name}:{number + 1}", columns
+                columns["completion"] = item["answer"]
+            yield where, columns
 
 
 def as_json(value: Any) -> Any:

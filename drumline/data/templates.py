@@ -70,7 +70,7 @@ class Encoder:
         """The whole row as tokens, not yet truncated. Raises DataError that names the row."""
         values = row.values
         if "text" in values:
-            return self._plain("", values["text"], row.origin)
+            return self.plain("", values["text"], row.origin)
         if "messages" in values:
             if not self.has_template:
                 fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
@@ -78,12 +78,12 @@ class Encoder:
             return self._chat(values["messages"], 0, row.origin)
         prompt, completion = values["prompt"], values["completion"]
         if self.has_template:
-            before = _as_messages(prompt, "user")
-            return self._chat(before + _as_messages(completion, "assistant"), len(before), row.origin)
+            before = as_messages(prompt, "user")
+            return self._chat(before + as_messages(completion, "assistant"), len(before), row.origin)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             fix = "set model.chat_template to a Jinja file"
             raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
-        return self._plain(prompt, completion, row.origin)
+        return self.plain(prompt, completion, row.origin)
 
     def prompt(self, said: str | Messages, origin: str) -> tuple[str, list[int]]:
         """A prompt as text and as tokens, ready for an answer: a conversation with the template's generation prompt, without an
@@ -103,7 +103,7 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------------ plain text
 
-    def _plain(self, prompt: str, text: str, origin: str) -> Example:
+    def plain(self, prompt: str, text: str, origin: str) -> Example:
         """`prompt`, `text` and the end-of-sequence token; all but the prompt is learned. A tokenizer that opens texts with BOS does so.
 
         The two are tokenised apart: when the model is used its prompt too ends in tokens of its own.
@@ -238,5 +238,5 @@ def _words(content: Any) -> str:
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
 
-def _as_messages(value: str | Messages, role: str) -> Messages:
+def as_messages(value: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": value}] if isinstance(value, str) else value

@@ -12,15 +12,16 @@ TOKENS_AT_ONCE = 4096
 
 
 def resolve_batch(
-    batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1
+    batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1, rows_per_sample: int = 1
 ) -> tuple[BatchPlan, list[str]]:
     """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
-    where it is open.
+    where it is open. `rows_per_sample`: sequences of up to max_length tokens that a sample is made of.
 
     Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
     """
     why: list[str] = []
-    total = _global_samples(batch, max_length)
+    tokens = max_length * rows_per_sample
+    total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
     micro, accumulation = batch.micro_batch, batch.accumulation
     if total is None:
         micro, accumulation = micro or 1, accumulation or in_flight
@@ -42,7 +43,7 @@ def resolve_batch(
         micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
     else:
         per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
-        fits = [m for m in range(1, per_rank + 1) if per_rank % m == 0 and m * max_length <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
+        fits = [m for m in range(1, per_rank + 1) if per_rank % m == 0 and m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
         micro = max(fits, default=1)
         accumulation = per_rank // micro
         why.append(
@@ -50,18 +51,25 @@ def resolve_batch(
             + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
         )
     assert micro and accumulation
-    plan = BatchPlan(global_samples=total, micro_batch=micro, accumulation=accumulation, eval_micro_batch=eval_micro_batch or micro)
+    plan = BatchPlan(
+        global_samples=total,
+        micro_batch=micro,
+        accumulation=accumulation,
+        eval_micro_batch=eval_micro_batch or micro,
+        rows_per_sample=rows_per_sample,
+    )
     return plan, why
 
 
-def _global_samples(batch: BatchConfig, max_length: int) -> int | None:
+def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
+    """`tokens` of a sample, and how they are called."""
     if batch.global_tokens is None:
         return batch.global_samples
-    samples, rest = divmod(batch.global_tokens, max_length)
+    samples, rest = divmod(batch.global_tokens, tokens)
     if rest or not samples:
-        near = sorted({max(1, samples) * max_length, (samples + 1) * max_length})
+        near = sorted({max(1, samples) * tokens, (samples + 1) * tokens})
         raise PlanError(
-            f"global_tokens {batch.global_tokens} is not a multiple of data.max_length {max_length}",
+            f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}",
             where="batch.global_tokens",
             fix=f"nearest: {' or '.join(map(str, near))}",
         )

@@ -15,12 +15,13 @@ from drumline.plan.mesh import Mesh
 
 
 class BatchPlan(Frozen):
-    """global_samples = micro_batch × accumulation × data_ranks, all in samples (packs, where packing is on)."""
+    """global_samples = micro_batch × accumulation × data_ranks, all in samples (packs, where packing is on; pairs)."""
 
     global_samples: int
     micro_batch: int
     accumulation: int
     eval_micro_batch: int
+    rows_per_sample: int = Field(1, description="Sequences that a sample puts into a micro-batch: a pair has two.")
 
     def rule(self, data_ranks: int) -> str:
         """The product rule with its numbers, for the plan line."""

@@ -14,7 +14,7 @@ from drumline.plan.batch import resolve_batch
 from drumline.plan.communication import communication_why, kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
-from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
 from drumline.plan.rules import Case, check_rules, cp_method
 from drumline.plan.stages import in_flight, plan_pipeline
 from drumline.plan.zero import Decided, adopt, deepspeed_config
@@ -34,6 +34,7 @@ def resolve(
     model_path: str | None,
     data: DataPlan | None,
     base_dir: str = ".",
+    roles: dict[str, RolePlan] | None = None,
 ) -> Plan:
     """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run.
 
@@ -47,7 +48,9 @@ def resolve(
     precision = _precision(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
     least = in_flight(mesh, config.strategy)
-    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least)
+    batch, batch_why = resolve_batch(
+        config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least, config.rows_per_sample
+    )
     why += batch_why
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
     devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
@@ -90,6 +93,7 @@ def resolve(
         data=data,
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
+        roles=roles or {},
         predicted=_predict(config, machine, mesh, device, precision, facts),
         why=why,
     )

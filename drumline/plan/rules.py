@@ -11,6 +11,7 @@ from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import PlanError
 from drumline.plan.facts import TP_STYLES, ModelFacts
 from drumline.plan.mesh import Mesh
+from drumline.plan.roles import reference_kind
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,20 @@ RULES: tuple[Rule, ...] = (
         "the frozen model lies in no folder that a reader could lay the adapter over",
         "take checkpoint.export_adapter out: the merged model is exported",
         "checkpoint.export_adapter",
+    ),
+    Rule(
+        "reference: adapter × no adapter",
+        lambda c: reference_kind(c.config) == "adapter" and c.config.adapter.kind != "lora",
+        "without an adapter there is none to switch off",
+        "use adapter=lora, or algorithm.reference=precomputed",
+        "algorithm.reference",
+    ),
+    Rule(
+        "reference: adapter × a reference model of its own",
+        lambda c: reference_kind(c.config) == "adapter" and getattr(c.config.algorithm, "reference_model", None) is not None,
+        "the policy without its adapter is what training starts from, not algorithm.reference_model",
+        "use algorithm.reference=precomputed or live",
+        "algorithm.reference",
     ),
     Rule(
         "ring × CPU",

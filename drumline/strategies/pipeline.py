@@ -257,7 +257,7 @@ class PipelineEngine(FrozenPipeline, NativeEngine):
     def _schedule(self, plan: Plan, number: int) -> Any:
         """torch's schedule over this rank's stages, all shapes said ahead: no trial run, and no messages to agree on them."""
         assert plan.pipeline is not None
-        B, T = plan.batch.micro_batch, plan.config.data.max_length
+        B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
         ids = torch.empty(B, T, dtype=torch.int64, device="meta")
         hidden = torch.empty(B, T, self.layout.width, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)

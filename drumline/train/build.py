@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,28 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.classify import Classify
+from drumline.algorithms.dpo import DPO
+from drumline.algorithms.reward import RewardModel
 from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.algorithms import ClassifyConfig, PretrainConfig, SFTConfig
+from drumline.config.algorithms import ClassifyConfig, DPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
 from drumline.config.schema import Config
-from drumline.data.batches import collate
-from drumline.data.cache import TokenCache
-from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
-from drumline.data.vision import collate_vision
 from drumline.dist.reduce import Gather
-from drumline.dist.seeds import derive, deterministic
+from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks
 from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError
-from drumline.models.load import load_config, load_tokenizer, pad_token_id
-from drumline.models.vision import find_vision
 from drumline.plan.communication import step_kind
-from drumline.plan.plan import BatchPlan, Plan
-from drumline.plan.resolve import total_samples
+from drumline.plan.plan import Plan
 from drumline.report.events import series
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
-from drumline.train.labelled import labelled_collator
 from drumline.train.loop import Asked, Loop
+from drumline.train.references import Reference
 from drumline.train.state import Goodput, TrainState
+from drumline.train.streams import build_streams
 
 Emit = Callable[..., None]
 
@@ -67,14 +63,17 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     if start is not None:
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
-    stream, held_out = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
+    algorithm, streams = build_algorithm(config), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
+    if isinstance(algorithm, DPO):
+        fresh = start is None or start.path is None
+        streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
     losses = series(past, "loss")
     return Loop(
         plan=plan,
         engine=engine,
-        algorithm=build_algorithm(config),
-        stream=stream,
-        held_out=held_out,
+        algorithm=algorithm,
+        stream=streams.training,
+        held_out=streams.held_out,
         checkpointer=checkpointer,
         emit=emit,
         gather=Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank)),
@@ -95,51 +94,11 @@ def build_algorithm(config: Config) -> Algorithm:
         return NextToken(algorithm.loss_chunk, answers=algorithm.kind == "sft")
     if isinstance(algorithm, ClassifyConfig):
         return Classify(algorithm.label_smoothing)
+    if isinstance(algorithm, RewardModelConfig):
+        return RewardModel(algorithm.margin, algorithm.center)
+    if isinstance(algorithm, DPOConfig):
+        return DPO(algorithm.beta, algorithm.loss, algorithm.label_smoothing, algorithm.sft_weight, algorithm.loss_chunk)
     raise AssertionError(algorithm.kind)
-
-
-def build_streams(
-    plan: Plan, data_rank: int, position: int, device: str
-) -> tuple[Iterable[GlobalBatch], Callable[[], Iterable[GlobalBatch]] | None]:
-    """Training batches from `position` on, and a way to go through the held-out set once."""
-    config, data = plan.config, plan.data
-    assert data is not None, "workers get plans of prepared data"
-    # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
-    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
-
-    collator = labelled_collator(plan, width) if isinstance(config.algorithm, ClassifyConfig) else _token_collator(plan, width)
-
-    def stream(folder: str, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
-        cache = TokenCache.open(Path(folder))
-        order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
-        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch)
-
-    def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
-        with batches:
-            for batch in batches:
-                yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
-
-    def held_out() -> Iterable[GlobalBatch]:
-        assert data is not None and data.eval_cache is not None
-        micro = plan.batch.eval_micro_batch
-        # Stages work side by side on the micro-batches of one draw.
-        several = plan.mesh.pp
-        samples = micro * several * plan.mesh.data_ranks
-        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=several, eval_micro_batch=micro)
-        return on_device(stream(data.eval_cache, whole, False, 0, data.eval_samples, 0))
-
-    stop = total_samples(config, plan.batch, data)
-    training = stream(data.train_cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch)
-    return on_device(training), held_out if data.eval_cache else None
-
-
-def _token_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], Callable[[list[int]], Any]]:
-    model = plan.config.model
-    pad = pad_token_id(load_tokenizer(plan.model_path, model))
-    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model)
-    if vision is not None:
-        return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
-    return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
 
 
 @dataclass(frozen=True)

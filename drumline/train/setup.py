@@ -26,6 +26,7 @@ from drumline.plan.resolve import resolve
 from drumline.rollout import rewards
 from drumline.train.helpers import require_deepspeed
 from drumline.train.labelled import image_side
+from drumline.train.roles import find_roles
 from drumline.train.sinks import check_installed
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -76,6 +77,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         model_path=model_path,
         data=data,
         base_dir=str(base.absolute()),
+        roles=find_roles(config, model_path, tokenizer, on_progress),
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)

@@ -1,0 +1,135 @@
+"""From a preference pair to two rows of tokens: a prompt with the chosen answer, and the same prompt with the rejected one."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+import numpy as np
+
+from drumline.config.data import DataConfig
+from drumline.data.encode import Encoded
+from drumline.data.sources import Row
+from drumline.data.templates import Encoder, Example, Messages, as_messages
+from drumline.errors import ConfigError, DataError
+
+Text = str | Messages
+SIDES = ("chosen", "rejected")
+
+
+class PairRows:
+    """Encodes pairs as two segments, chosen first, of which the answers' tokens are marked.
+
+    With a chat template text is what a user asks and the assistant answers; without one, and for two texts that come without a
+    prompt, it is taken as it is and closed by the end-of-sequence token. Where there is no `prompt` column the prompt is what both
+    sides begin with; messages may also say that column's again. A margin, where the data has one, goes into the sample's meta.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+        if data.learn_on != "assistant":
+            raise ConfigError("pairs are compared by their answers alone", where="data.learn_on", fix="leave it out")
+        self.encoder, self.data = Encoder(tokenizer, False, data), data
+
+    def encode(self, row: Row) -> Encoded | None:
+        prompt, *answers = _parts(row)
+        full = [self._example(prompt, answer, name, row) for answer, name in zip(answers, SIDES, strict=True)]
+        if _same(*full):
+            raise DataError("`chosen` and `rejected` are the same answer", where=row.origin, fix="take the row out")
+        pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
+        if pair is None:
+            return None
+        cut = any(len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True))
+        return Encoded(list(pair), _meta(row), truncated=cut)
+
+    def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
+        if _blank(answer):
+            raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
+        if not self.encoder.has_template and not (isinstance(prompt, str) and isinstance(answer, str)):
+            fix = "set model.chat_template to a Jinja file"
+            raise DataError("the pair holds messages and this tokenizer has no chat template", where=row.origin, fix=fix)
+        if "prompt" not in row.values and isinstance(prompt, str) and isinstance(answer, str):
+            return self.encoder.plain(prompt, answer, row.origin)
+        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer}))
+        if not example.learned:
+            raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
+        return example
+
+
+def _parts(row: Row) -> tuple[Text, Text, Text]:
+    """Prompt, chosen and rejected answer. Raises DataError where one side is text and the other messages, and the prompt is to be found."""
+    chosen, rejected = (row.values[name] for name in SIDES)
+    if "prompt" not in row.values:
+        if type(chosen) is not type(rejected):
+            raise DataError(
+                "one side of the pair is text, the other messages", where=row.origin, fix="write both alike, or map `columns.prompt`"
+            )
+        at = _shared(chosen, rejected)
+        return chosen[:at], chosen[at:], rejected[at:]
+    prompt = row.values["prompt"]
+    told = as_messages(prompt, "user")
+    chosen, rejected = (side[len(told) :] if isinstance(side, list) and side[: len(told)] == told else side for side in (chosen, rejected))
+    return prompt, chosen, rejected
+
+
+def _shared(chosen: Any, rejected: Any) -> int:
+    """How much both begin with alike, leaving each an answer: whole messages, or text up to a blank."""
+    least = min(len(chosen), len(rejected)) - isinstance(chosen, list)
+    at = next((index for index in range(least) if chosen[index] != rejected[index]), least)
+    if isinstance(chosen, list):
+        return at
+    blanks = [match.start() for match in re.finditer(r"\s+", chosen[:at])]
+    return blanks[-1] if blanks else 0
+
+
+def _blank(answer: Text) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    return not any(message.get("tool_calls") or message["content"].strip() for message in answer)
+
+
+def _meta(row: Row) -> dict[str, Any] | None:
+    margin = row.values.get("margin")
+    if margin is None:
+        return None
+    try:
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"`margin` is {margin!r}, not a number", where=row.origin, fix="take the column's mapping or the row out")
+    return {"margin": number}
+
+
+def cut_pair(
+    chosen: Example, rejected: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str
+) -> tuple[Example, Example] | None:
+    """Both sides within `max_length` tokens, behind the same prompt, each with some of its answer; None where the pair is dropped.
+
+    left: the prompt loses its start on both sides, as much as the longer needs, and answers stay whole; right: sides lose their ends, and
+    prompts stay whole. A pair that this would leave without a prompt, without an answer or with two equal ones is dropped.
+    Raises DataError under `error`.
+    """
+    size = max(len(chosen.tokens), len(rejected.tokens))
+    if size <= max_length:
+        return chosen, rejected
+    if policy == "error":
+        fix = "raise data.max_length, or set data.truncation to right, left or drop"
+        raise DataError(f"{size} tokens on a side, longer than data.max_length {max_length}", where=origin, fix=fix)
+    if policy == "drop":
+        return None
+    over = size - max_length
+    if policy == "left" and over >= min(_prompt(chosen), _prompt(rejected)):
+        return None
+    keep = slice(max_length) if policy == "right" else slice(over, None)
+    one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
+    return None if _same(one, other) or not (one.learned and other.learned) else (one, other)
+
+
+def _prompt(example: Example) -> int:
+    """Tokens before the first learned one."""
+    return int(np.argmax(example.learn))
+
+
+def _same(one: Example, other: Example) -> bool:
+    return np.array_equal(one.tokens, other.tokens)

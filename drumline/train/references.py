@@ -1,0 +1,178 @@
+"""What the reference model says of the answers of DPO's pairs, put into each batch before it is learned from.
+
+`precomputed`: a table over all pairs of a token cache, made once by the strategy of the run and kept in RUN/reference; `live`: a frozen
+copy is asked batch by batch; `adapter`: the policy itself, its adapter switched off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.algorithms.dpo import DPO
+from drumline.data.cache import TokenCache
+from drumline.data.stream import GlobalBatch
+from drumline.dist.reduce import add_up, sum_over_ranks
+from drumline.dist.start import Ranks
+from drumline.errors import Preempted
+from drumline.plan.plan import DataPlan, Plan
+from drumline.plan.roles import reference_kind
+from drumline.strategies.build import build_engine
+from drumline.strategies.engine import Engine
+from drumline.train.loop import Asked
+from drumline.train.streams import Streams
+
+Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp32[2P] of each
+VERSION = 1  # raise it when the same models and pairs give other numbers
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference of one run on one rank. `fresh`: `engine`'s policy has not learned yet, and may stand for what it starts from."""
+
+    plan: Plan
+    ranks: Ranks
+    device: str
+    engine: Engine
+    algorithm: DPO
+    streams: Streams
+    fresh: bool
+    emit: Callable[..., None]
+    asked: Asked
+
+    def prepared(self) -> Streams:
+        """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model is asked."""
+        data, held_out = self.plan.data, self.streams.held_out
+        assert data is not None, "workers get plans of prepared data"
+        ask = self._asks(data)
+        training = with_reference(self.streams.training, ask(data.train_cache))
+        if held_out is None or data.eval_cache is None:
+            return replace(self.streams, training=training)
+        of_eval = ask(data.eval_cache)
+        return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval))
+
+    def _asks(self, data: DataPlan) -> Callable[[str], Ask]:
+        """How to ask about the pairs of a cache folder."""
+        kind = reference_kind(self.plan.config)
+        if kind == "adapter":
+            return lambda _: lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
+        if kind == "live":
+            frozen = build_engine(self.plan, self.device, role="reference")  # type: ignore[call-arg]
+            return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
+        caches = {"train": data.train_cache, "eval": data.eval_cache}
+        tables = self._tables({role: folder for role, folder in caches.items() if folder})
+        return lambda folder: lambda batches: [_look_up(tables[folder], batch) for batch in batches]
+
+    def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
+        """fp32[N, 2] of each cache: log-probabilities of the chosen and the rejected answers of its N pairs. Collective."""
+        tables: dict[str, torch.Tensor] = {}
+        scorer: Engine | None = None
+        for role, folder in caches.items():
+            began = time.time()
+            path = Path(self.plan.run_dir) / "reference" / f"{role}-{key(self.plan, folder)}.npy"
+            pairs = len(TokenCache.open(Path(folder)))
+            table = read_table(path, pairs) if self.ranks.rank == 0 else None
+            (found,) = sum_over_ranks([float(table is not None)], self.device)
+            if found:
+                tables[folder] = add_up((torch.zeros(pairs, 2) if table is None else table).to(self.device))
+            else:
+                scorer = scorer or self._scorer()
+                tables[folder] = self._score(scorer, folder, pairs)
+                if self.ranks.rank == 0:
+                    write_table(path, tables[folder].cpu().numpy())
+            self.emit("reference", data=role, pairs=pairs, found=bool(found), path=str(path), seconds=time.time() - began)
+        return tables
+
+    def _scorer(self) -> Engine:
+        """A model that has not learned: the policy before its first step, or under its adapter; otherwise a frozen one built for it."""
+        config = self.plan.config
+        other = getattr(config.algorithm, "reference_model", None) is not None
+        if not other and (self.fresh or config.adapter.kind == "lora"):
+            return self.engine
+        return build_engine(self.plan, self.device, role="reference")  # type: ignore[call-arg]
+
+    def _score(self, engine: Engine, folder: str, pairs: int) -> torch.Tensor:
+        table = torch.zeros(pairs, 2, device=self.device)
+        for batch in self.streams.once(folder):
+            (stop,) = sum_over_ranks([float(self.asked.requested)], self.device)
+            if stop:
+                raise Preempted(
+                    "stopped before the first step, while the reference was scored", where=self.plan.run_dir, fix="go on with --resume"
+                )
+            told = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
+            for pair, scores in zip(batch.micro_batches, told, strict=True):
+                real = pair.real_P > 0
+                table[pair.samples_P[real]] = torch.stack(scores.float().chunk(2), 1)[real]
+        if not self.plan.mesh.counts(self.ranks.rank):
+            table.zero_()  # another rank has the same pairs
+        return add_up(table)
+
+
+def with_reference(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalBatch]:
+    """`batches` with the reference's log-probabilities in every micro-batch."""
+    for batch in batches:
+        told = ask(batch.micro_batches)
+        yield replace(batch, micro_batches=[replace(b, reference_B=r) for b, r in zip(batch.micro_batches, told, strict=True)])
+
+
+def _look_up(table_N2: torch.Tensor, batch: Any) -> torch.Tensor:
+    """fp32[2P] for a batch of P pairs; fillers (sample −1) get those of the last pair, and weigh nothing."""
+    return table_N2[batch.samples_P].T.flatten()
+
+
+def key(plan: Plan, folder: str) -> str:
+    """16 hex digits over all that a table hangs on: the pairs' tokens (the cache's own name), the reference's weights, and precision."""
+    config = plan.config
+    role = plan.roles["reference"]
+    parts = {
+        "version": VERSION,
+        "pairs": Path(folder).name,
+        "model": role.model.model_dump(mode="json"),
+        "files": weight_files(role.model_path),
+        "seed": config.run.seed if role.model.init == "random" or role.model.id is None else None,
+        "quantize": getattr(config.adapter, "quantize", None),
+        "precision": plan.precision,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of change (ns) of a local model's files; a hub id is told by its name and revision."""
+    folder = Path(model_path or "")
+    if model_path is None or not folder.is_dir():
+        return []
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def read_table(path: Path, pairs: int) -> torch.Tensor | None:
+    """The table at `path`; None where there is none, or it is not a whole one of so many pairs."""
+    try:
+        table = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = table.dtype == np.float32 and table.shape == (pairs, 2) and bool(np.isfinite(table).all())
+    return torch.from_numpy(table) if whole else None
+
+
+def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
+    """The table appears whole under its name; those that other models or pairs left go."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        np.save(file, table)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    for old in path.parent.glob(f"{path.name.partition('-')[0]}-*.npy"):
+        if old != path:
+            old.unlink()

@@ -1,0 +1,72 @@
+"""Batches of one rank: what a sample becomes under each algorithm, and the streams that the loop goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drumline.config.algorithms import ClassifyConfig
+from drumline.data.batches import collate
+from drumline.data.cache import TokenCache
+from drumline.data.pair_batch import collate_pairs
+from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
+from drumline.data.vision import collate_vision
+from drumline.dist.seeds import derive
+from drumline.models.load import load_config, load_tokenizer, pad_token_id
+from drumline.models.vision import find_vision
+from drumline.plan.plan import BatchPlan, Plan
+from drumline.plan.resolve import total_samples
+from drumline.train.labelled import labelled_collator
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Batches of one data rank, on its device: `training`; the held-out set, gone through once; `once`: all of a cache folder, once."""
+
+    training: Iterable[GlobalBatch]
+    held_out: Callable[[], Iterable[GlobalBatch]] | None
+    once: Callable[[str], Iterable[GlobalBatch]]
+
+
+def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Streams:
+    """Training batches go on from `position`."""
+    config, data = plan.config, plan.data
+    assert data is not None, "workers get plans of prepared data"
+    # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
+    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
+
+    collator = labelled_collator(plan, width) if isinstance(config.algorithm, ClassifyConfig) else _token_collator(plan, width)
+
+    def stream(cache: TokenCache, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
+        order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
+        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch)
+
+    def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
+        with batches:
+            for batch in batches:
+                yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
+
+    def once(folder: str) -> Iterable[GlobalBatch]:
+        cache, micro = TokenCache.open(Path(folder)), plan.batch.eval_micro_batch
+        # Stages work side by side on the micro-batches of one draw.
+        several = plan.mesh.pp
+        samples = micro * several * plan.mesh.data_ranks
+        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=several, eval_micro_batch=micro)
+        return on_device(stream(cache, whole, False, 0, len(cache), 0))
+
+    cache, stop, held_out = TokenCache.open(Path(data.train_cache)), total_samples(config, plan.batch, data), data.eval_cache
+    training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch)
+    return Streams(on_device(training), None if held_out is None else lambda: once(held_out), once)
+
+
+def _token_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], Callable[[list[int]], Any]]:
+    model = plan.config.model
+    pad = pad_token_id(load_tokenizer(plan.model_path, model))
+    if plan.batch.rows_per_sample == 2:
+        return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
+    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model)
+    if vision is not None:
+        return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
+    return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
