@@ -43,7 +43,7 @@ class RewardModel:
 
     def _learn(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor, batch: Any) -> LossOut:
         difference_P = chosen_P - rejected_P
-        margin_P = self.margin if batch.margin_P is None else batch.margin_P
+        margin_P = torch.where(batch.margin_P.isnan(), self.margin, batch.margin_P)
         loss_P = -functional.logsigmoid(difference_P - margin_P) + self.center * (chosen_P + rejected_P) ** 2
         sums = pair_sums(
             batch.real_P,

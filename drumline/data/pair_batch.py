@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from drumline.data.batches import FILLER_WIDTH, collate
-from drumline.data.cache import TokenCache
+from drumline.data.cache import Segment, TokenCache
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class PairBatch:
     """One micro-batch; row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
 
     `input_ids_BT`, `targets_BT`, `position_ids_BT`: int64, as in TokenBatch; targets are the answers' tokens. `last_B`: int64, place of
-    each row's last token. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, None where the data has
-    no margins. `reference_B`: fp32, log-probability of each answer under the reference model; None until it is known. `samples_P`:
+    each row's last token. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the data
+    says none. `reference_B`: fp32, log-probability of each answer under the reference model; None until it is known. `samples_P`:
     int64, numbers of the pairs in their cache, −1 for fillers. `weight`: how many pairs are real.
     """
 
@@ -28,8 +29,8 @@ class PairBatch:
     last_B: torch.Tensor
     real_P: torch.Tensor
     samples_P: torch.Tensor
+    margin_P: torch.Tensor
     weight: int
-    margin_P: torch.Tensor | None = None
     reference_B: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -43,21 +44,26 @@ class PairBatch:
 
 
 def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None) -> PairBatch:
-    """The pairs of `samples` (−1: a filler), padded to `width` tokens a side, or to the longest side where it is None."""
+    """The pairs of `samples` in a cache (−1: a filler), padded to `width` tokens a side, or to the longest side where it is None."""
     pairs = [cache.segments(sample) if sample >= 0 else None for sample in samples]
+    metas = [cache.meta(sample) if sample >= 0 else {} for sample in samples]
+    return pair_batch(pairs, samples, metas, pad_id, width)
+
+
+def pair_batch(
+    pairs: Sequence[Sequence[Segment] | None], samples: Sequence[int], metas: Sequence[dict[str, Any]], pad_id: int, width: int | None
+) -> PairBatch:
+    """Of each pair the chosen and the rejected segment; None for a filler."""
     rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
     batch = collate(rows, pad_id, width)
     last = [(FILLER_WIDTH if row is None else len(row[0][0])) - 1 for row in rows]
-    metas = [cache.meta(sample) if sample >= 0 else {} for sample in samples]
-    margins = torch.tensor([meta.get("margin", 0.0) for meta in metas]) if any(metas) else None
-    numbers = torch.tensor(samples, dtype=torch.int64)
     return PairBatch(
         input_ids_BT=batch.input_ids_BT,
         targets_BT=batch.targets_BT,
         position_ids_BT=batch.position_ids_BT,
         last_B=torch.tensor(last),
-        real_P=(numbers >= 0).float(),
-        samples_P=numbers,
+        real_P=torch.tensor([float(pair is not None) for pair in pairs]),
+        samples_P=torch.tensor(samples, dtype=torch.int64),
         weight=sum(pair is not None for pair in pairs),
-        margin_P=margins,
+        margin_P=torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32),
     )

@@ -1,0 +1,71 @@
+"""The fixed pairs and weights that pairs_trl.py and its test share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.tiny import CHATML, SPECIAL, tiny_tokenizer
+
+# Without the line break behind a turn: TRL counts it among the answer's tokens, Drumline does not.
+TEMPLATE = CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")
+PAIRS = [
+    ("What is two plus three?", "Two plus three is five.", "It is six."),
+    ("Name the capital of Italy.", "Rome.", "The capital of Italy is Paris, I think."),
+    ("one, two, three,", "four", "five, six"),
+    ("Does every rank keep in step?", "Yes: a gradient is summed over the ranks before the optimizer takes a step.", "No."),
+]
+MARGINS = [0.5, 0.0, 1.5, 0.25]
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+}
+
+
+def tokenizer() -> Any:
+    made = tiny_tokenizer(chat_template=TEMPLATE)
+    assert made.convert_tokens_to_ids(SPECIAL) == [0, 1, 2]
+    return made
+
+
+def model(kind: Any, seed: int) -> Any:
+    """A Llama of the given class. Weights from numpy's legacy generator, which no version of torch or transformers changes."""
+    from transformers import LlamaConfig
+
+    text = tokenizer()
+    config = LlamaConfig(**SIZES, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id, num_labels=1)
+    made = kind(config).float()
+    draw = np.random.RandomState(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(made.named_parameters()):
+            drawn = torch.from_numpy(draw.standard_normal(tuple(parameter.shape))).float()
+            parameter.copy_(1 + 0.1 * drawn if "norm" in name else 0.2 * drawn)
+    return made.eval()
+
+
+def messages(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"prompt": messages("user", prompt), "chosen": messages("assistant", chosen), "rejected": messages("assistant", rejected)}
+        for prompt, chosen, rejected in PAIRS
+    ]
+
+
+def gradients(learner: Any) -> dict[str, Any]:
+    """Of each parameter the norm of its gradient; of the small ones every entry."""
+    found = {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}
+    return {
+        "norms": {name: float(grad.norm()) for name, grad in found.items()},
+        "entries": {name: grad.flatten().tolist() for name, grad in found.items() if "norm" in name or "score" in name},
+    }
