@@ -105,7 +105,7 @@ def main() -> None:
     size = len(rows())
     content = {
         "trl": __import__("trl").__version__,
-        "dpo": {name: {"options": o, **dpo(o, size)} for name, o in DPO.items()} | {name: {"options": o, **dpo(o, 1)} for name, o in ALONE.items()},
+        "dpo": {name: {"options": o, **dpo(o, size if name in DPO else 1)} for name, o in (DPO | ALONE).items()},
         "reward": {
             "plain": reward({}, False),
             "margins": reward({}, True),
