@@ -109,7 +109,8 @@ def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
     figures = algorithm.metrics(sums)
     assert figures.pop("loss") == pytest.approx(case["loss"], **CLOSE)
     if "figures" in case:
-        assert figures == pytest.approx(case["figures"], **CLOSE)
+        # Rewards are differences of log-probs near −60, and a padding of another width rounds these differently.
+        assert figures == pytest.approx(case["figures"], rel=1e-5, abs=1e-5)
     close(gradients(policy), case["gradients"])
 
 
