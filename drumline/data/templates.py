@@ -93,7 +93,7 @@ class Encoder:
                 return said, self._opened(said)
             fix = "set model.chat_template to a Jinja file"
             raise DataError("the prompt holds messages and this tokenizer has no chat template", where=origin, fix=fix)
-        messages = _as_messages(said, "user")
+        messages = as_messages(said, "user")
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
