@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models.classifier import class_logits
+from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
@@ -42,7 +43,7 @@ class Outputs:
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
         exist at once, where the head is apart; 0: all."""
-        mine = targets_BT if self.sequence is None else self.sequence.cut(targets_BT)
+        mine = self._cut(targets_BT)
         targets_N = mine.reshape(-1)
         if self.logits_BTV is not None:
             loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), targets_N)
@@ -50,10 +51,30 @@ class Outputs:
             assert self.hidden_BTD is not None and self.weight_VD is not None
             hidden_ND = self.hidden_BTD.flatten(0, 1)
             loss_sum, correct_N = linear_cross_entropy(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, self.part)
-        correct = correct_N.view_as(mine)
-        if self.sequence is None:
-            return loss_sum, correct
-        return self.sequence.total(loss_sum), self.sequence.gather(correct)
+        correct = self._whole(correct_N.view_as(mine))
+        return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
+
+    def log_probs(
+        self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,
+        in nats, 0 in the same places. Both have a gradient, whatever is made of them. `chunk` as in `cross_entropy`."""
+        mine = self._cut(targets_BT)
+        targets_N = mine.reshape(-1)
+        if self.logits_BTV is not None:
+            answers = log_probs(self.logits_BTV.flatten(0, 1), targets_N, temperature, entropy)
+        else:
+            assert self.hidden_BTD is not None and self.weight_VD is not None
+            hidden_ND = self.hidden_BTD.flatten(0, 1)
+            answers = linear_log_probs(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, temperature, entropy, self.part)
+        chosen_N, entropy_N = answers
+        return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
+
+    def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
+        return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
+
+    def _whole(self, part_Bt: torch.Tensor) -> torch.Tensor:
+        return part_Bt if self.sequence is None else self.sequence.gather(part_Bt)
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:

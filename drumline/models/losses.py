@@ -69,8 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part: VocabularyPart | None,
         learning: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kind = hidden_ND.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+        kind, dtype = hidden_ND.device.type, product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         wants = [learning and needed for needed in ctx.needs_input_grad[:3]]
@@ -89,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct_N[rows] = first == targets
                 # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
                 grad = logits.sub_(top[:, None])
-                column, mine = _columns(targets, part, grad.shape[1])
+                column, mine = columns(targets, part, grad.shape[1])
                 chosen = torch.where(mine, grad.gather(1, column), 0.0).squeeze(1)
                 total = grad.exp_().sum(-1)
                 if part is not None:
@@ -104,11 +103,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_bias += grad.sum(0)
                 low = grad.mul_(scale).to(dtype) if scale != 1.0 else grad.to(dtype)
                 if grad_hidden is not None:
-                    grad_hidden[rows] = _product(low, weight, precise).div_(scale)
+                    grad_hidden[rows] = product(low, weight, precise).div_(scale)
                 if grad_weight is not None and dtype == precise:
                     grad_weight.addmm_(low.T, hidden)
                 elif grad_weight is not None:
-                    grad_weight.add_(_product(low.T, hidden, precise), alpha=1 / scale)
+                    grad_weight.add_(product(low.T, hidden, precise), alpha=1 / scale)
         if grad_hidden is not None and part is not None:
             dist.all_reduce(grad_hidden, group=part.group)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -138,14 +137,20 @@ def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torc
     return top_N, first_N
 
 
-def _columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def product_dtype(hidden_ND: torch.Tensor) -> torch.dtype:
+    """In which a linear layer would multiply these: autocast's type where it is on."""
+    kind = hidden_ND.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
+
+
+def columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The column of each target here, int64[N, 1], and bool[N, 1]: whether it is one (else the column is any)."""
     column_N1 = targets_N[:, None] - (0 if part is None else part.first)
     mine_N1 = (column_N1 >= 0) & (column_N1 < width)
     return column_N1.clamp(0, width - 1), mine_N1
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:
+def product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:
     """a @ b for factors of 16 bits with a result in `precise`: rounding it to 16 bits would lose, and in fp16 overflow, what fp32
     sums hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
     if a.dtype == precise:

@@ -51,12 +51,18 @@ class SequencePart:
         return whole_BT.unflatten(1, (number, -1))[:, self.stretches[self.index]].flatten(1, 2)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
-        """bool[B, T] on every rank from each rank's bool[B, t]. Collective, without gradients."""
-        all_NBt = torch.empty((self.parts, *part_Bt.shape), dtype=torch.uint8, device=part_Bt.device)
-        dist.all_gather(list(all_NBt.unbind()), part_Bt.to(torch.uint8).contiguous(), group=self.group)
+        """[B, T] on every rank from each rank's [B, t]. Of the gradient each rank takes that of its own part (see `_Total`). Collective."""
+        if part_Bt.dtype == torch.bool:  # gloo has no collectives of these
+            return self._gather(part_Bt.to(torch.uint8)).bool()
+        whole_BT: torch.Tensor = _Gathered.apply(part_Bt, self)
+        return whole_BT
+
+    def _gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
+        all_NBt = part_Bt.new_empty((self.parts, *part_Bt.shape))
+        dist.all_gather(list(all_NBt.unbind()), part_Bt.contiguous(), group=self.group)
         order = [stretch for of_rank in self.stretches for stretch in of_rank]
         stretches = all_NBt.transpose(0, 1).flatten(1).unflatten(1, (len(order), -1))
-        return stretches[:, [order.index(i) for i in range(len(order))]].flatten(1, 2).bool()
+        return stretches[:, [order.index(i) for i in range(len(order))]].flatten(1, 2)
 
     def total(self, part_sum: torch.Tensor) -> torch.Tensor:
         """Σ over the parts, the same on every rank; its gradient goes into this rank's summand alone. Collective."""
@@ -77,3 +83,14 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part_Bt: torch.Tensor, part: SequencePart) -> torch.Tensor:
+        ctx.part = part
+        return part._gather(part_Bt.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad_BT: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.part.cut(grad_BT), None

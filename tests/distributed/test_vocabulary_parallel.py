@@ -1,4 +1,4 @@
-"""Cross-entropy over a head that two ranks hold between them: sums, first choices and gradients are those of the whole head."""
+"""Cross-entropy and log-probs over a head that two ranks hold between them: answers and gradients are those of the whole head."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from drumline.models.log_probs import linear_log_probs
 from drumline.models.losses import VocabularyPart, linear_cross_entropy
 from tests.distributed.ranks import free_port
 
@@ -37,6 +38,18 @@ def answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part
     return [loss.detach(), correct, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+def token_answers(tensors: list[torch.Tensor], targets: torch.Tensor, chunk: int, part: VocabularyPart | None, low: Any) -> list[Any]:
+    """The same of log-probs, a gradient of another size for each token."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    hidden, weight, bias = (*leaves, None)[:3]
+    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+        chosen, entropy = linear_log_probs(hidden, weight, bias, targets, chunk, 0.8, True, part)
+    back = torch.linspace(-1, 2, TOKENS)
+    assert entropy is not None
+    (chosen * back + entropy * back.flip(0)).sum().backward()
+    return [chosen.detach(), entropy.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
 def worker(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     group = dist.group.WORLD
@@ -52,10 +65,12 @@ def worker(rank: int, port: int) -> None:
                 got = answers([tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low)
                 expected = [*whole[:3], *(t[mine] for t in whole[3:])]
                 assert torch.equal(got[1], expected[1])
+                whole = token_answers(tensors, targets, chunk or 100, None, low)
+                got += token_answers([tensors[0], *(t[mine] for t in tensors[1:])], targets, chunk, part, low)
+                expected += [*whole[:3], *(t[mine] for t in whole[3:])]
                 for one, other in zip(got, expected, strict=True):
-                    assert torch.allclose(
-                        one.float(), other.float(), rtol=1e-5 if low is None else 1e-2, atol=1e-6 if low is None else 1e-3
-                    )
+                    difference, size = (one.float() - other.float()).norm(), other.float().norm()
+                    assert difference <= (1e-5 if low is None else 1e-2) * size, (bias, low, chunk, float(difference / size))
     dist.destroy_process_group()
 
 
