@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.config.algorithms import ContinuousGenerator as ContinuousConfig
 from drumline.config.algorithms import HFGenerator as HFConfig
-from drumline.errors import DataError, PlanError
+from drumline.errors import DataError, DrumlineError, PlanError
+from drumline.rollout.continuous import ContinuousGenerator
 from drumline.rollout.generate import HFGenerator
 from drumline.rollout.sampling import Endings, Request, Sampler, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -166,3 +169,42 @@ def test_no_room_and_no_prompt_are_one_line(model: Any) -> None:
     with pytest.raises(DataError, match="prompt \\(0, 0\\) has no tokens"):
         hf(model).generate([Request([], (0, 0))], 0)
     assert hf(model).generate([], 0) == []
+
+
+def continuous(model: Any, **options: Any) -> ContinuousGenerator:
+    return ContinuousGenerator(ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"top_p": 0.8, "temperature": 0.7}], ids=str)
+def test_continuous_batching_samples_what_generate_samples(model: Any, options: dict[str, Any]) -> None:
+    """Twice as many requests as prompts: equal prompts share their cache, and their samples differ."""
+    requests = [Request(p.tokens, (p.key[0], sample)) for p in prompts() for sample in range(2)]
+    attention = model.config._attn_implementation
+    model.train()
+    for one, other in zip(hf(model, **options).generate(requests, 4), continuous(model, **options).generate(requests, 4), strict=True):
+        assert one.tokens == other.tokens and one.ended == other.ended
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    assert model.training and model.config._attn_implementation == attention
+
+
+def test_continuous_batching_ends_at_end_tokens_and_stop_texts(model: Any) -> None:
+    free = hf(model).generate(prompts(), 0)
+    stop = tiny_tokenizer().decode(free[3].tokens[6:8])
+    model.generation_config.eos_token_id = [2, free[0].tokens[5], free[1].tokens[9]]
+    for options in ({}, {"stop": (stop,)}):
+        expected = hf(model, **options).generate(prompts(), 0)
+        made = continuous(model, **options).generate(prompts(), 0)
+        assert [(c.tokens, c.ended) for c in made] == [(c.tokens, c.ended) for c in expected]
+        assert any(c.ended for c in made)
+        assert all(len(c.tokens) == len(c.log_probs) for c in made)
+
+
+def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any) -> None:
+    threads = threading.active_count()
+    made = continuous(model)
+    made.sampler.temperature = None  # type: ignore[assignment]
+    with pytest.raises(DrumlineError, match="continuous batching failed: unsupported operand"):
+        made.generate(prompts(), 0)
+    assert threading.active_count() == threads
+    assert len(continuous(model, batch=1).generate(prompts()[:2], 0)) == 2
+    assert continuous(model).generate([], 0) == []
