@@ -30,6 +30,22 @@ def chat_rows(number: int, seed: int = 0, longest: int = 12) -> list[dict[str, A
     return [{"prompt": f"{text()}?", "completion": f"{text()}."} for _ in range(number)]
 
 
+def vision_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Conversations about PNGs that are written to `folder`/images: of three rows one has an image, one two, one none."""
+    from tests.tiny import write_images
+
+    names, rows = write_images(folder, number, seed), []
+    for index, row in enumerate(chat_rows(number, seed, longest=6)):
+        content: Any = row["prompt"]
+        if index % 3 == 0:
+            content = [{"type": "image", "image": names[index]}, {"type": "text", "text": row["prompt"]}]
+        elif index % 3 == 1:
+            content = f"<image> and <image> {row['prompt']}"
+        said = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": row["completion"]}]}
+        rows.append({**said, "images": names[index - 1 : index + 1]} if index % 3 == 1 else said)
+    return rows
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

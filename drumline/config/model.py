@@ -29,6 +29,10 @@ class ModelConfig(Section):
         "auto", description="Attention implementation; auto is sdpa."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="Modules or parameters that do not learn, by name with all below: model.visual is Qwen3-VL's vision tower.",
+    )
     sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
     sync_batchnorm_ranks: int | None = Field(
         None, gt=1, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."

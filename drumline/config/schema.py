@@ -31,7 +31,9 @@ class LoRAConfig(Section):
     alpha: float = Field(32.0, gt=0, description="The product is scaled by alpha / r.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
-        "all-linear", description="Linear layers that get an adapter: all in the blocks, those of attention, or names as they end."
+        "all-linear",
+        description="Linear layers that get an adapter: all in the blocks, those of attention, or names as they end. A vision tower gets"
+        " some only where they are named.",
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
         "none", description="QLoRA (Dettmers et al. 2023): the frozen weights in 4 or 8 bits, by bitsandbytes on GPUs."

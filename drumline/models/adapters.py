@@ -36,9 +36,14 @@ def require_installed(adapter: LoRAConfig) -> None:
             raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install 'drumline[{extra}]'")
 
 
-def target_names(model: nn.Module, adapter: LoRAConfig) -> list[str]:
+def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
     """Full names of the layers that get an adapter, in the model's order. Raises ModelError where `targets` meets none."""
     linear = dict(_linear_layers(model))
+    told = isinstance(adapter.targets, list)
+    if not told and getattr(model.config, "vision_config", None) is not None:
+        # As usual for these models the vision tower stays as it is, unless its layers are named.
+        language = {id(module) for module in model.get_decoder().modules()}
+        linear = {name: layer for name, layer in linear.items() if id(layer) in language}
     if not linear:
         raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
     if adapter.targets == "all-linear":

@@ -23,6 +23,7 @@ from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, Mo
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
+from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, quiet
 from drumline.models.names import canonical_tensors
 from drumline.models.vision import copy_processor
@@ -116,9 +117,11 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     from transformers import GenerationConfig
 
     path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
-    if isinstance(adapter, LoRAConfig):
+    if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has what learned, and lies over what did not
         built = build_model(path, model, seed=derive(seed, "weights"))
-        adapters.inject(built, adapter, seed)
+        freeze(built, model.freeze)
+        if isinstance(adapter, LoRAConfig):
+            adapters.inject(built, adapter, seed)
     else:
         built = build_model(path, model.model_copy(update={"init": "random"}), seed=0)
     load(checkpoint, canonical_tensors(built), alone=True)
@@ -136,6 +139,8 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
             # A sum of weights rounds otherwise than a sum of products: relative to the largest logit, then.
             near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
             _require_equal(apart, _logits(built), near, "the merged model is not the one that was trained", str(checkpoint))
+    elif model.freeze:
+        built.requires_grad_(True)
     return built.eval()
 
 

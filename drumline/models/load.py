@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.errors import ModelError
 from drumline.models.classes import AUTO
+from drumline.models.freeze import freeze
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
@@ -123,28 +124,32 @@ def pad_token_id(tokenizer: Any) -> int:
     return instead
 
 
-def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm") -> ModelFacts:
+def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
     `adapter`: laid over it, which raises ModelError where its targets are not in the model. `head` image: `length` is the side of a
-    square image, and a training row counts as one token (see `classifier.image_facts`).
+    square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`.
 
     FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
     is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
     appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so 4 for each.
+    A frozen parameter has no gradient, so 4 for each. A vision tower works for image tokens alone: its products are told apart, without
+    its attention, which hangs on the sizes of images.
     """
     import torch
 
     from drumline.models.blocks import block_list
     from drumline.models.classes import auto_class
     from drumline.models.classifier import image_facts, looks_ahead
+    from drumline.models.vision import is_vision_language, tower_flops, vision_tower
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with torch.device("meta"):
         make = auto_class(config, head).from_config
         model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
-    frozen, frozen_bytes = 0, 0
+    freeze(model, frozen_names)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen_bytes = 4 * frozen
     if isinstance(adapter, LoRAConfig):
         from drumline.models import adapters
 
@@ -162,15 +167,15 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     heads = int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     positions = getattr(text, "max_position_embeddings", None)
-    look_up = 0 if tied else embedding.numel()
-    products = 6 * (parameters - look_up) if not frozen else 6 * (parameters - frozen) + 4 * (frozen - look_up)
+    tower = {id(p) for p in vision_tower(model).parameters()} if head == "lm" and is_vision_language(config) else set()
+    products = [p for p in model.parameters() if id(p) not in tower and (tied or p is not embedding)]
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
     head_parameters = sum(p.numel() for p in to_words.parameters()) if to_words is not None else 0
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
-        flops_per_token=float(products + 12 * layers * width * length),
+        flops_per_token=float(sum((6 if p.requires_grad else 4) * p.numel() for p in products) + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
         max_positions=int(positions) if positions else None,
         layers=layers,
@@ -188,6 +193,8 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         attention_flops=float(12 * width * length),
         classes=frozenset(type(module).__name__ for module in model.modules()),
         looks_ahead=head == "text" and looks_ahead(model),
+        sees=bool(tower),
+        flops_per_image_token=tower_flops(model) if tower else 0.0,
     )
 
 

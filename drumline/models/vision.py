@@ -116,6 +116,22 @@ def is_vision_language(config: Any) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
 
+def vision_tower(model: Any) -> Any:
+    """The part of a model that sees, of KNOWN kinds."""
+    return model.base_model.visual
+
+
+def tower_flops(model: Any) -> float:
+    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which there are merge², or
+    behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
+    tower, total = vision_tower(model), 0.0
+    learns = any(p.requires_grad for p in tower.parameters())
+    for name, parameter in tower.named_parameters():
+        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else tower.spatial_merge_unit
+        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
+    return total
+
+
 def read_image(path: str, origin: str) -> Any:
     """An image from a file, upright, in RGB. Raises DataError that names `origin` and the path."""
     from PIL import Image, ImageOps

@@ -94,7 +94,7 @@ def resolve(
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
         roles=roles or {},
-        predicted=_predict(config, machine, mesh, device, precision, facts),
+        predicted=_predict(config, machine, mesh, device, precision, facts, data),
         why=why,
     )
 
@@ -208,17 +208,20 @@ def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
     return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
 
 
-def _predict(config: Config, machine: Machine, mesh: Mesh, device: str, precision: str, facts: ModelFacts | None) -> Predicted:
+def _predict(
+    config: Config, machine: Machine, mesh: Mesh, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None
+) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
     state_bytes = facts.learned * (STATE_BYTES[config.optimizer.kind] + kept_bytes(config.strategy, mesh.world_size)) + facts.frozen_bytes
     # Where weights are sharded at all, ranks that hold parts of the same sequences shard them too.
     parts = mesh.shard * mesh.tp * mesh.pp * (mesh.cp if config.strategy.kind == "fsdp2" else 1)
+    image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
     return Predicted(
         parameters=facts.parameters,
         learned=facts.learned,
         state_bytes_per_rank=math.ceil(state_bytes / parts),
-        flops_per_token=facts.flops_per_token,
+        flops_per_token=facts.flops_per_token + facts.flops_per_image_token * image_share,
         peak_flops_per_device=peak,
     )

@@ -60,6 +60,38 @@ RULES: tuple[Rule, ...] = (
         "strategy.compression",
     ),
     Rule(
+        "images × an algorithm that is not sft or pretrain",
+        lambda c: _sees(c) and c.config.algorithm.kind not in ("sft", "pretrain"),
+        "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting",
+        "use algorithm=sft, or a model of text",
+        "algorithm",
+    ),
+    Rule(
+        "images × dp",
+        lambda c: _sees(c) and c.config.strategy.kind == "dp",
+        "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
+        "use strategy=ddp",
+    ),
+    Rule(
+        "images × pp",
+        lambda c: _sees(c) and c.mesh.pp > 1,
+        "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)",
+        "use strategy=fsdp2",
+    ),
+    Rule(
+        "images × cp",
+        lambda c: _sees(c) and c.mesh.cp > 1,
+        "transformers puts the features of all images into the places it counts in a row, and a rank would have a part of the places",
+        "use strategy=fsdp2 with activation checkpointing",
+    ),
+    Rule(
+        "frozen parts × an adapter",
+        lambda c: bool(c.config.model.freeze) and c.config.adapter.kind == "lora",
+        "an adapter freezes the whole model",
+        "take model.freeze out",
+        "model.freeze",
+    ),
+    Rule(
         "QLoRA × weights that are cut or sharded",
         lambda c: _packed(c) and not (c.config.strategy.kind in ("auto", "single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "packed weights are proven whole on each rank only",
@@ -323,6 +355,10 @@ def check_rules(case: Case) -> None:
         if rule.refuses(case):
             reason, instead = (words if isinstance(words, str) else words(case) for words in (rule.reason, rule.instead))
             raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
+
+
+def _sees(case: Case) -> bool:
+    return case.facts is not None and case.facts.sees
 
 
 def _packed(case: Case) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from drumline.dist.seeds import derive
 from drumline.models import adapters
 from drumline.models.build import lay_out
+from drumline.models.freeze import freeze
 from drumline.models.head import require_documents_apart
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
@@ -27,6 +28,7 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=config.head, labels=labels)
     if config.packs:
         require_documents_apart(model, device)
+    freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
     values = Values(source, device, config.run.seed, held)

@@ -60,7 +60,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         tokenizer = models.load_tokenizer(model_path, config.model)
         models.check_fits(hf_config, tokenizer, length)
-    vision = find_vision(hf_config, model_path, config.model)
+    vision = find_vision(hf_config, model_path, config.model) if config.head == "lm" else None
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
@@ -73,7 +73,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=detect(),
         world_size=request.world_size,
-        facts=models.facts(hf_config, length, config.adapter, config.head),
+        facts=models.facts(hf_config, length, config.adapter, config.head, config.model.freeze),
         model_path=model_path,
         data=data,
         base_dir=str(base.absolute()),
