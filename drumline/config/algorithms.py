@@ -197,13 +197,28 @@ class KLConfig(Section):
 
     coefficient: float = Field(0.0, ge=0, description="Weight of the divergence; 0: no reference model is loaded at all.")
     target: float | None = Field(
-        None, gt=0, description="ppo: steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
+        None, gt=0, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
     )
     horizon: int = Field(10000, gt=0, description="target: episodes over which an error is corrected.")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="log π/π_ref; its half square; or π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative."
     )
     reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+
+
+class CurriculumConfig(Section):
+    """How many prompts of a rollout each domain gives (`domain` of a data source)."""
+
+    kind: Literal["data", "weights", "success"] = Field(
+        "data",
+        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share"
+        " follows how uncertain its"
+        " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
+    )
+    weights: dict[str, float] = Field(default_factory=dict, description="weights: domain → its share, in any unit.")
+    floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
+    memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
+    solved: float = Field(0.5, description="success: an episode with at least this reward counts as solved.")
 
 
 class _RolloutAlgorithm(_TokenAlgorithm):
@@ -216,6 +231,7 @@ class _RolloutAlgorithm(_TokenAlgorithm):
     minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")
     clip: float = Field(0.2, gt=0, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
     kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
     missing_stop_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a completion that was cut before its end.")
 
 
@@ -241,21 +257,6 @@ class PPOConfig(_RolloutAlgorithm):
     )
 
 
-class CurriculumConfig(Section):
-    """How many prompts of a rollout each domain gives (`domain` of a data source)."""
-
-    kind: Literal["data", "weights", "success"] = Field(
-        "data",
-        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share"
-        " follows how uncertain its"
-        " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
-    )
-    weights: dict[str, float] = Field(default_factory=dict, description="weights: domain → its share, in any unit.")
-    floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
-    memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
-    solved: float = Field(0.5, description="success: an episode with at least this reward counts as solved.")
-
-
 class GRPOConfig(_RolloutAlgorithm):
     """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
 
@@ -278,7 +279,6 @@ class GRPOConfig(_RolloutAlgorithm):
         "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
     )
     importance_cap: float = Field(2.0, gt=1, description="importance: the weight is truncated here.")
-    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
 
     @field_validator("group_size")
     @classmethod

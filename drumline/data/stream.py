@@ -10,7 +10,7 @@ import heapq
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,8 @@ class GlobalBatch:
     """One optimizer step's samples, of which this rank's are collated.
 
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding. `settled`: a run may be saved after this step and go on from `position`; not so in
-    the middle of the steps that share a rollout.
+    `tokens`: real tokens of this rank, without padding. `settled`: a run may be saved after this step and go on from `position`
+    and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout.
     """
 
     micro_batches: list[Any]
@@ -106,6 +106,7 @@ class GlobalBatch:
     position: int
     tokens: int
     settled: bool = True
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class BatchStream:

@@ -22,6 +22,11 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def union(mine: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor whose entries the ranks hold each a part of, and 0 in the others' places, put together on the host of every rank."""
+    return add_up(mine.to(device, copy=True)).cpu()
+
+
 class Gather:
     """Names for the slots of one summed vector, so that a step needs one small collective instead of five."""
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
 @dataclass
 class TrainState:
-    """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks."""
+    """The trainer's own state. `position` counts samples drawn from the global order since step 0; `tokens` are real ones, all ranks.
+    `stream`: what a stream of rollouts goes on from besides."""
 
     step: int = 0
     position: int = 0
     tokens: int = 0
     best: float | None = None
     skips: int = 0
+    stream: dict[str, Any] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
         return asdict(self)

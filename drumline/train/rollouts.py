@@ -1,0 +1,310 @@
+"""The stream of a run that learns from what it samples: prompts → completions → rewards → advantages → optimizer steps' batches.
+
+Every rank knows the whole of a rollout (it is small), so advantages are those of the global rollout, and what is dealt to whom changes
+nothing. A rollout depends on the weights, on (seed, step, place of the prompt) and on `state` alone: a resumed run makes it again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.algorithms.advantages import at_last, differs, gae, group_advantages, whiten
+from drumline.algorithms.kl import KLController, divergence
+from drumline.config.algorithms import GRPOConfig, PPOConfig
+from drumline.data.cache import TokenCache
+from drumline.data.episodes import Episodes
+from drumline.data.stream import GlobalBatch
+from drumline.dist.seeds import derive
+from drumline.plan.plan import Plan
+from drumline.rollout.rewards import Item
+from drumline.rollout.sampling import Completion, Request
+from drumline.train.completions import Sampling
+from drumline.train.curriculum import Curriculum
+from drumline.train.reading import Reading
+from drumline.train.scoring import Failures, Scoring
+
+Score = Callable[[Episodes], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What is asked of models about episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
+    [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nobody needs it."""
+
+    policy: Score | None
+    reference: Score | None = None
+    value: Score | None = None
+    rewards: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass
+class Sampled:
+    """Groups of episodes as they were sampled and scored, prompt by prompt."""
+
+    ids: list[int] = field(default_factory=list)  # of the prompts
+    episodes: list[tuple[list[int], Completion]] = field(default_factory=list)  # tokens of the prompt, and the completion
+    rewards: list[float] = field(default_factory=list)
+    domains: list[str] = field(default_factory=list)  # of each episode
+    parts: dict[str, float | None] = field(default_factory=dict)
+    failures: Failures = field(default_factory=dict)
+
+    def groups(self, size: int) -> torch.Tensor:
+        """Rewards fp32[P, size]."""
+        return torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
+
+    def take(self, prompts: list[int], size: int) -> Sampled:
+        """The groups with these numbers."""
+        rows = [prompt * size + k for prompt in prompts for k in range(size)]
+        return replace(
+            self,
+            ids=[self.ids[prompt] for prompt in prompts],
+            episodes=[self.episodes[row] for row in rows],
+            rewards=[self.rewards[row] for row in rows],
+            domains=[self.domains[row] for row in rows],
+        )
+
+    def join(self, other: Sampled) -> Sampled:
+        """Both; parts and failures are those of the later."""
+        return replace(
+            other,
+            ids=self.ids + other.ids,
+            episodes=self.episodes + other.episodes,
+            rewards=self.rewards + other.rewards,
+            domains=self.domains + other.domains,
+        )
+
+
+@dataclass
+class Rollouts:
+    """One rank's view of all rollouts of a run. All methods are collective."""
+
+    plan: Plan
+    algorithm: PPOConfig | GRPOConfig
+    prompts: TokenCache
+    held_out: TokenCache | None
+    curriculum: Curriculum
+    kl: KLController
+    sampling: Sampling
+    scoring: Scoring
+    reading: Reading
+    readers: Readers
+    decode: Callable[[list[int]], str]
+    emit: Callable[..., None]
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
+
+    @property
+    def per_rollout(self) -> int:
+        """Prompts of a rollout."""
+        return self.algorithm.minibatches * self.plan.batch.global_samples // self.algorithm.group_size
+
+    # ---------------------------------------------------------------------------------------------------------- the stream
+
+    def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
+        """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a settled batch's."""
+        if state:
+            self.curriculum.load(state["curriculum"])
+            self.kl.coefficient = state["kl"]
+        assert self.plan.steps is not None
+        while step < self.plan.steps:
+            self.seconds = {}
+            drawn = position
+            sampled, position = self._sample_groups(step, position)
+            with self._spend("infer"):
+                episodes, figures = self._learnable(sampled)
+            began = time.time()
+            yield from self._batches(episodes, sampled, step, position)
+            self.seconds["train"] = time.time() - began
+            step += self.algorithm.epochs * self.algorithm.minibatches
+            self._report(step, sampled, position - drawn, figures)
+
+    def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int) -> Iterator[GlobalBatch]:
+        """The optimizer steps of a rollout: passes over all its episodes, shuffled anew."""
+        algorithm, batch = self.algorithm, self.plan.batch
+        size = batch.global_samples
+        ids = np.repeat(np.asarray(sampled.ids, np.int64), algorithm.group_size)
+        state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient}
+        for epoch in range(algorithm.epochs):
+            order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
+            for number in range(algorithm.minibatches):
+                picks = order[number * size : (number + 1) * size]
+                micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
+                last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
+                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state)
+
+    # ---------------------------------------------------------------------------------------------------------- sampling
+
+    def _sample_groups(self, step: int, position: int) -> tuple[Sampled, int]:
+        """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike give way to others,
+        as long as it may roll out again."""
+        algorithm, size = self.algorithm, self.algorithm.group_size
+        again = algorithm.dynamic_sampling if isinstance(algorithm, GRPOConfig) else 0
+        kept, spare = Sampled(), Sampled()
+        for _ in range(1 + again):
+            fresh = self._sample(self.curriculum.draw(self.per_rollout - len(kept.ids)), step, position)
+            position += len(fresh.ids)
+            good = differs(fresh.groups(size)).tolist() if again else [True] * len(fresh.ids)
+            kept = kept.join(fresh.take([i for i, different in enumerate(good) if different], size))
+            spare = spare.join(fresh.take([i for i, different in enumerate(good) if not different], size))
+            if len(kept.ids) == self.per_rollout:
+                break
+        missing = self.per_rollout - len(kept.ids)
+        return kept.join(spare.take(list(range(missing)), size)) if missing else kept, position
+
+    def _sample(self, ids: list[int], step: int, position: int) -> Sampled:
+        """A group of scored episodes for each of these prompts."""
+        size = self.algorithm.group_size
+        keys = [(position + place, k) for place in range(len(ids)) for k in range(size)]
+        with self._spend("generate"):
+            sampled = self._complete(self.prompts, [sample for sample in ids for _ in range(size)], keys, step)
+        sampled = replace(sampled, ids=ids)
+        with self._spend("reward"):
+            sampled = self._score(self.prompts, [sample for sample in ids for _ in range(size)], sampled)
+        by_domain: dict[str, list[float]] = {}
+        for domain, reward in zip(sampled.domains, sampled.rewards, strict=True):
+            by_domain.setdefault(domain, []).extend([] if math.isnan(reward) else [reward])
+        self.curriculum.learn(by_domain)
+        return sampled
+
+    def _complete(self, cache: TokenCache, samples: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False) -> Sampled:
+        prompts = [cache.segments(sample)[0][0].tolist() for sample in samples]
+        requests = [Request(tokens, key) for tokens, key in zip(prompts, keys, strict=True)]
+        completions = self.sampling.sample(requests, step, greedy)
+        return Sampled(episodes=list(zip(prompts, completions, strict=True)))
+
+    def _score(self, cache: TokenCache, samples: list[int], sampled: Sampled) -> Sampled:
+        metas = [cache.meta(sample) for sample in samples]
+        items = [
+            Item(meta["prompt"], self.decode(said.tokens), len(said.tokens), meta)
+            for meta, (_, said) in zip(metas, sampled.episodes, strict=True)
+        ]
+        episodes = _episodes(sampled)
+        given = {name: read(episodes).tolist() for name, read in self.readers.rewards.items()}
+        scores = self.scoring.score(items, given)
+        penalty = self.algorithm.missing_stop_penalty
+        rewards = [reward - penalty * (not said.ended) for reward, (_, said) in zip(scores.rewards, sampled.episodes, strict=True)]
+        return replace(sampled, rewards=rewards, domains=[meta["domain"] for meta in metas], parts=scores.parts, failures=scores.failures)
+
+    # ---------------------------------------------------------------------------------------------------------- advantages
+
+    def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
+        """Episodes with all that the objective needs, and figures."""
+        episodes, figures = _episodes(sampled), {}
+        if self.readers.policy is not None:
+            said = self.readers.policy(episodes)
+            episodes = replace(episodes, log_probs_NM=said[0], values_NM=said[1] if len(said) > 1 else episodes.values_NM)
+        if self.readers.value is not None:
+            episodes = replace(episodes, values_NM=self.readers.value(episodes)[0])
+        kl_NM = torch.zeros_like(episodes.log_probs_NM)
+        if self.readers.reference is not None:
+            episodes = replace(episodes, reference_log_probs_NM=self.readers.reference(episodes)[0])
+            kl_NM = divergence(episodes.log_probs_NM, episodes.reference_log_probs_NM, self.algorithm.kl.estimator) * episodes.mask_NM
+            figures = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
+        rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
+        if isinstance(self.algorithm, GRPOConfig):
+            episodes = grpo_episodes(episodes, rewards_N, self.algorithm)
+        else:
+            episodes = ppo_episodes(episodes, rewards_N, kl_NM * self.kl.coefficient, self.algorithm)
+        if figures:
+            self.kl.update(figures["kl"], len(episodes))
+        return episodes, figures
+
+    # ---------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], int]:
+        """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts."""
+        assert self.held_out is not None
+        samples = list(range(len(self.held_out)))
+        sampled = self._complete(self.held_out, samples, [(sample, 0) for sample in samples], step, greedy=True)
+        sampled = self._score(self.held_out, samples, sampled)
+        return {"reward": _mean(sampled.rewards), **_means("reward", sampled), **_lengths(sampled)}, len(samples)
+
+    # ---------------------------------------------------------------------------------------------------------- report
+
+    @contextmanager
+    def _spend(self, kind: str) -> Iterator[None]:
+        began = time.time()
+        yield
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
+
+    def _report(self, step: int, sampled: Sampled, drawn: int, figures: dict[str, float]) -> None:
+        known = [reward for reward in sampled.rewards if not math.isnan(reward)]
+        shares = {domain: sampled.domains.count(domain) / len(sampled.domains) for domain in sorted(set(sampled.domains))}
+        self.emit(
+            "rollout",
+            step=step,
+            prompts=len(sampled.ids),
+            drawn=drawn,
+            episodes=len(sampled.rewards),
+            reward=_mean(known),
+            reward_std=statistics.pstdev(known) if known else 0.0,
+            groups_differ=float(differs(sampled.groups(self.algorithm.group_size)).float().mean()),
+            rewards=sampled.parts,
+            shares=shares,
+            failures=sampled.failures,
+            **_means("reward", sampled),
+            **_lengths(sampled),
+            **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
+            **figures,
+        )
+
+
+def grpo_episodes(episodes: Episodes, rewards_N: torch.Tensor, algorithm: GRPOConfig) -> Episodes:
+    """With the advantage of its group at every token of a completion, and the tokens' weights. NaN: no reward, so nothing is learned."""
+    advantages_N = group_advantages(rewards_N.reshape(-1, algorithm.group_size), algorithm.scale).reshape(-1)
+    episodes = replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
+    return episodes.weighted(algorithm.normalize, algorithm.generator.max_new_tokens, ~rewards_N.isnan())
+
+
+def ppo_episodes(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, algorithm: PPOConfig) -> Episodes:
+    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
+    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
+    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
+    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, algorithm.gamma, algorithm.lam)
+    if algorithm.whiten:
+        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
+    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
+
+
+def _episodes(sampled: Sampled) -> Episodes:
+    episodes = Episodes.start(
+        [np.asarray(prompt, np.int64) for prompt, _ in sampled.episodes],
+        [np.asarray(said.tokens, np.int64) for _, said in sampled.episodes],
+    )
+    said_NM = torch.zeros_like(episodes.log_probs_NM)
+    for row, (_, said) in enumerate(sampled.episodes):
+        said_NM[row, : len(said.tokens)] = torch.tensor(said.log_probs)
+    return replace(episodes, sampler_log_probs_NM=said_NM)
+
+
+def _mean(values: list[float]) -> float:
+    """Of those that are numbers; NaN where none is."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _means(name: str, sampled: Sampled) -> dict[str, float]:
+    """`name/DOMAIN` → mean reward, where there are several domains or one that has a name."""
+    return {
+        f"{name}/{domain}": _mean([r for r, d in zip(sampled.rewards, sampled.domains, strict=True) if d == domain])
+        for domain in sorted(set(sampled.domains))
+    }
+
+
+def _lengths(sampled: Sampled) -> dict[str, float]:
+    sizes = [len(said.tokens) for _, said in sampled.episodes]
+    return {
+        "length": sum(sizes) / len(sizes),
+        "length_max": float(max(sizes)),
+        "ended": sum(said.ended for _, said in sampled.episodes) / len(sizes),
+    }
