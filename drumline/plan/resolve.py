@@ -8,6 +8,7 @@ from typing import Literal
 from drumline.cluster.catalog import peak_flops
 from drumline.cluster.detect import Machine
 from drumline.config import strategies as st
+from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
@@ -15,6 +16,7 @@ from drumline.plan.communication import communication_why, kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
+from drumline.plan.rollouts import steps_of_rollouts
 from drumline.plan.rules import Case, check_rules, cp_method
 from drumline.plan.stages import in_flight, plan_pipeline
 from drumline.plan.zero import Decided, adopt, deepspeed_config
@@ -67,7 +69,7 @@ def resolve(
         mean = data.image_tokens / data.samples_with_images
         share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
         why.append(f"{share}, where {mean:.0f} tokens of a sample stand for them on average")
-    steps = _steps(config, batch, data)
+    steps = _steps(config, batch, data, why)
     why += communication_why(config.strategy, world)
     zero = Decided(config, batch, precision, steps, run_dir, facts)
     return Plan(
@@ -173,7 +175,9 @@ def _precision(config: Config, machine: Machine, device: str, why: list[str]) ->
     return chosen
 
 
-def _steps(config: Config, batch: BatchPlan, data: DataPlan | None) -> int | None:
+def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
+    if isinstance(config.algorithm, ROLLOUT):
+        return steps_of_rollouts(config, config.algorithm, batch, data, why)
     if config.run.steps is not None:
         return config.run.steps
     return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)

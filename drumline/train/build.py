@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.algorithms import ClassifyConfig, DPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
+from drumline.config.algorithms import ROLLOUT, ClassifyConfig, DPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
 from drumline.config.schema import Config
+from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks
@@ -32,6 +33,7 @@ from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
 from drumline.train.loop import Asked, Loop
 from drumline.train.references import Reference
+from drumline.train.reinforced import reinforced
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams
 
@@ -63,17 +65,24 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     if start is not None:
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
-    algorithm, streams = build_algorithm(config), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
-    if isinstance(algorithm, DPO):
-        fresh = start is None or start.path is None
-        streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
+    rollouts, held_out = None, None
+    training: Iterable[GlobalBatch]
+    if isinstance(config.algorithm, ROLLOUT):
+        algorithm, rollouts, training = reinforced(plan, ranks, engine, state, device, emit)
+    else:
+        algorithm, streams = build_algorithm(config), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
+        if isinstance(algorithm, DPO):
+            fresh = start is None or start.path is None
+            streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
+        training, held_out = streams.training, streams.held_out
     losses = series(past, "loss")
     return Loop(
         plan=plan,
         engine=engine,
         algorithm=algorithm,
-        stream=streams.training,
-        held_out=streams.held_out,
+        rollouts=rollouts,
+        stream=training,
+        held_out=held_out,
         checkpointer=checkpointer,
         emit=emit,
         gather=Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank)),

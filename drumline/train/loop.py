@@ -32,6 +32,16 @@ class Asked(Protocol):
     def requested(self) -> int: ...
 
 
+class Rollouts(Protocol):
+    """What a stream of rollouts can do besides."""
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
+        """Figures over the held-out prompts, and how many these are; None where there are none. Collective."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class Loop:
     """One run on one rank. All ranks walk the same path: what decides is summed over ranks first."""
@@ -52,26 +62,40 @@ class Loop:
     traffic: Traffic = field(default_factory=lambda: Traffic(lambda step: "whole", "cpu"))
     seen_step: int = 0
     saved_step: int = -1
+    evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
+    rollouts: Rollouts | None = None
+    settled: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
 
     def run(self) -> None:
         """Train from `state` to the end of the stream. Raises Preempted when asked to stop, TrainingStopped by policy."""
+        try:
+            self._run()
+        finally:
+            if self.rollouts is not None:
+                self.rollouts.close()
+
+    def _run(self) -> None:
         config = self.plan.config
         if self.state.step == 0 and config.eval.at_start:
             self.evaluate()
         batches = iter(self.stream)
+        rested = self.state.step  # the last step that the run could go on from
         while True:
+            if self.rollouts is not None and self.settled:
+                self._agree({})  # before a rollout, which takes long, and not after it
             drawn = time.time()
             batch = next(batches, None)
             if batch is None:
                 break
             self._train_step(batch, time.time() - drawn)
-            step = self.state.step
-            best = config.eval.every and step % config.eval.every == 0 and self.evaluate()
-            if (config.checkpoint.every and step % config.checkpoint.every == 0) or (best and config.checkpoint.keep_best):
-                self.save()
+            if self.settled:
+                best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
+                if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best):
+                    self.save()
+                rested = self.state.step
             self._report_saves(self.checkpointer.poll())
-        if not config.eval.every or self.state.step % config.eval.every:
+        if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
             self.evaluate()
         self._save_last()
 
@@ -100,7 +124,8 @@ class Loop:
             self.state.skips = 0
             self.metric = None
         sent = self.traffic.end_step(step, whole=finite)
-        self.state.step, self.state.position = step + 1, batch.position
+        self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
+        self.settled = batch.settled
         self.state.tokens += int(agreed["tokens"])
         seconds = time.time() - started
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
@@ -183,19 +208,13 @@ class Loop:
 
     def evaluate(self) -> bool:
         """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""
-        if self.held_out is None:
-            return False
         started = time.time()
         with self.goodput.spend("eval"):
-            sums: dict[str, float] = {}
-            samples = 0
-            for batch in self.held_out():
-                self._agree({})
-                part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
-                sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
-                samples += int((batch.sample_ids >= 0).sum())
-            total, _ = self.gather(sums)
-        figures = self.algorithm.metrics(total)
+            found = self._held_out_figures() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
+        if found is None:
+            return False
+        figures, samples = found
+        self.evaluated_step = self.state.step
         options = self.plan.config.eval
         if options.metric not in figures:
             raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(figures)}")
@@ -207,6 +226,19 @@ class Loop:
         if better:
             self.state.best = self.metric
         return better
+
+    def _held_out_figures(self) -> tuple[dict[str, float], int] | None:
+        if self.held_out is None:
+            return None
+        sums: dict[str, float] = {}
+        samples = 0
+        for batch in self.held_out():
+            self._agree({})
+            part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
+            sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
+            samples += int((batch.sample_ids >= 0).sum())
+        total, _ = self.gather(sums)
+        return self.algorithm.metrics(total), samples
 
     def save(self) -> None:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
@@ -226,7 +258,7 @@ class Loop:
         """Sum over ranks, and with it whether any rank was asked to stop: then all save at this same step and leave."""
         total, (signals,) = self.gather(local, float(self.asked.requested))
         number = int(max(signals))
-        if number:
+        if number and self.settled:
             self._save_last()
             name = signal.Signals(number).name
             self.emit("preempt", step=self.state.step, signal=name)
@@ -258,3 +290,8 @@ class Loop:
                 blocked_seconds=result.blocked_seconds,
                 error=result.error,
             )
+
+
+def _due(every: int | None, before: int, now: int) -> bool:
+    """Whether a multiple of `every` lies in (before, now]."""
+    return every is not None and now // every > before // every

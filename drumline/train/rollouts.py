@@ -221,13 +221,18 @@ class Rollouts:
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], int]:
-        """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts."""
-        assert self.held_out is not None
+    def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
+        """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts; None where there are none."""
+        if self.held_out is None:
+            return None
         samples = list(range(len(self.held_out)))
         sampled = self._complete(self.held_out, samples, [(sample, 0) for sample in samples], step, greedy=True)
         sampled = self._score(self.held_out, samples, sampled)
         return {"reward": _mean(sampled.rewards), **_means("reward", sampled), **_lengths(sampled)}, len(samples)
+
+    def close(self) -> None:
+        """End the processes that compute rewards."""
+        self.scoring.rewards.close()
 
     # ---------------------------------------------------------------------------------------------------------- report
 

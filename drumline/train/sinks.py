@@ -18,7 +18,7 @@ from drumline.errors import EnvironmentFault
 from drumline.report.redact import plain, redact
 
 # Event kinds that have figures → the group that they are shown in.
-GROUPS = {"step": "train", "eval": "eval", "save": "save"}
+GROUPS = {"step": "train", "eval": "eval", "save": "save", "rollout": "rollout"}
 # run.report_to → its library, how to get that, and what to look at when it does not start.
 LIBRARIES = {
     "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),

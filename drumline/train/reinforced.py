@@ -1,0 +1,167 @@
+"""The composition root's part for runs that learn from rollouts: config → objective, models besides the policy, and the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.algorithms.base import Algorithm
+from drumline.algorithms.grpo import GRPO
+from drumline.algorithms.kl import KLController
+from drumline.algorithms.ppo import PPO
+from drumline.config.algorithms import GRPOConfig, PPOConfig
+from drumline.data.cache import TokenCache
+from drumline.data.stream import GlobalBatch
+from drumline.dist.seeds import derive
+from drumline.dist.start import Ranks
+from drumline.models import adapters
+from drumline.models.build import lay_out
+from drumline.models.load import load_tokenizer, pad_token_id
+from drumline.models.shards import Values
+from drumline.plan.plan import Plan
+from drumline.rollout.build import generator
+from drumline.rollout.generate import Generator
+from drumline.rollout.rewards import Rewards
+from drumline.strategies.engine import Engine
+from drumline.train.completions import Sampling
+from drumline.train.curriculum import Curriculum
+from drumline.train.reading import Reading, log_probs_of
+from drumline.train.rollouts import Readers, Rollouts
+from drumline.train.scoring import Scoring
+from drumline.train.state import TrainState
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def reinforced(
+    plan: Plan, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., None]
+) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
+    """The objective, the rollouts, and their stream from `state` on. Collective."""
+    config = plan.config.algorithm
+    assert isinstance(config, PPOConfig | GRPOConfig)
+    kl = KLController(config.kl.coefficient, config.kl.target, config.kl.horizon)
+    rollouts = build_rollouts(plan, ranks, engine, kl, device, emit)
+    return build_objective(config, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
+
+
+def build_objective(config: PPOConfig | GRPOConfig, kl: KLController) -> PPO | GRPO:
+    """`kl`: shared with the rollouts, which steer it."""
+    on_policy = config.epochs * config.minibatches == 1
+    shared: dict[str, Any] = {
+        "kl": kl,
+        "estimator": config.kl.estimator,
+        "temperature": config.generator.temperature,
+        "chunk": config.loss_chunk,
+    }
+    if isinstance(config, GRPOConfig):
+        return GRPO(
+            clip_low=config.clip,
+            clip_high=config.clip if config.clip_high is None else config.clip_high,
+            importance=config.importance,
+            importance_cap=config.importance_cap,
+            on_policy=on_policy and config.importance == "none",
+            **shared,
+        )
+    return PPO(
+        clip=config.clip,
+        value_clip=config.value_clip,
+        value_weight=config.value_weight,
+        entropy_weight=config.entropy_weight,
+        on_policy=on_policy,
+        value_apart=config.value == "separate",
+        **shared,
+    )
+
+
+def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, device: str, emit: Callable[..., None]) -> Rollouts:
+    """Collective: models besides the policy are built here."""
+    config, data = plan.config, plan.data
+    algorithm = config.algorithm
+    assert isinstance(algorithm, PPOConfig | GRPOConfig) and data is not None
+    tokenizer = load_tokenizer(config.model.tokenizer or plan.model_path or "", config.model)
+    prompts = TokenCache.open(Path(data.train_cache))
+    domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
+    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
+    reading = Reading(plan, plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank), device, pad_token_id(tokenizer), width)
+    rewards = Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers)
+    return Rollouts(
+        plan=plan,
+        algorithm=algorithm,
+        prompts=prompts,
+        held_out=TokenCache.open(Path(data.eval_cache)) if data.eval_cache else None,
+        curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
+        kl=kl,
+        sampling=Sampling(
+            Samplers(plan, engine, tokenizer, device), ranks.rank, ranks.world_size, device, algorithm.generator.max_new_tokens
+        ),
+        scoring=Scoring(rewards, ranks.rank, ranks.world_size, device),
+        reading=reading,
+        readers=build_readers(plan, engine, reading),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+        emit=emit,
+    )
+
+
+def build_readers(plan: Plan, engine: Engine, reading: Reading) -> Readers:
+    """What episodes are asked about, and of whom."""
+    algorithm = plan.config.algorithm
+    assert isinstance(algorithm, PPOConfig | GRPOConfig)
+    own_values = isinstance(algorithm, PPOConfig) and algorithm.value == "head"
+    log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
+    # One step a rollout needs no log-probs of before: they are those of the step's own forward.
+    once = algorithm.epochs * algorithm.minibatches == 1 and isinstance(algorithm, GRPOConfig) and algorithm.importance == "none"
+    asks = not once or algorithm.kl.coefficient > 0
+    policy = partial(reading.read, engine, read=log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, own_values))
+    reference = None
+    if algorithm.kl.coefficient > 0:
+        reference = partial(reading.read, engine, read=log_probs, adapter=False)
+    return Readers(policy=policy if asks else None, reference=reference)
+
+
+@dataclass
+class Samplers:
+    """Generators over the weights as they are now: the live model's, where it lies whole on this rank, else those of a copy."""
+
+    plan: Plan
+    engine: Engine
+    tokenizer: Any
+    device: str
+
+    def __post_init__(self) -> None:
+        self._made: dict[bool, Generator] = {}
+        self._refresh: Callable[[Any], None] | None = None
+
+    def __call__(self, greedy: bool) -> Generator:
+        """Collective."""
+        live = self.engine.live()
+        if not self._made:
+            self._make(live)
+        if self._refresh is not None:
+            self._refresh(self.engine.whole_weights())
+        return self._made[greedy]
+
+    def _make(self, live: Any) -> None:
+        algorithm = self.plan.config.algorithm
+        assert isinstance(algorithm, PPOConfig | GRPOConfig)
+        seed = self.plan.config.run.seed
+        autocast = LOW_PRECISION.get(self.plan.precision)
+        sampling, self._refresh = generator(algorithm.generator, self.tokenizer, seed, live, self._copy, autocast)
+        self._made[False] = sampling
+        greedy = algorithm.generator.model_copy(update={"top_k": 1})
+        self._made[True], _ = generator(greedy, self.tokenizer, seed, sampling.model, self._copy, autocast if live is not None else None)
+
+    def _copy(self) -> Any:
+        """The whole model on this rank, in the type that it computes in."""
+        config = self.plan.config
+        seed = derive(config.run.seed, "weights")
+        dtype = LOW_PRECISION.get(self.plan.precision)
+        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
+        if config.adapter.kind == "lora":
+            adapters.inject(model, config.adapter, config.run.seed)
+        Values(source, self.device, config.run.seed).fill(model)
+        return model
