@@ -27,8 +27,9 @@ from drumline.plan.plan import Plan
 from drumline.rollout.build import generator
 from drumline.rollout.generate import Generator
 from drumline.rollout.rewards import Rewards
+from drumline.rollout.sampling import Completion, Request
+from drumline.rollout.split import generate_together
 from drumline.strategies.engine import Engine
-from drumline.train.completions import Sampling
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading, log_probs_of
 from drumline.train.rollouts import Readers, Rollouts
@@ -96,7 +97,7 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
         held_out=TokenCache.open(Path(data.eval_cache)) if data.eval_cache else None,
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
         kl=kl,
-        sampling=Sampling(
+        sample=Sampling(
             Samplers(plan, engine, tokenizer, device), ranks.rank, ranks.world_size, device, algorithm.generator.max_new_tokens
         ),
         scoring=Scoring(rewards, ranks.rank, ranks.world_size, device),
@@ -124,8 +125,8 @@ def build_readers(plan: Plan, engine: Engine, reading: Reading) -> Readers:
 
 
 @dataclass
-class Samplers:
-    """Generators over the weights as they are now: the live model's, where it lies whole on this rank, else those of a copy."""
+class Sampling:
+    """Completions by the weights as they are now: the live model's, where it lies whole on this rank, else those of a copy."""
 
     plan: Plan
     engine: Engine
@@ -134,34 +135,36 @@ class Samplers:
 
     def __post_init__(self) -> None:
         self._made: dict[bool, Generator] = {}
+        self._whole: Any = None
         self._refresh: Callable[[Any], None] | None = None
 
-    def __call__(self, greedy: bool) -> Generator:
-        """Collective."""
+    def __call__(self, requests: list[Request], step: int, greedy: bool) -> list[Completion]:
+        """A completion of each request, in their order, the same on every rank. Collective."""
         live = self.engine.live()
         if not self._made:
             self._make(live)
         if self._refresh is not None:
             self._refresh(self.engine.whole_weights())
-        return self._made[greedy]
+        return generate_together(self._made[greedy], requests, step, self.device)
 
     def _make(self, live: Any) -> None:
         algorithm = self.plan.config.algorithm
         assert isinstance(algorithm, PPOConfig | GRPOConfig)
-        seed = self.plan.config.run.seed
-        autocast = LOW_PRECISION.get(self.plan.precision)
-        sampling, self._refresh = generator(algorithm.generator, self.tokenizer, seed, live, self._copy, autocast)
-        self._made[False] = sampling
-        greedy = algorithm.generator.model_copy(update={"top_k": 1})
-        self._made[True], _ = generator(greedy, self.tokenizer, seed, sampling.model, self._copy, autocast if live is not None else None)
+        for greedy in (False, True):
+            config = algorithm.generator.model_copy(update={"top_k": 1}) if greedy else algorithm.generator
+            # Both sample from the same model, so refreshing one of them is refreshing both.
+            self._made[greedy], self._refresh = generator(
+                config, self.tokenizer, self.plan.config.run.seed, live, self._copy, LOW_PRECISION.get(self.plan.precision)
+            )
 
     def _copy(self) -> Any:
-        """The whole model on this rank, in the type that it computes in."""
-        config = self.plan.config
-        seed = derive(config.run.seed, "weights")
-        dtype = LOW_PRECISION.get(self.plan.precision)
-        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
-        if config.adapter.kind == "lora":
-            adapters.inject(model, config.adapter, config.run.seed)
-        Values(source, self.device, config.run.seed).fill(model)
-        return model
+        """The whole model on this rank, in the type that it computes in; made once."""
+        if self._whole is None:
+            config = self.plan.config
+            seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
+            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
+            if config.adapter.kind == "lora":
+                adapters.inject(model, config.adapter, config.run.seed)
+            Values(source, self.device, config.run.seed).fill(model)
+            self._whole = model
+        return self._whole

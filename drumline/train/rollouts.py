@@ -27,7 +27,6 @@ from drumline.dist.seeds import derive
 from drumline.plan.plan import Plan
 from drumline.rollout.rewards import Item
 from drumline.rollout.sampling import Completion, Request
-from drumline.train.completions import Sampling
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading
 from drumline.train.scoring import Failures, Scoring
@@ -93,7 +92,7 @@ class Rollouts:
     held_out: TokenCache | None
     curriculum: Curriculum
     kl: KLController
-    sampling: Sampling
+    sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
     scoring: Scoring
     reading: Reading
     readers: Readers
@@ -179,7 +178,7 @@ class Rollouts:
     def _complete(self, cache: TokenCache, samples: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False) -> Sampled:
         prompts = [cache.segments(sample)[0][0].tolist() for sample in samples]
         requests = [Request(tokens, key) for tokens, key in zip(prompts, keys, strict=True)]
-        completions = self.sampling.sample(requests, step, greedy)
+        completions = self.sample(requests, step, greedy)
         return Sampled(episodes=list(zip(prompts, completions, strict=True)))
 
     def _score(self, cache: TokenCache, samples: list[int], sampled: Sampled) -> Sampled:
