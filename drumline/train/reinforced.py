@@ -97,9 +97,7 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
         held_out=TokenCache.open(Path(data.eval_cache)) if data.eval_cache else None,
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
         kl=kl,
-        sample=Sampling(
-            Samplers(plan, engine, tokenizer, device), ranks.rank, ranks.world_size, device, algorithm.generator.max_new_tokens
-        ),
+        sample=Sampling(plan, engine, tokenizer, device),
         scoring=Scoring(rewards, ranks.rank, ranks.world_size, device),
         reading=reading,
         readers=build_readers(plan, engine, reading),
