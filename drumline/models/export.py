@@ -24,6 +24,7 @@ from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.freeze import freeze
+from drumline.models.images import side_of_model
 from drumline.models.load import load_config, load_tokenizer, quiet
 from drumline.models.names import canonical_tensors
 from drumline.models.vision import copy_processor
@@ -88,12 +89,11 @@ def export(
             adapters.save_adapter(model, temporary, base, source.revision)
         else:
             model.save_pretrained(temporary)
-        load_tokenizer(plan.model_path, source).save_pretrained(temporary)
-        copy_processor(plan.model_path or source.tokenizer, source, temporary)
+        _save_reader(plan, source, model.config, temporary)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
-        again = _read_back(temporary, base, source)
+        again = _read_back(temporary, base, plan, source)
         failure = "the folder does not read back as the same model"
         difference = _require_equal(_logits(model.float()), _logits(again), TOLERANCE, failure, str(temporary))
         progress("export", 3, 4)
@@ -117,13 +117,14 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     from transformers import GenerationConfig
 
     path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
+    head, labels = plan.config.head, _labels(plan)
     if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has what learned, and lies over what did not
-        built = build_model(path, model, seed=derive(seed, "weights"))
+        built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=labels)
         freeze(built, model.freeze)
         if isinstance(adapter, LoRAConfig):
             adapters.inject(built, adapter, seed)
     else:
-        built = build_model(path, model.model_copy(update={"init": "random"}), seed=0)
+        built = build_model(path, model.model_copy(update={"init": "random"}), seed=0, head=head, labels=labels)
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
     if path is not None:
@@ -142,6 +143,21 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     elif model.freeze:
         built.requires_grad_(True)
     return built.eval()
+
+
+def _labels(plan: Plan) -> tuple[str, ...]:
+    return plan.data.labels if plan.data else ()
+
+
+def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
+    """What a reader of the folder turns its texts or images into tokens or pixels with."""
+    if plan.config.images_alone:
+        from drumline.models.images import load_processor
+
+        load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
+        return
+    load_tokenizer(plan.model_path, model).save_pretrained(folder)
+    copy_processor(plan.model_path or model.tokenizer, model, folder)
 
 
 def _base_of(plan: Plan) -> str:
@@ -219,26 +235,40 @@ def _put(temporary: Path, to: Path) -> None:
     shutil.rmtree(old)
 
 
-def _read_back(folder: Path, base: str | None, model: ModelConfig) -> Any:
+def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
     """What transformers reads from a folder, or PEFT over `base`, in fp32."""
     import torch
 
     quiet()
+    head = plan.config.head
     if base is not None:
         from peft import PeftModel
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
-            return PeftModel.from_pretrained(build_model(base, model, seed=0), str(folder))
-    return auto_class(load_config(str(folder), model.model_copy(update={"config": {}}))).from_pretrained(
+            return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=_labels(plan)), str(folder))
+    config = load_config(str(folder), model.model_copy(update={"config": {}}))
+    _require_labels(config, _labels(plan), folder)
+    return auto_class(config, head).from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
 
 
+def _require_labels(config: Any, labels: tuple[str, ...], folder: Path) -> None:
+    found = [config.id2label.get(index) for index in range(len(labels))]
+    if found != list(labels):
+        raise DrumlineError(f"the folder names the classes otherwise: {found}", where=str(folder))
+
+
 def _logits(model: Any) -> Any:
-    """What a model says to a few tokens, float[1, T, V]."""
+    """What a model says to a few tokens, float[1, T, V], or of a class to them or to an image, float[1, C]."""
     import torch
 
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        channels, side = int(getattr(model.config, "num_channels", 3)), side_of_model(model.config) or 64
+        pixels = torch.linspace(-2, 2, channels * side * side).view(1, channels, side, side)
+        with torch.no_grad():
+            return model.eval()(pixel_values=pixels).logits
     text = model.config.get_text_config()
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids_BT = torch.arange(length)[None] % text.vocab_size

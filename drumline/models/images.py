@@ -24,7 +24,7 @@ def load_processor(path: str | None, model: ModelConfig, config: Any, side: int 
         return processor if side is None else _resized(processor, side)
     from transformers import ViTImageProcessorPil
 
-    side = side or _of_model(config) or SIDE
+    side = side or side_of_model(config) or SIDE
     channels = int(getattr(config, "num_channels", 3))
     mean, std = (MEAN, STD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
     return ViTImageProcessorPil(size={"height": side, "width": side}, image_mean=list(mean), image_std=list(std))
@@ -68,6 +68,7 @@ def _resized(processor: Any, side: int) -> Any:
     return processor
 
 
-def _of_model(config: Any) -> int | None:
+def side_of_model(config: Any) -> int | None:
+    """The one size of images that a model takes; None for any."""
     size = getattr(config, "image_size", None)
     return int(size[0] if isinstance(size, list | tuple) else size) if size else None
