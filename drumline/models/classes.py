@@ -6,6 +6,7 @@ from typing import Any
 
 from drumline.config.model import Head
 
+CLASSES = "single_label_classification"
 # Head → (Auto class, what it is of).
 AUTO: dict[Head, tuple[str, str]] = {
     "lm": ("AutoModelForCausalLM", "causal language model"),
@@ -28,10 +29,20 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
 
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """The config, told how many logits the head has and what they are called; a score is one without a name."""
+    # transformers' own word for it, by which a built model is known to end in classes (`ends_in_classes`).
+    config.problem_type = CLASSES if head in ("text", "image") else None
     if head == "score":
         config.num_labels = 1
     elif head != "lm" and labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
-        config.problem_type = "single_label_classification"
     return config
+
+
+def ends_in_classes(model: Any) -> bool:
+    return getattr(model.config, "problem_type", None) == CLASSES
+
+
+def reads_images(model: Any) -> bool:
+    """Images alone, that is: what a model of images and text reads first is text."""
+    return getattr(model, "main_input_name", "input_ids") == "pixel_values"

@@ -5,6 +5,7 @@ B samples, C classes, T tokens, D the width of the trunk.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from torch import nn
 
 from drumline.errors import ModelError
 from drumline.models.blocks import block_list
+from drumline.models.images import side_of_model
 from drumline.models.small import close, tried
 from drumline.plan.facts import ModelFacts
+
+TRIED_SIDE = 64  # pixels, of models that take any size
 
 
 def head_weights(model: Any) -> frozenset[str]:
@@ -34,7 +38,7 @@ def class_logits(model: Any, batch: Any) -> torch.Tensor:
     A text without attention mask is a decoder's: its class is read off the last token (`last_B`), which is found by its place and not
     by the padding id, so a text may end in that id.
     """
-    if getattr(batch, "last_B", None) is None or batch.attention_mask_BT is not None:
+    if getattr(batch, "last_B", None) is None or batch.attention_mask_BT is not None:  # without `last_B`: a trial's, of one row
         logits_BC: torch.Tensor = model(**batch.inputs()).logits
         return logits_BC
     parts = last_token_head(model)
@@ -44,6 +48,22 @@ def class_logits(model: Any, batch: Any) -> torch.Tensor:
     rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
     picked: torch.Tensor = head(hidden_BTD[rows_B, batch.last_B])
     return picked
+
+
+@dataclass(frozen=True)
+class Image:
+    """A batch of one grey image, as a model is tried on."""
+
+    pixels_BCHW: torch.Tensor
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {"pixel_values": self.pixels_BCHW}
+
+
+def grey_image(config: Any, device: Any) -> Image:
+    """float[1, C, H, W] zeros of a size that the model takes."""
+    side = side_of_model(config) or TRIED_SIDE
+    return Image(torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device))
 
 
 def looks_ahead(model: Any) -> bool:

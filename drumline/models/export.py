@@ -22,10 +22,10 @@ from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.classes import auto_class
+from drumline.models.classes import auto_class, reads_images
+from drumline.models.classifier import grey_image
 from drumline.models.freeze import freeze
-from drumline.models.images import side_of_model
-from drumline.models.load import load_config, load_tokenizer, quiet
+from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
 from drumline.models.vision import copy_processor
 from drumline.plan.plan import Plan
@@ -85,11 +85,11 @@ def export(
     try:
         _require_space(to.parent, written)
         temporary.mkdir(parents=True)
+        _save_reader(plan, source, model.config, temporary)
         if base is not None:
             adapters.save_adapter(model, temporary, base, source.revision)
         else:
             model.save_pretrained(temporary)
-        _save_reader(plan, source, model.config, temporary)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
@@ -156,7 +156,13 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
 
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return
-    load_tokenizer(plan.model_path, model).save_pretrained(folder)
+    tokenizer = load_tokenizer(plan.model_path, model)
+    if plan.config.head != "lm" and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_token_id(tokenizer))
+    if plan.config.head != "lm" and config.get_text_config().pad_token_id is None:
+        # transformers' own classifiers find the last token of padded rows by it.
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    tokenizer.save_pretrained(folder)
     copy_processor(plan.model_path or model.tokenizer, model, folder)
 
 
@@ -264,11 +270,10 @@ def _logits(model: Any) -> Any:
     """What a model says to a few tokens, float[1, T, V], or of a class to them or to an image, float[1, C]."""
     import torch
 
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
-        channels, side = int(getattr(model.config, "num_channels", 3)), side_of_model(model.config) or 64
-        pixels = torch.linspace(-2, 2, channels * side * side).view(1, channels, side, side)
+    if reads_images(model):
+        grey = grey_image(model.config, "cpu").pixels_BCHW
         with torch.no_grad():
-            return model.eval()(pixel_values=pixels).logits
+            return model.eval()(pixel_values=torch.linspace(-2, 2, grey.numel()).view_as(grey)).logits
     text = model.config.get_text_config()
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids_BT = torch.arange(length)[None] % text.vocab_size

@@ -11,11 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
-from drumline.models.classifier import class_logits
+from drumline.models.classes import ends_in_classes, reads_images
+from drumline.models.classifier import class_logits, grey_image
 from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, tried
+from drumline.models.small import Tokens, close, tried
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Outputs:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
         assert self.logits_BC is not None, "the model ends in classes"
         return self.logits_BC
+
+    def touched(self) -> torch.Tensor:
+        """A sum in which every weight that made these outputs has a part, for a backward that asks nothing."""
+        made = (self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC)
+        return torch.stack([tensor.sum() for tensor in made if tensor is not None]).sum()
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
@@ -135,10 +141,17 @@ def require_documents_apart(model: Any, device: str) -> None:
         )
 
 
+def any_batch(model: Any, device: Any) -> Any:
+    """A batch that the model can be run on, whatever it takes: eight tokens, or a grey image."""
+    if reads_images(model):
+        return grey_image(model.config, device)
+    return Tokens(torch.zeros((1, 8), dtype=torch.int64, device=device))
+
+
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
     """Run a model on a batch (its `inputs()`), or on its part of it. Documents of a pack are told apart by positions
     that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
-    if hasattr(batch, "labels_B"):
+    if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch))
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     if parts is None:

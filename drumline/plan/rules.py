@@ -37,6 +37,8 @@ class Rule:
     where: str = "strategy"
 
 
+# Strategies whose ranks take each forward together, on whole samples of their own.
+_IN_STEP = ("auto", "single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 RULES: tuple[Rule, ...] = (
     Rule(
         "compression × tp",
@@ -114,11 +116,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "SyncBatchNorm × a strategy that is not data parallel",
-        lambda c: (
-            c.config.model.sync_batchnorm
-            and not (c.config.strategy.kind in ("auto", "single", "ddp", "fsdp2") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1)
-        ),
-        "batch statistics are shared over ranks that hold whole samples, under DDP and FSDP2",
+        lambda c: c.config.model.sync_batchnorm and not (c.config.strategy.kind in _IN_STEP and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO",
         "use strategy=ddp",
         "model.sync_batchnorm",
     ),

@@ -30,11 +30,11 @@ from deepspeed.utils import (
 from torch import nn
 
 from drumline.models import adapters
-from drumline.models.head import ForwardWithObjective, split
+from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.shards import Values
-from drumline.models.small import Tokens
 from drumline.plan.plan import Plan
+from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.strategies.engine import Read, Sums, reader, total
 from drumline.strategies.frozen import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
@@ -50,6 +50,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
     """Spread a model. `values` puts its weights into host memory, fp32 and whole on each rank, before it is cut. Collective."""
     assert plan.deepspeed is not None
     join(plan.device)
+    if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
+        apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
     module = ForwardWithObjective(model)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, plan.config.compile)
@@ -95,6 +97,7 @@ class DeepSpeedEngine:
 
     def __init__(self, plan: Plan, model: nn.Module, learned: dict[str, nn.Parameter], engine: Any) -> None:
         self.model, self.learned, self.engine = model, learned, engine
+        self.batch_norms = batch_norms(model)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
         self.sharded = engine.zero_optimization_partition_weights()
@@ -129,6 +132,7 @@ class DeepSpeedEngine:
         return total(outs)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        agree_on_statistics(self.batch_norms)
         self.engine.eval()
         try:
             outs = []
@@ -193,6 +197,7 @@ class DeepSpeedEngine:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         self._make_state()
+        agree_on_statistics(self.batch_norms)
         buffers = {
             name: tensor for name, tensor in canonical_tensors(self.model).items() if name.removeprefix("model.") not in self.learned
         }
@@ -262,9 +267,12 @@ class DeepSpeedEngine:
         """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, and count it not."""
         if self.has_state or not self.slots:
             return
-        ids_BT = torch.zeros((1, 8), dtype=torch.int64, device=self.engine.device)
         steps = self.engine.global_steps
-        self.forward_backward([Tokens(ids_BT)], lambda out, _: SimpleNamespace(loss_sum=out.cross_entropy(ids_BT, 0)[0] * 0, sums={}), 1.0)
+        self.engine.eval()  # no statistics are taken of it
+        self.forward_backward(
+            [any_batch(self.model, self.engine.device)], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0
+        )
+        self.engine.train()
         self.grad_norm()
         self.step(0.0, 0.0)
         self.steps, self.engine.global_steps = 0, steps

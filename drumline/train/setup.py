@@ -55,6 +55,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         rewards.check(config.algorithm.rewards, base.absolute())
     model_path = resolve_model(config.model, on_progress)
     hf_config, length = models.load_config(model_path, config.model), config.data.max_length
+    tokenizer = None
     if config.images_alone:
         length = image_side(config, model_path, hf_config)
     else:
