@@ -46,15 +46,43 @@ def vision_rows(folder: Path, number: int, seed: int = 0) -> list[dict[str, Any]
     return rows
 
 
+def pair_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Pairs of uneven length: the better answer repeats the prompt's words."""
+    draw = random.Random(f"pairs {seed}")
+    rows = []
+    for prompt, other in zip(chat_rows(number, seed), chat_rows(number, seed + 100), strict=True):
+        words = prompt["prompt"].rstrip("?")
+        rows.append({"prompt": prompt["prompt"], "chosen": f"{words}.", "rejected": f"{other['completion']} {draw.choice(WORDS)}"})
+    return rows
+
+
+def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts with a letter that `letters` pays for."""
+    draw = random.Random(f"prompts {seed}")
+    return [{"prompt": row["prompt"], "letter": draw.choice("aeiou")} for row in chat_rows(number, seed, longest=6)]
+
+
+def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
+    """A reward function: the share of `letter` among the completion's letters."""
+    return completion.count(letter) / max(1, len(completion))
+
+
+ROWS = {"reward": pair_rows, "dpo": pair_rows, "ppo": prompt_rows, "grpo": prompt_rows}
+LETTERS = {"kind": "function", "path": "tests.harness:letters"}
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int = 6, **sections: Any) -> Path:
-    """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key."""
-    write_rows(folder / "train.jsonl", chat_rows(rows))
-    write_rows(folder / "eval.jsonl", chat_rows(held_out, seed=1))
+    """A small SFT config in `folder` with its data; `sections` are laid over the defaults of these tests, key by key. For another
+    algorithm the data have its form."""
+    kind = sections.get("algorithm", {}).get("kind", "sft")
+    make = ROWS.get(kind, chat_rows)
+    write_rows(folder / "train.jsonl", make(rows))
+    write_rows(folder / "eval.jsonl", make(held_out, seed=1))
     config: dict[str, Any] = {
         "model": {"id": str(model)},
         "algorithm": {"kind": "sft", "loss_chunk": 32},
@@ -71,6 +99,8 @@ def write_config(folder: Path, model: Path, /, *, rows: int = 40, held_out: int 
         "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": 4},
         "checkpoint": {"every": 2, "export": "none"},
     }
+    if kind not in ("sft", "pretrain"):
+        del config["algorithm"]
     for name, values in sections.items():
         config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
     path = folder / "config.yaml"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.harness import LETTERS
+
 TOLERANCE = 1e-5
 
 
@@ -155,6 +157,50 @@ CASES = [
         "head of its own",
         {"data": {"packing": True}, "rows": 120, "model": {"init": "random", "config": {"tie_word_embeddings": False}}},
         rows=("pp 2, interleaved", "pp 2, zero bubble", "pp 4", "fsdp2 2 x pp 2, interleaved", "tp 2 x pp 2"),
+    ),
+]
+# One row of each kind of engine and mesh, for the algorithms besides next-token learning.
+SPREADS = (
+    "one process, accumulation 4",
+    "dp",
+    "ddp 2, accumulation 4",
+    "fsdp2 2",
+    "fsdp2 hybrid 2 x 2",
+    "tp 2",
+    "fsdp2 2 x tp 2",
+    "cp 2",
+    "fsdp2 x cp 2",
+    "pp 2, gpipe",
+    "pp 2, interleaved",
+    "pp 2, zero bubble",
+    "model_parallel 2",
+    "tp 2 x pp 2",
+    "zero1 2",
+    "zero2 2",
+    "zero3 2, nothing kept whole, accumulation 4",
+)
+TWO_STEPS: dict[str, Any] = {"run": {"steps": 2}, "rows": 24}
+# Sampling is in the loop: what is sampled hangs on seed, step, prompt and index alone, so all rows learn from the same episodes.
+ROLLOUT: dict[str, Any] = {"rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 6, "batch": 16}, "loss_chunk": 32}
+CASES += [
+    Case("reward model", {"algorithm": {"kind": "reward", "center": 0.01}, **TWO_STEPS}, rows=SPREADS),
+    Case("dpo", {"algorithm": {"kind": "dpo", "loss_chunk": 32, "sft_weight": 0.1}, **TWO_STEPS}, rows=SPREADS),
+    Case(
+        "dpo, live reference",
+        {"algorithm": {"kind": "dpo", "loss_chunk": 32, "reference": "live", "loss": "ipo"}, **TWO_STEPS},
+        rows=SPREADS,
+    ),
+    Case(
+        "dpo, lora",
+        {"algorithm": {"kind": "dpo", "loss_chunk": 32, "reference": "adapter"}, "adapter": {"kind": "lora", "r": 4}, **TWO_STEPS},
+        rows=("ddp 2, accumulation 4", "fsdp2 2", "tp 2", "pp 2, interleaved", "zero3 2, nothing kept whole, accumulation 4"),
+    ),
+    Case("grpo", {"algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coefficient": 0.05}, **ROLLOUT}, **TWO_STEPS}, rows=SPREADS),
+    Case("ppo", {"algorithm": {"kind": "ppo", "epochs": 2, **ROLLOUT}, **TWO_STEPS}, rows=SPREADS),
+    Case(
+        "ppo, value apart",
+        {"algorithm": {"kind": "ppo", "epochs": 2, "value": "separate", "value_lr": 1e-3, **ROLLOUT}, **TWO_STEPS},
+        rows=("one process, accumulation 4", "ddp 2, accumulation 4", "fsdp2 2", "tp 2", "cp 2", "pp 2, gpipe", "zero2 2", "zero3 2"),
     ),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
