@@ -37,7 +37,7 @@ def train(config: str, seed: int, folder: Path, overrides: list[str]) -> Path:
     """One run, by the command that a user types."""
     run = folder / f"{Path(config).stem}-seed{seed}"
     command = [sys.executable, "-m", "drumline", "train", config, f"run.dir={run}", f"run.seed={seed}", "checkpoint.export=none"]
-    command += ["checkpoint.every=null", *overrides]
+    command += ["checkpoint.every=null", "checkpoint.keep_best=false", *overrides]
     print(" ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     return run
