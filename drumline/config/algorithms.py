@@ -178,15 +178,33 @@ class ContinuousGenerator(_Generator):
 
 
 class VLLMGenerator(_Generator):
-    """A vLLM server (`vllm serve`), told the new weights before each rollout."""
+    """vLLM, told the new weights before each rollout: a server (`vllm serve`), or an engine in each rank."""
 
     kind: Literal["vllm"] = "vllm"
-    url: str = Field(description="http://HOST:PORT of the server.")
-    timeout_seconds: float = Field(600.0, gt=0, description="Of one request.")
+    url: str | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
+    batch: int = Field(64, gt=0, description="Sequences under way at once, of each rank.")
+    timeout_seconds: float = Field(600.0, gt=0, description="url: of one request, and of loading weights.")
     weights: Literal["none", "folder"] = Field(
         "folder",
-        description="folder: write the weights to a folder that the server reads too, and ask it to load them; none: it keeps its own.",
+        description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
+        " VLLM_SERVER_DEV_MODE=1); none: it keeps its own.",
     )
+    folder: str | None = Field(None, description="weights=folder: where; null: RUN/rollout-weights.")
+    memory: float = Field(0.3, gt=0, lt=1, description="Without url: the part of the GPU's memory that the engine takes.")
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> VLLMGenerator:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError("url begins with http:// or https://")
+        if self.url is None and (self.weights == "none" or self.folder is not None):
+            raise ValueError("weights and folder are of a server: set url")
+        if self.weights == "none" and self.folder is not None:
+            raise ValueError("folder is of weights: folder")
+        if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                "vLLM tells log-probs before the temperature, or after top_p and top_k too: leave temperature at 1, or top_p and top_k off"
+            )
+        return self
 
 
 Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), BeforeValidator(kind_from_string)]

@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 
 from drumline.config.algorithms import ContinuousGenerator as Config
 from drumline.errors import DrumlineError
-from drumline.rollout.generate import WHERE, end_tokens, generating, require_room
+from drumline.rollout.generate import WHERE, end_tokens, generating, positions, require_room
 from drumline.rollout.sampling import Completion, Endings, Request, Sampler, request_seed
 
 PAGE = 32  # tokens of a piece of the cache: short completions would leave most of transformers' 256 empty
@@ -66,7 +66,7 @@ class ContinuousGenerator:
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """Raises DataError for an empty prompt, PlanError for one that leaves too few positions, DrumlineError where generation fails."""
-        require_room(requests, self.config.max_new_tokens, self.model)
+        require_room(requests, self.config.max_new_tokens, positions(self.model))
         if not requests:
             return []
         names = [f"{index}" for index in range(len(requests))]

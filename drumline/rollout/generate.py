@@ -39,7 +39,7 @@ class HFGenerator:
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
         """Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
-        require_room(requests, self.config.max_new_tokens, self.model)
+        require_room(requests, self.config.max_new_tokens, positions(self.model))
         longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # what does not fit in memory fails at once
         done: dict[int, Completion] = {}
         with generating(self.model):
@@ -83,9 +83,13 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(i) for i in (tokenizer.eos_token_id, *several) if i is not None)
 
 
-def require_room(requests: list[Request], new: int, model: Any) -> None:
+def positions(model: Any) -> int | None:
+    """How many tokens a sequence may have; None: any number."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_room(requests: list[Request], new: int, positions: int | None) -> None:
     """Raises DataError for an empty prompt, PlanError where a prompt and `new` tokens are more than the model's positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for request in requests:
         if not request.tokens:
             raise DataError(f"prompt {request.key} has no tokens", where="data", fix="a completion goes on from one token at least")

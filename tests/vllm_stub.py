@@ -1,0 +1,151 @@
+"""A small server that speaks vLLM's HTTP API, as far as the client uses it, over a real tiny model: in a thread, on a free port.
+
+It checks what it is sent as vLLM's pydantic model would (unknown keys are refused), samples with our own sampler seeded by the request,
+and loads weights from a folder. `break_with`: a path → how it fails there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+
+from drumline.rollout.sampling import Endings, Sampler
+from tests.tiny import tiny_tokenizer
+
+# vllm/entrypoints/openai/completion/protocol.py, of CompletionRequest: what a request may say, and of which type.
+FIELDS = {
+    "model": str, "prompt": list, "n": int, "max_tokens": int, "seed": int, "temperature": float, "top_p": float, "top_k": int,
+    "min_p": float, "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "stop": list,
+    "stop_token_ids": list, "include_stop_str_in_output": bool, "logprobs": int, "return_tokens_as_token_ids": bool,
+}  # fmt: skip
+
+
+class StubServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, model: Any, processed: bool = False, key: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.processed, self.key = model, processed, key
+        self.break_with: dict[str, Any] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gave up is no news."""
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for asked, body in self.asked if asked == path]
+
+    @torch.no_grad()
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        for key, value in body.items():
+            assert isinstance(value, FIELDS[key]), (key, value)
+        sampler = Sampler(body["temperature"], body["top_k"], body["top_p"])
+        endings = Endings(frozenset(body["stop_token_ids"]), tuple(body["stop"]), tiny_tokenizer())
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        ended = False
+        while len(tokens) < body["max_tokens"] and not ended:
+            with self.lock:
+                logits = self.model(torch.tensor([body["prompt"] + tokens])).logits[:, -1]
+            noisy, _ = sampler.choose(logits, torch.tensor([body["seed"]]), torch.tensor([len(tokens)]))
+            token = int(noisy.argmax())
+            kept = logits.float()
+            if self.processed:
+                kept = kept / body["temperature"]
+                for warper in sampler.warpers:
+                    kept = warper(None, kept)
+            tokens.append(token)
+            log_probs.append(float(kept.log_softmax(-1)[0, token]))
+            ended = endings.after(tokens)
+        told = {"tokens": [f"token_id:{token}" for token in tokens], "token_logprobs": log_probs, "top_logprobs": None, "text_offset": []}
+        return {"choices": [{"index": 0, "text": "", "logprobs": told, "finish_reason": "stop" if ended else "length"}]}
+
+    def load(self, kwargs: dict[str, Any]) -> None:
+        folder = Path(kwargs["weights_path"])
+        files = sorted(folder.glob("*.safetensors"))
+        assert files, "Cannot find any model weights"
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        missing, unexpected = self.model.load_state_dict(state, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: StubServer
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.answer(200, None)
+        elif self.path == "/v1/models":
+            self.answer(200, {"object": "list", "data": [{"id": "tiny", "max_model_len": 512}]})
+        else:
+            self.answer(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.asked.append((self.path, body))
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        try:
+            if self.path in server.break_with:
+                self.answer(200, None)
+            elif self.path == "/v1/completions":
+                self.answer(200, server.complete(body))
+            elif self.path == "/collective_rpc":
+                assert body["method"] == "reload_weights", body
+                server.load(body["kwargs"])
+                self.answer(200, {"results": [None]})
+            elif self.path == "/reset_prefix_cache":
+                self.answer(200, None)
+            else:
+                self.answer(404, {"detail": "Not Found"})
+        except (AssertionError, KeyError) as error:
+            self.answer(400, {"error": {"message": f"{type(error).__name__}: {error}", "type": "BadRequestError", "code": 400}})
+        finally:
+            with server.lock:
+                server.at_once -= 1
+
+    def answer(self, status: int, body: Any) -> None:
+        how = self.server.break_with.get(self.path)
+        if self.server.key is not None and self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            status, body = 401, {"error": "Unauthorized"}
+        elif how == "hang":
+            time.sleep(3)
+        elif how == "cut":
+            self.close_connection = True
+            return self.connection.close()
+        elif isinstance(how, int):
+            status, body = how, {"error": {"message": "EngineCore encountered an issue"}}
+        elif how is not None:
+            body = how
+        text = b"" if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
