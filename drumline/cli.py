@@ -91,6 +91,33 @@ def export(
 
 
 @app.command()
+def chat(
+    place: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, an exported or any Hugging Face folder, or a hub id.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer is cut here.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest token each time.")] = 0.7,
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+) -> None:
+    """Talk to a trained model in the terminal."""
+    from drumline.use.chat import chat as run
+
+    run(place, max_new_tokens, temperature, system)
+
+
+@app.command(name="eval")
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest.")
+    ] = None,
+) -> None:
+    """Score a checkpoint on the held-out set, under the strategy of CONFIG; the figures go to RUN/eval.json, too."""
+    from drumline.use.evaluate import evaluate as run
+
+    raise typer.Exit(run(config, overrides or [], checkpoint))
+
+
+@app.command()
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,

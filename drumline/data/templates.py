@@ -63,8 +63,7 @@ class Encoder:
         template = tokenizer.chat_template
         text = template if isinstance(template, str) else " ".join((template or {}).values())
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+        self.special = special_ids(tokenizer)
 
     def encode(self, row: Row) -> Example:
         """The whole row as tokens, not yet truncated. Raises DataError that names the row."""
@@ -198,6 +197,29 @@ class Encoder:
             return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses this conversation: {error}", where=origin) from error
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts behind an answer; None where there is no template, or none such.
+
+    It need not be the end-of-sequence token: base models are often given the template of a chat model.
+    """
+    if not tokenizer.chat_template:
+        return None
+    import jinja2
+
+    said = "answer"
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenize=False)
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError):  # a template of its own kind; rows will tell
+        return None
+    after = tokenizer(text[text.rfind(said) + len(said) :], add_special_tokens=False)["input_ids"]
+    return next((token for token in after if token in special_ids(tokenizer)), None)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text."""
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 class _Tokens:

@@ -111,6 +111,17 @@ def export(
     return ExportResult(to, step, time.time() - began, difference)
 
 
+def read_run(run_dir: Path, which: Which = "best") -> tuple[Any, Any, Path]:
+    """(model in eval mode, fp32, adapters merged; its tokenizer; the checkpoint) of a run, in memory: what `export` would write.
+
+    Raises CheckpointError where the run has no whole checkpoint.
+    """
+    plan = _plan_of(run_dir)
+    source = plan.config.model.model_copy(update={"attention": "auto"})
+    checkpoint = _choose(run_dir / "checkpoints", which)
+    return _filled(plan, source, checkpoint, merged=True), load_tokenizer(plan.model_path, source), checkpoint
+
+
 def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
     """The model with a checkpoint's weights, in eval mode; adapters over the model that they were trained on, or merged into it.
     What is not weights (how to generate) is the original model's."""
@@ -202,7 +213,7 @@ def _choose(root: Path, which: Which) -> Path:
     if found.path is None:
         reasons = "; ".join(reason for _, reason in found.skipped)
         raise CheckpointError(
-            f"no whole checkpoint to export{': ' if reasons else ''}{reasons}", where=str(root), fix="train first, or set checkpoint.every"
+            f"no whole checkpoint{': ' if reasons else ''}{reasons}", where=str(root), fix="train first, or set checkpoint.every"
         )
     return found.path
 

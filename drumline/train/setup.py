@@ -31,6 +31,7 @@ from drumline.train.sinks import check_installed
 
 OnProgress = Callable[[str, int, int | None], None]
 CHECKPOINTS = "checkpoints"
+EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
 # An fp32 checkpoint holds a weight and AdamW's two moments; a run keeps at least one while it writes the next.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
@@ -111,7 +112,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     """
     run_dir = Path(plan.run_dir)
     start = resume_from(run_dir, request, plan.config)
-    if request.resume is None and run_dir.is_dir() and any(run_dir.iterdir()):
+    if request.resume is None and run_dir.is_dir() and any(entry.name != EVAL_RESULTS for entry in run_dir.iterdir()):
         raise EnvironmentFault(
             "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
         )

@@ -43,7 +43,8 @@ MAY: dict[str, set[str]] = {
         "rollout",
     },
     "bench": {"config", "plan", "launch", "report", "checkpoint", "models", "train"},
-    "cli": {"config", "plan", "train", "bench"},
+    "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},
+    "cli": {"config", "plan", "train", "bench", "use"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -1,0 +1,152 @@
+"""`drumline chat`: talk to a model in the terminal. Answers go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from drumline.data.templates import turn_end
+from drumline.errors import DataError, UserError
+from drumline.report.bars import bars
+from drumline.use.opened import Opened, open_model
+
+COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
+Message = dict[str, str]
+
+
+def chat(place: str, max_new_tokens: int, temperature: float, system: str | None) -> None:
+    """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
+    with bars(Console(stderr=True)) as on_progress:
+        opened = open_model(place, on_progress)
+    talk = Conversation(opened, max_new_tokens, temperature, system)
+    _tell(f"{opened.origin} — {COMMANDS}")
+    if not talk.has_template:
+        _tell("it has no chat template: each line is continued by itself")
+    while (line := _read()) is not None:
+        if line == "/exit":
+            break
+        if line == "/clear":
+            talk.turns.clear()
+        elif line.startswith("/") and line[1:].isalpha():
+            _tell(f"no command {line}: {COMMANDS}")
+        elif line:
+            talk.answer(line)
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time."""
+
+    opened: Opened
+    max_new_tokens: int
+    temperature: float
+    system: str | None
+    turns: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.opened.tokenizer
+        self.has_template = bool(tokenizer.chat_template)
+        if self.system is not None and not self.has_template:
+            raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
+        text = self.opened.model.config.get_text_config()
+        self.positions: int = getattr(text, "max_position_embeddings", None) or sys.maxsize
+        written = self.opened.model.generation_config.eos_token_id
+        several = written if isinstance(written, list) else [written]
+        self.ends = sorted({int(i) for i in (tokenizer.eos_token_id, turn_end(tokenizer), *several) if i is not None})
+
+    def answer(self, line: str) -> str:
+        """Print the answer as it comes, and keep both. Ctrl-C ends it early: what was said until then stays said."""
+        import torch
+
+        asked = {"role": "user", "content": line}
+        if (size := len(self._tokens([asked]))) >= self.positions:
+            _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
+            return ""
+        self.turns.append(asked)
+        ids = self._prompt()
+        room = min(self.max_new_tokens, self.positions - len(ids))
+        out = printer(self.opened.tokenizer)
+        ids_BT = torch.tensor([ids], device=self.opened.model.device)
+        sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
+        try:
+            with torch.no_grad():
+                self.opened.model.generate(
+                    ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    streamer=out,
+                    max_new_tokens=room,
+                    eos_token_id=self.ends or None,
+                    pad_token_id=self.opened.tokenizer.pad_token_id or (self.ends or [0])[0],
+                    **sampled,
+                )
+        except KeyboardInterrupt:
+            out.on_finalized_text(" …", stream_end=True)
+        said = "".join(out.said)
+        self.turns.append({"role": "assistant", "content": said})
+        return said
+
+    def _prompt(self) -> list[int]:
+        """The conversation as tokens; its oldest turns give way where it leaves too few positions for an answer."""
+        if not self.has_template:
+            del self.turns[:-1]
+        while len(ids := self._tokens(self.turns)) + self.max_new_tokens > self.positions and len(self.turns) > 1:
+            del self.turns[:2]
+            _tell("the model's positions are used up: the oldest turn is forgotten")
+        return ids
+
+    def _tokens(self, turns: list[Message]) -> list[int]:
+        import jinja2
+
+        tokenizer = self.opened.tokenizer
+        if not self.has_template:
+            return list(tokenizer(turns[0]["content"])["input_ids"])
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        try:
+            text = tokenizer.apply_chat_template([*system, *turns], tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"the chat template refuses this conversation: {error}", where=self.opened.origin) from error
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+# What a model's own generation config may say of sampling, and greedy decoding would warn of.
+NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
+# A model may say what a terminal takes for a command; line breaks and tabs are text.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printer(tokenizer: Any) -> Any:
+    """A streamer that prints what comes, word by word, and keeps it in `said`."""
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.said: list[str] = []
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.said.append(text)
+            print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
+
+    return Printer()
+
+
+def _read() -> str | None:
+    """The next line; None at the end. Ctrl-C with nothing to stop only says how to leave."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        import readline  # noqa: F401 — gives `input` its arrow keys
+    try:
+        return input("> " if terminal else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        _tell(f"\n{COMMANDS}")
+        return ""
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

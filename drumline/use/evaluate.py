@@ -1,0 +1,111 @@
+"""`drumline eval`: the figures of a checkpoint on the held-out set, as the training run would measure them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from drumline import __version__
+from drumline.config.load import load
+from drumline.errors import ConfigError, DrumlineError, EnvironmentFault, UserError
+from drumline.launch.environment import launched_by
+from drumline.launch.local import launch
+from drumline.plan.explain import default_run_dir, strategy_name
+from drumline.plan.plan import Plan
+from drumline.report.bars import bars
+from drumline.train.setup import EVAL_RESULTS, Request, make_plan
+from drumline.use.weights import Weights, find_weights
+
+NOT_METRICS = {"t", "kind", "step", "samples", "seconds"}  # of an eval event
+# An evaluation is over or not: nothing is started again, and nobody is told but the caller.
+ALONE = ["launch.max_restarts=0", "run.report_to=[]"]
+
+
+def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int:
+    """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json."""
+    if launched_by() is not None:
+        raise UserError("drumline eval starts its own processes", where=str(launched_by()), fix="call it by itself")
+    run_dir = run_folder(config_path, overrides)
+    weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
+    with bars(Console(stderr=True)) as on_progress:
+        plan = make_plan(Request(weights.loaded), on_progress=on_progress)
+    if plan.data is None or plan.data.eval_cache is None:
+        raise ConfigError("there is no held-out set", where="data", fix="set data.eval, or data.holdout: a number of rows")
+    began = time.time()
+    code, figures = _measure(plan, weights)
+    if code:
+        return code
+    result = {
+        "weights": weights.origin,
+        "checkpoint": str(weights.checkpoint) if weights.checkpoint else None,
+        "strategy": strategy_name(plan),
+        "world_size": plan.mesh.world_size,
+        "precision": plan.precision,
+        "seconds": time.time() - began,
+        **figures,
+    }
+    show(f"{weights.origin} on {figures['samples']} held-out samples", figures["metrics"])
+    write(run_dir, "held_out", result)
+    return 0
+
+
+def run_folder(config_path: Path, overrides: list[str]) -> Path:
+    """The run folder that `drumline train` with the same words has."""
+    loaded = load(config_path, overrides)
+    return Path(loaded.config.run.dir or default_run_dir(loaded.path))
+
+
+def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
+    """(exit code, step, samples and metrics) of ranks that leave the run folder alone: theirs is a temporary one, kept if they fail."""
+    scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
+    found: list[dict[str, Any]] = []
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["kind"] == "eval":
+            found.append(event)
+
+    (scratch / "checkpoints").mkdir()
+    there = plan.model_copy(update={"run_dir": str(scratch)})
+    there.save(scratch / "plan.json")
+    code = launch(there, scratch / "plan.json", str(weights.checkpoint) if weights.checkpoint else None, follow, "drumline.use.rank")
+    if code:
+        return code, {}
+    shutil.rmtree(scratch, ignore_errors=True)
+    if not found:
+        raise DrumlineError("the ranks ended without a figure", where=str(scratch))
+    metrics = {name: value for name, value in found[-1].items() if name not in NOT_METRICS}
+    return 0, {"step": found[-1]["step"] if weights.checkpoint else None, "samples": found[-1]["samples"], "metrics": metrics}
+
+
+def show(title: str, metrics: dict[str, Any]) -> None:
+    """A table of figures under a title, on standard output."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    console = Console()
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
+    """Lay a section over RUN/eval.json; the others stay. Raises EnvironmentFault."""
+    path = run_dir / EVAL_RESULTS
+    try:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        run_dir.mkdir(parents=True, exist_ok=True)
+        whole = path.with_suffix(".tmp")
+        whole.write_text(json.dumps({**known, section: {"time": time.time(), "drumline": __version__, **result}}, indent=2) + "\n")
+        whole.replace(path)
+    except (OSError, json.JSONDecodeError) as error:
+        raise EnvironmentFault(f"cannot be written: {error}", where=str(path), fix="move it away, or mend the folder") from error
+    Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)

@@ -1,0 +1,93 @@
+"""A trained model in memory, ready to generate: from a run, an exported folder, the hub or a package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.config.model import ModelConfig
+from drumline.errors import EnvironmentFault, ModelError
+from drumline.models.classes import auto_class
+from drumline.models.export import read_run
+from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer, quiet
+from drumline.models.package import resolve
+from drumline.plan.plan import Plan
+from drumline.report.bars import OnProgress
+
+ADAPTER = "adapter_config.json"
+SILENT_KINDS = ("reward", "classify")  # algorithms whose models do not write
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`model`: whole, on one device, in eval mode. `origin`: what it is, in words."""
+
+    model: Any
+    tokenizer: Any
+    origin: str
+
+
+def open_model(place: str, on_progress: OnProgress) -> Opened:
+    """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
+    `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
+    quiet()
+    folder = Path(place).expanduser()
+    if (folder / "plan.json").exists():
+        plan = Plan.load(folder / "plan.json")
+        if plan.config.algorithm.kind in SILENT_KINDS:
+            raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
+        exported = exported_folder(folder)
+        if exported is None:
+            model, tokenizer, checkpoint = read_run(folder)
+            return Opened(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
+        return _from_folder(str(exported), plan.config.model.trust_remote_code)
+    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        return _from_folder(str(folder), False)
+    source = resolve(ModelConfig(id=place), on_progress)
+    assert source is not None, "an id leads somewhere"
+    return _from_folder(source, False)
+
+
+def exported_folder(run: Path) -> Path | None:
+    """RUN/export, where there is a model or an adapter in it."""
+    folder = run / "export"
+    return folder if any((folder / name).exists() for name in ("config.json", ADAPTER)) else None
+
+
+def _from_folder(source: str, trust_remote_code: bool) -> Opened:
+    model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source, model)
+    adapter = Path(source) / ADAPTER
+    if adapter.exists() and not (Path(source) / "config.json").exists():
+        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        return Opened(_placed(_with_adapter(base, source, model)), tokenizer, f"{source} over {base}")
+    return Opened(_placed(_read(source, model)), tokenizer, source)
+
+
+def _read(source: str, model: ModelConfig) -> Any:
+    import torch
+
+    config = load_config(source, model)
+    written = getattr(config, "architectures", None) or [""]
+    if any(name.endswith("Classification") for name in written):
+        raise ModelError(f"{written[0]} gives numbers, not text", where=source, fix="name a language model")
+    return from_hub(source, model, lambda: auto_class(config).from_pretrained(source, dtype=torch.float32, **hub_options(source, model)))
+
+
+def _with_adapter(base: str, source: str, model: ModelConfig) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install 'drumline[lora]'") from error
+    return PeftModel.from_pretrained(_read(base, model), source).merge_and_unload()
+
+
+def _placed(model: Any) -> Any:
+    """On the GPU in bf16 where there is one, else in fp32 on the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        model = model.to("cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,40 @@
+"""What each rank of `drumline eval` runs: `python -m drumline.use.rank PLAN_JSON [--resume CHECKPOINT]`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.dist.start import start, stop
+from drumline.plan.plan import Plan
+from drumline.train.build import build
+from drumline.train.entry import Speaker, silent
+from drumline.train.failure import recording
+from drumline.train.state import Goodput
+
+
+@dataclass(frozen=True)
+class NeverAsked:
+    """There is nothing to save: a signal just ends the rank."""
+
+    requested: int = 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate once, as the training loop does, and leave the figures in the events."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--resume")
+    options = parser.parse_args(arguments)
+    plan = Plan.load(options.plan)
+    with recording():
+        ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
+        emit = Speaker(plan, None).emit if ranks.rank == 0 else silent
+        build(plan, ranks, options.resume, emit, NeverAsked(), [], Goodput(time.time())).evaluate()
+        stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Talking to a model: what it is asked, when it stops, what is kept; and which places a model can be opened from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.data.templates import turn_end
+from drumline.errors import CheckpointError, DataError, ModelError, UserError
+from drumline.use.chat import CONTROLS, Conversation, printer
+from drumline.use.opened import Opened, open_model
+from tests.harness import ENV, drumline
+from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
+from tests.unit.test_models_export import save_steps, write_plan
+
+
+def quietly(phase: str, done: int, total: int | None) -> None:
+    return None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("chat") / "model", positions=100_000)
+
+
+@pytest.fixture
+def opened(folder: Path) -> Opened:
+    return open_model(str(folder), quietly)
+
+
+def greedy(opened: Opened, text: str, number: int) -> str:
+    """What transformers' own generate says to a rendered text."""
+    ids = opened.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    out = opened.model.generate(**ids, max_new_tokens=number, do_sample=False)
+    return opened.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def test_it_answers_and_keeps_what_was_said(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, ask = Conversation(opened, 12, 0.0, "Be brief."), "<|im_start|>assistant\n"
+    first = talk.answer("one?")
+    assert first and first == greedy(opened, SYSTEM + turn("user", "one?") + ask, 12)
+    assert capsys.readouterr().out == CONTROLS.sub("�", first) + "\n"
+    second = talk.answer("two?")
+    assert second == greedy(opened, SYSTEM + turn("user", "one?") + turn("assistant", first) + turn("user", "two?") + ask, 12)
+    assert [said["role"] for said in talk.turns] == ["user", "assistant"] * 2
+
+
+def test_it_stops_where_the_template_ends_a_turn(opened: Opened) -> None:
+    """The end-of-sequence token of a base model is another than that of the template put over it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
+    assert set(Conversation(Opened(opened.model, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
+    assert turn_end(tiny_tokenizer(chat_template=None)) is None
+    assert turn_end(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")) is None
+
+
+def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = open_model(str(folder), quietly)
+    opened.model.config.max_position_embeddings = 64
+    talk = Conversation(opened, 20, 0.0, None)
+    for line in ("one two three?", "four five six?", "seven?"):
+        assert talk.answer(line)
+    assert len(talk.turns) < 6 and talk.turns[-2]["content"] == "seven?"
+    assert "the oldest turn is forgotten" in capsys.readouterr().err
+    assert talk.answer("long " * 100) == "" and talk.turns[-2]["content"] == "seven?", "what was said stays"
+    assert "nothing is answered" in capsys.readouterr().err
+
+
+def test_without_a_template_each_line_is_continued(opened: Opened) -> None:
+    bare = Opened(opened.model, tiny_tokenizer(chat_template=None), "bare")
+    talk = Conversation(bare, 5, 0.0, None)
+    talk.answer("one two")
+    assert talk.answer("three") == greedy(bare, "three", 5)
+    with pytest.raises(UserError, match="no chat template"):
+        Conversation(bare, 5, 0.0, "Be brief.")
+
+
+def test_a_model_has_no_say_over_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printer(tiny_tokenizer())
+    out.on_finalized_text("red: \x1b[31m\n\ttab", stream_end=True)
+    assert capsys.readouterr().out == "red: �[31m\n\ttab\n" and out.said == ["red: \x1b[31m\n\ttab"]
+
+
+def test_a_refusing_template_is_one_line(opened: Opened) -> None:
+    strict = CHATML + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+    with pytest.raises(DataError, match="no system, please"):
+        Conversation(Opened(opened.model, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
+
+
+def test_the_command_reads_a_pipe(folder: Path) -> None:
+    """Answers and nothing else on standard output; `/exit` leaves what follows unread."""
+    command = [sys.executable, "-m", "drumline", "chat", str(folder), "--max-new-tokens", "6", "--temperature", "0"]
+    said = subprocess.run(command, input="one?\n\n/what\n/clear\none?\n/exit\nmore\n", capture_output=True, text=True, env=ENV, timeout=100)
+    assert said.returncode == 0, said.stderr
+    half = len(said.stdout) // 2  # the same question twice, with nothing before it
+    assert said.stdout[:half] == said.stdout[half:] and said.stdout.endswith("\n") and half > 1
+    assert "no command /what" in said.stderr and "Traceback" not in said.stderr
+
+
+def test_ctrl_c_stops_an_answer(folder: Path) -> None:
+    command = [sys.executable, "-u", "-m", "drumline", "chat", str(folder), "--max-new-tokens", "90000", "--temperature", "0"]
+    chat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    try:
+        assert chat.stdin is not None and chat.stdout is not None
+        chat.stdin.write("one?\n")
+        chat.stdin.flush()
+        heard = os.read(chat.stdout.fileno(), 1)  # it has begun
+        chat.send_signal(signal.SIGINT)
+        rest, err = chat.communicate("/exit\n", timeout=60)
+    finally:
+        chat.kill()
+        chat.wait()
+    assert chat.returncode == 0 and heard and rest.endswith(" …\n") and "Traceback" not in err, err
+
+
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+def save_export(run: Path, **_: Any) -> None:
+    from drumline.models.export import export
+
+    export(run, run / "export", "best")
+
+
+def first_weight(model: Any) -> torch.Tensor:
+    return next(iter(model.state_dict().values()))
+
+
+@pytest.mark.parametrize("prepare", [None, save_export])
+def test_a_run_is_opened_exported_or_not(folder: Path, tmp_path: Path, prepare: Callable[..., None] | None) -> None:
+    plan = write_plan(tmp_path / "run", {"id": str(folder)}, str(folder))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        open_model(str(tmp_path / "run"), quietly)
+    weights = save_steps(tmp_path / "run", plan, [3.0, 1.0, 2.0])
+    if prepare:
+        prepare(tmp_path / "run")
+    opened = open_model(str(tmp_path / "run"), quietly)
+    assert torch.equal(first_weight(opened.model), weights[2]["model.embed_tokens.weight"]), "the best"
+    assert ("not exported" in opened.origin) == (prepare is None)
+
+
+def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = open_model(str(folder), quietly).model
+    before = first_weight(base).clone(), base.model.layers[0].self_attn.q_proj.weight.clone()
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.peft_config["default"].base_model_name_or_path = str(folder)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    opened = open_model(str(tmp_path), quietly)
+    assert torch.equal(first_weight(opened.model), before[0])
+    assert not torch.equal(opened.model.model.layers[0].self_attn.q_proj.weight, before[1])
+
+
+def test_what_does_not_write_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ModelError, match="gives numbers, not text"):
+        open_model(str(tmp_path), quietly)
+    finished = drumline("chat", tmp_path / "nowhere")
+    assert finished.code == 2 and len(finished.error_lines) == 1 and "no such folder" in finished.err
