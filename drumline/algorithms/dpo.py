@@ -35,9 +35,9 @@ class DPO:
     chunk: int
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Log-probability of each row's answer, fp32[B]."""
+        """Log-probability of each row's answer, fp64[B]: a score is the small difference of two of these."""
         log_probs_BT, _ = outputs.log_probs(batch.targets_BT, self.chunk)
-        return log_probs_BT.sum(1)
+        return log_probs_BT.double().sum(1)
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         assert batch.reference_B is not None, "the stream adds what the reference says"
@@ -58,7 +58,7 @@ class DPO:
             log_prob_chosen=chosen_P,
             log_prob_rejected=rejected_P,
         )
-        return LossOut((loss_P * batch.real_P).sum(), sums)
+        return LossOut((loss_P * batch.real_P).sum().float(), sums)
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         return self.objective(outputs, batch)

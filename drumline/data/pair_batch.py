@@ -19,7 +19,7 @@ class PairBatch:
 
     `input_ids_BT`, `targets_BT`, `position_ids_BT`: int64, as in TokenBatch; targets are the answers' tokens. `last_B`: int64, place of
     each row's last token. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the data
-    says none. `reference_B`: fp32, log-probability of each answer under the reference model; None until it is known. `samples_P`:
+    says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
     int64, numbers of the pairs in their cache, −1 for fillers. `weight`: how many pairs are real.
     """
 

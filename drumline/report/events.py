@@ -74,6 +74,13 @@ KINDS: dict[str, dict[str, str]] = {
         "blocked_seconds": "that training stood still for it",
         "error": "why it failed, or what was lost besides; null",
     },
+    "reference": {
+        "data": "train or eval",
+        "pairs": "whose answers' log-probabilities under the reference model are known now",
+        "found": "true: they were computed before, and read",
+        "path": "the table of them",
+        "seconds": "it took",
+    },
     "restore": {
         "step": "that the run goes on after",
         "path": "the checkpoint; null where there was none yet",

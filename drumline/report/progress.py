@@ -126,6 +126,10 @@ class Progress:
         self.evals.append(event)
         self._say(f"held out, step {event['step']}: {_figures(event)}  ({event['samples']} samples)", "cyan")
 
+    def _on_reference(self, event: dict[str, Any]) -> None:
+        if not event["found"]:
+            self._say(f"reference: {event['pairs']} pairs of {event['data']} scored in {event['seconds']:.1f} s")
+
     def _on_save(self, event: dict[str, Any]) -> None:
         if event["error"]:
             rest = "" if event["path"] else " — the run goes on"

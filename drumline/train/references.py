@@ -31,7 +31,7 @@ from drumline.strategies.engine import Engine
 from drumline.train.loop import Asked
 from drumline.train.streams import Streams
 
-Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp32[2P] of each
+Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[2P] of each
 VERSION = 1  # raise it when the same models and pairs give other numbers
 
 
@@ -73,7 +73,7 @@ class Reference:
         return lambda folder: lambda batches: [_look_up(tables[folder], batch) for batch in batches]
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """fp32[N, 2] of each cache: log-probabilities of the chosen and the rejected answers of its N pairs. Collective."""
+        """fp64[N, 2] of each cache: log-probabilities of the chosen and the rejected answers of its N pairs. Collective."""
         tables: dict[str, torch.Tensor] = {}
         scorer: Engine | None = None
         for role, folder in caches.items():
@@ -83,7 +83,7 @@ class Reference:
             table = read_table(path, pairs) if self.ranks.rank == 0 else None
             (found,) = sum_over_ranks([float(table is not None)], self.device)
             if found:
-                tables[folder] = add_up((torch.zeros(pairs, 2) if table is None else table).to(self.device))
+                tables[folder] = add_up((torch.zeros(pairs, 2, dtype=torch.float64) if table is None else table).to(self.device))
             else:
                 scorer = scorer or self._scorer()
                 tables[folder] = self._score(scorer, folder, pairs)
@@ -101,7 +101,7 @@ class Reference:
         return build_engine(self.plan, self.device, role="reference")  # type: ignore[call-arg]
 
     def _score(self, engine: Engine, folder: str, pairs: int) -> torch.Tensor:
-        table = torch.zeros(pairs, 2, device=self.device)
+        table = torch.zeros(pairs, 2, dtype=torch.float64, device=self.device)
         for batch in self.streams.once(folder):
             (stop,) = sum_over_ranks([float(self.asked.requested)], self.device)
             if stop:
@@ -111,7 +111,7 @@ class Reference:
             told = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
             for pair, scores in zip(batch.micro_batches, told, strict=True):
                 real = pair.real_P > 0
-                table[pair.samples_P[real]] = torch.stack(scores.float().chunk(2), 1)[real]
+                table[pair.samples_P[real]] = torch.stack(scores.chunk(2), 1)[real]
         if not self.plan.mesh.counts(self.ranks.rank):
             table.zero_()  # another rank has the same pairs
         return add_up(table)
@@ -125,7 +125,7 @@ def with_reference(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalB
 
 
 def _look_up(table_N2: torch.Tensor, batch: Any) -> torch.Tensor:
-    """fp32[2P] for a batch of P pairs; fillers (sample −1) get those of the last pair, and weigh nothing."""
+    """fp64[2P] for a batch of P pairs; fillers (sample −1) get those of the last pair, and weigh nothing."""
     return table_N2[batch.samples_P].T.flatten()
 
 
@@ -160,7 +160,7 @@ def read_table(path: Path, pairs: int) -> torch.Tensor | None:
         table = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    whole = table.dtype == np.float32 and table.shape == (pairs, 2) and bool(np.isfinite(table).all())
+    whole = table.dtype == np.float64 and table.shape == (pairs, 2) and bool(np.isfinite(table).all())
     return torch.from_numpy(table) if whole else None
 
 

@@ -41,10 +41,11 @@ def slug(row: Row, case: Case) -> str:
 
 def wanted(session: pytest.Session) -> dict[Case, list[Row]]:
     """The rows that the chosen tests of this file look at, and the reference: `-k "tp 2"` trains nothing else."""
-    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES}
-    for item in session.items:
-        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec"):
-            rows[item.callspec.params.get("case", LOW_CASE)].append(item.callspec.params["row"])
+    chosen = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
+    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES} if any(not hasattr(item, "callspec") for item in chosen) else {}
+    for item in chosen:
+        if hasattr(item, "callspec"):
+            rows.setdefault(item.callspec.params.get("case", LOW_CASE), [REFERENCE]).append(item.callspec.params["row"])
     return rows
 
 

@@ -21,12 +21,11 @@ from drumline.data.batches import collate
 from drumline.data.pair_batch import PairBatch, pair_batch
 from drumline.data.pairs import PairRows
 from drumline.data.sources import Row
-from drumline.models.head import ForwardWithObjective, Outputs
+from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "pairs_trl.json").read_text())
 POLICY, REFERENCE = 1, 2
-needs_log_probs = pytest.mark.skipif(not hasattr(Outputs, "log_probs"), reason="Outputs.log_probs comes with issue 4, part heads")
 CLOSE = {"rel": 1e-5, "abs": 1e-6}
 
 
@@ -87,14 +86,12 @@ def _noted(told: list[torch.Tensor], value: torch.Tensor) -> Any:
     return LossOut(value.sum())
 
 
-@needs_log_probs
 def test_log_probs_are_trls() -> None:
     case = TRL["dpo"]["sigmoid"]
     assert log_probs(REFERENCE, batch([0, 1, 2, 3])).tolist() == pytest.approx(case["reference"], **CLOSE)
 
 
 @pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[2, 0], [3, 1]], [[3], [1], [0], [2]]], ids=["whole", "halves", "pairs"])
-@needs_log_probs
 @pytest.mark.parametrize("name", TRL["dpo"])
 def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForCausalLM
