@@ -89,6 +89,9 @@ class DataConfig(Section):
     packing: bool = Field(
         True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
     )
+    image_max_pixels: int | None = Field(
+        None, gt=0, description="Larger images are made smaller, in shape; null: as the model's image processor says. Saves tokens."
+    )
     learn_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
     )

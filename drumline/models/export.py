@@ -27,7 +27,8 @@ from drumline.models.classifier import grey_image
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
-from drumline.models.vision import copy_processor
+from drumline.models.tower import probe
+from drumline.models.vision import copy_processor, is_vision_language
 from drumline.plan.plan import Plan
 
 Which = Literal["last", "best"] | int
@@ -278,7 +279,7 @@ def _require_labels(config: Any, labels: tuple[str, ...], folder: Path) -> None:
 
 
 def _logits(model: Any) -> Any:
-    """What a model says to a few tokens, float[1, T, V], or of a class to them or to an image, float[1, C]."""
+    """What a model says to a few tokens (with an image, where it sees both), float[1, T, V], or of a class to them or to an image, float[1, C]."""
     import torch
 
     if reads_images(model):
@@ -288,8 +289,9 @@ def _logits(model: Any) -> Any:
     text = model.config.get_text_config()
     length = min(16, getattr(text, "max_position_embeddings", None) or 16)
     ids_BT = torch.arange(length)[None] % text.vocab_size
+    inputs = probe(model, ids_BT).inputs() if is_vision_language(model.config) else {"input_ids": ids_BT}
     with torch.no_grad():
-        return model.eval()(input_ids=ids_BT).logits
+        return model.eval()(**inputs).logits
 
 
 def _require_equal(logits: Any, others: Any, tolerance: float, failure: str, where: str) -> float:

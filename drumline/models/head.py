@@ -16,7 +16,8 @@ from drumline.models.classifier import class_logits, grey_image
 from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
 from drumline.models.sequence import SequencePart
-from drumline.models.small import Tokens, close, tried
+from drumline.models.small import close, tried
+from drumline.models.tower import probe
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,10 @@ def require_documents_apart(model: Any, device: str) -> None:
 
 
 def any_batch(model: Any, device: Any) -> Any:
-    """A batch that the model can be run on, whatever it takes: eight tokens, or a grey image."""
+    """A batch that all of the model runs on, whatever it takes: eight tokens, with an image where it sees both, or a grey image."""
     if reads_images(model):
         return grey_image(model.config, device)
-    return Tokens(torch.zeros((1, 8), dtype=torch.int64, device=device))
+    return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
 
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:

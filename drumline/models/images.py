@@ -44,12 +44,12 @@ def pixels(processor: Any, images: list[Any], channels: int) -> Any:
     return processor([image.convert("RGB" if channels == 3 else "L") for image in images], return_tensors="np")["pixel_values"]
 
 
-def require_pillow() -> None:
+def require_pillow(where: str = "algorithm.modality image") -> None:
     """Raises EnvironmentFault where it is missing."""
     import importlib.util
 
     if importlib.util.find_spec("PIL") is None:
-        raise EnvironmentFault("the package pillow is missing", where="algorithm.modality image", fix="pip install 'drumline[images]'")
+        raise EnvironmentFault("the package pillow is missing", where=where, fix="pip install 'drumline[images]'")
 
 
 def _brings_one(path: str, model: ModelConfig) -> bool:

@@ -140,7 +140,8 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     from drumline.models.blocks import block_list
     from drumline.models.classes import auto_class
     from drumline.models.classifier import image_facts, looks_ahead
-    from drumline.models.vision import is_vision_language, tower_flops, vision_tower
+    from drumline.models.tower import tower_flops, vision_tower
+    from drumline.models.vision import is_vision_language
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")

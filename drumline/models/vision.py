@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drumline.config.model import ModelConfig
 from drumline.errors import DataError, ModelError
+from drumline.models.images import require_pillow
 from drumline.models.load import from_hub, hub_options
 
 # model_type of those whose images, positions and gradients are proven (tests/unit/test_vision.py).
@@ -35,13 +36,19 @@ class Vision:
     model: ModelConfig
     token_id: int
     merge: int
+    max_pixels: int | None = None
 
     @cached_property
     def processor(self) -> Any:
         from transformers import AutoImageProcessor
 
         options = hub_options(self.path, self.model)
-        return from_hub(self.path, self.model, lambda: AutoImageProcessor.from_pretrained(self.path, backend="pil", **options))
+        processor: Any = from_hub(self.path, self.model, lambda: AutoImageProcessor.from_pretrained(self.path, backend="pil", **options))
+        if self.max_pixels is not None:
+            # What transformers calls edges are areas here.
+            most, least = (min(self.max_pixels, processor.size[key]) for key in ("longest_edge", "shortest_edge"))
+            processor.size = type(processor.size)(longest_edge=most, shortest_edge=least)
+        return processor
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "processor"}
@@ -84,8 +91,8 @@ class Vision:
         return np.asarray(found["pixel_values"], np.float32)
 
 
-def find_vision(config: Any, path: str | None, model: ModelConfig) -> Vision | None:
-    """How the model that a config describes takes images; None for one that reads text only.
+def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: int | None = None) -> Vision | None:
+    """How the model that a config describes takes images; None for one that reads text only. `max_pixels`: see data.image_max_pixels.
 
     Raises ModelError for a vision-language model of another kind than those KNOWN, and for a folder without an image processor.
     """
@@ -95,9 +102,10 @@ def find_vision(config: Any, path: str | None, model: ModelConfig) -> Vision | N
         raise ModelError(
             f"vision-language models of type {config.model_type} are not known here", where="model.id", fix=f"use {' or '.join(KNOWN)}"
         )
+    require_pillow(f"model of type {config.model_type}")
     place = path or model.tokenizer
     assert place is not None, "load_tokenizer has refused this"
-    vision = Vision(place, model, int(config.image_token_id), int(config.vision_config.spatial_merge_size))
+    vision = Vision(place, model, int(config.image_token_id), int(config.vision_config.spatial_merge_size), max_pixels)
     processor = vision.processor
     if (processor.patch_size, processor.merge_size) != (config.vision_config.patch_size, vision.merge):
         raise ModelError(
@@ -114,22 +122,6 @@ def is_vision_language(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
-
-
-def vision_tower(model: Any) -> Any:
-    """The part of a model that sees, of KNOWN kinds."""
-    return model.base_model.visual
-
-
-def tower_flops(model: Any) -> float:
-    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which there are merge², or
-    behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
-    tower, total = vision_tower(model), 0.0
-    learns = any(p.requires_grad for p in tower.parameters())
-    for name, parameter in tower.named_parameters():
-        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else tower.spatial_merge_unit
-        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
-    return total
 
 
 def read_image(path: str, origin: str) -> Any:

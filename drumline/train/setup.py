@@ -62,7 +62,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         tokenizer = models.load_tokenizer(model_path, config.model)
         models.check_fits(hf_config, tokenizer, length)
-    vision = find_vision(hf_config, model_path, config.model) if config.head == "lm" else None
+    vision = find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head == "lm" else None
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)

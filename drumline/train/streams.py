@@ -66,7 +66,7 @@ def _token_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], Cal
     pad = pad_token_id(load_tokenizer(plan.model_path, model))
     if plan.batch.rows_per_sample == 2:
         return lambda cache: lambda ids: collate_pairs(cache, ids, pad, width)
-    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model)
+    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model, plan.config.data.image_max_pixels)
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
     return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)

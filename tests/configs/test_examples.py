@@ -9,6 +9,7 @@ import pytest
 
 from drumline.config.load import load
 from tests.harness import ROOT, drumline, events
+from tests.tiny import tiny_model_dir, tiny_vision_dir
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 needs_the_model = pytest.mark.skipif(
@@ -29,6 +30,15 @@ MOST = 4
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
+@pytest.fixture(scope="session")
+def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What stands in for models and data that only a hub has, by example: tiny ones of the same kinds."""
+    folder = tmp_path_factory.mktemp("instead")
+    sees, reads = tiny_vision_dir(folder / "sees"), tiny_model_dir(folder / "reads")
+    text = "data.train=[{kind: file, path: data/chat.jsonl}]"
+    return {"sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"], "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text]}
+
+
 def test_there_are_examples() -> None:
     assert {path.stem for path in EXAMPLES} >= {"sft_smollm2", "own_data", "pretrain_tiny", "ddp", "mesh_8"}
 
@@ -40,8 +50,8 @@ def test_parses(path: Path) -> None:
 
 @needs_the_model
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_dry_run(path: Path, tmp_path: Path) -> None:
-    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", "--dry-run")
+def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
+    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), "--dry-run")
     assert finished.code == 0, finished.err
     assert "mesh           pp " in finished.out and "max_grad_norm: 1.0" in finished.out
     assert not (tmp_path / "run").exists()
@@ -50,7 +60,7 @@ def test_dry_run(path: Path, tmp_path: Path) -> None:
 @needs_the_model
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
-def test_first_steps(path: Path, tmp_path: Path) -> None:
-    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *QUICK, *BATCH, timeout=280)
+def test_first_steps(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
+    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), *QUICK, *BATCH, timeout=280)
     assert finished.code == 0, finished.out + finished.err
     assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]

@@ -1,0 +1,48 @@
+"""The vision tower of a model that sees: where it is, what it costs, and inputs that make it work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drumline.models.small import Tokens
+from drumline.models.vision import is_vision_language
+
+
+@dataclass(frozen=True)
+class _Seeing(Tokens):
+    """A trial's tokens, of which the second of each row is an image of one token."""
+
+    model: Any = None
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        config, device = self.model.config, self.input_ids_BT.device
+        ids_BT, merge = self.input_ids_BT.clone(), int(config.vision_config.spatial_merge_size)
+        ids_BT[:, 1] = config.image_token_id
+        grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
+        width = vision_tower(self.model).patch_embed.proj.weight[0].numel()
+        pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
+        return {**super().inputs(), "input_ids": ids_BT, "pixel_values": pixels_PD, "image_grid_thw": grid_N3}
+
+
+def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
+    """A batch to try a model on, which all of it works for: with an image where the model sees."""
+    return _Seeing(ids_BT, model=model) if is_vision_language(model.config) else Tokens(ids_BT)
+
+
+def vision_tower(model: Any) -> Any:
+    """The part of a model that sees, of KNOWN kinds."""
+    return model.base_model.visual
+
+
+def tower_flops(model: Any) -> float:
+    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which there are merge², or
+    behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
+    tower, total = vision_tower(model), 0.0
+    learns = any(p.requires_grad for p in tower.parameters())
+    for name, parameter in tower.named_parameters():
+        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else tower.spatial_merge_unit
+        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
+    return total
