@@ -279,7 +279,7 @@ def _require_labels(config: Any, labels: tuple[str, ...], folder: Path) -> None:
 
 
 def _logits(model: Any) -> Any:
-    """What a model says to a few tokens (with an image, where it sees both), float[1, T, V], or of a class to them or to an image, float[1, C]."""
+    """What a model says to a few tokens (and an image, where it sees), float[1, T, V]; of a class, to tokens or an image: float[1, C]."""
     import torch
 
     if reads_images(model):
