@@ -199,13 +199,13 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     )
 
 
-def check_fits(config: Any, tokenizer: Any, max_length: int) -> None:
+def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
     """Raises ModelError where the tokenizer has more ids than the embedding has rows, or rows are longer than the model has positions."""
     text = config.get_text_config()
     if len(tokenizer) > text.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows",
-            where="model.tokenizer",
+            where=where,
             fix="use the model's own tokenizer, or a model with a larger vocabulary",
         )
     positions = getattr(text, "max_position_embeddings", None)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.config.schema import Config, MemoryConfig, NoAdapter
+from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.plan.frozen import Frozen
 from drumline.plan.mesh import Mesh
 
@@ -61,6 +62,8 @@ class RolePlan(Frozen):
     model_path: str | None
     head: Literal["lm", "score"] = Field(description="score: one number a token, by a linear head on the last hidden states.")
     learns: bool = False
+    lr_ratio: float = Field(1.0, description="learns: its learning rate as a part of the policy's.")
+    layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
 
 
 class Predicted(Frozen):
@@ -108,6 +111,40 @@ class Plan(Frozen):
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=2) + "\n")
 
+    def of_role(self, name: str) -> Plan:
+        """The plan of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
+        engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
+        role = self.roles[name]
+        config: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+        plan: dict[str, Any] = {"model_path": role.model_path, "roles": {}}
+        if self.pipeline is not None:
+            plan["pipeline"] = self.pipeline.model_copy(update={"layers": role.layers})
+        if role.learns:
+            plan["deepspeed"] = _apart_on_disk(self.deepspeed, name)
+        else:
+            config["memory"] = MemoryConfig()
+            plan |= {"activation_checkpointing": "none", "deepspeed": None}
+            plan["data_parallel"] = self.data_parallel if self.data_parallel in ("dp", "fsdp2") else "none"
+        if not role.learns and isinstance(self.config.strategy, ZeroStrategy):
+            plan["engine"] = "native"
+            config["strategy"] = SingleStrategy()
+            if isinstance(self.config.strategy, Zero3Strategy):
+                plan["data_parallel"] = "fsdp2"
+                offload = "none" if self.config.strategy.offload_parameters.kind == "none" else "cpu"
+                config["strategy"], plan["offload"] = FSDP2Strategy(offload=offload), offload
+        return self.model_copy(update={**plan, "config": self.config.model_copy(update=config)})
+
     @classmethod
     def load(cls, path: Path) -> Plan:
         return cls.model_validate(json.loads(path.read_text()))
+
+
+def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:
+    """DeepSpeed's config with a folder of the role's own for what it keeps on NVMe: two engines would write the same files."""
+    if deepspeed is None:
+        return None
+    zero = dict(deepspeed["zero_optimization"])
+    for part in ("offload_param", "offload_optimizer"):
+        if zero.get(part, {}).get("nvme_path"):
+            zero[part] = {**zero[part], "nvme_path": str(Path(zero[part]["nvme_path"]) / role)}
+    return {**deepspeed, "zero_optimization": zero}

@@ -9,7 +9,7 @@ from drumline.cluster.catalog import peak_flops
 from drumline.cluster.detect import Machine
 from drumline.config import strategies as st
 from drumline.config.algorithms import ROLLOUT
-from drumline.config.schema import Config, OptimizerConfig, ScheduleConfig
+from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch
 from drumline.plan.communication import communication_why, kept_bytes
@@ -18,12 +18,13 @@ from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
 from drumline.plan.rollouts import steps_of_rollouts
 from drumline.plan.rules import Case, check_rules, cp_method
-from drumline.plan.stages import in_flight, plan_pipeline
+from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.zero import Decided, adopt, deepspeed_config
 
 # Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
 # al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
 STATE_BYTES = {"adamw": 4 + 4 + 8, "sgd": 4 + 4 + 4}
+FROZEN_BYTES = 4  # fp32
 
 
 def resolve(
@@ -37,8 +38,10 @@ def resolve(
     data: DataPlan | None,
     base_dir: str = ".",
     roles: dict[str, RolePlan] | None = None,
+    role_facts: dict[str, ModelFacts] | None = None,
 ) -> Plan:
-    """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run.
+    """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run. `roles`: models
+    besides the policy (see plan.roles), `role_facts` their sizes.
 
     Raises PlanError where the numbers do not go together.
     """
@@ -55,6 +58,11 @@ def resolve(
     )
     why += batch_why
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
+    roles, role_facts = roles or {}, role_facts or {}
+    for name, sizes in role_facts.items():
+        own = config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
+        check_rules(Case(own, mesh, device, precision, sizes))
+        roles = {**roles, name: roles[name].model_copy(update={"layers": stage_layers(mesh, config.strategy, sizes)})}
     devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
     if config.strategy.kind == "dp":
         why += _dp_why(devices, batch.micro_batch)
@@ -95,8 +103,8 @@ def resolve(
         data=data,
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
-        roles=roles or {},
-        predicted=_predict(config, machine, mesh, device, precision, facts, data),
+        roles=roles,
+        predicted=_predict(config, machine, mesh, device, precision, facts, data, [(roles[n], f) for n, f in role_facts.items()]),
         why=why,
     )
 
@@ -213,12 +221,21 @@ def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
 
 
 def _predict(
-    config: Config, machine: Machine, mesh: Mesh, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None
+    config: Config,
+    machine: Machine,
+    mesh: Mesh,
+    device: str,
+    precision: str,
+    facts: ModelFacts | None,
+    data: DataPlan | None,
+    roles: list[tuple[RolePlan, ModelFacts]],
 ) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
     state_bytes = facts.learned * (STATE_BYTES[config.optimizer.kind] + kept_bytes(config.strategy, mesh.world_size)) + facts.frozen_bytes
+    for role, sizes in roles:
+        state_bytes += sizes.parameters * (STATE_BYTES[config.optimizer.kind] if role.learns else FROZEN_BYTES)
     # Where weights are sharded at all, ranks that hold parts of the same sequences shard them too.
     parts = mesh.shard * mesh.tp * mesh.pp * (mesh.cp if config.strategy.kind == "fsdp2" else 1)
     image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0

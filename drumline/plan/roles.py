@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from drumline.config.algorithms import DPOConfig
+from drumline.config.algorithms import ROLLOUT, DPOConfig, ModelReward, PPOConfig
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 
@@ -21,7 +22,36 @@ def reference_kind(config: Config) -> ReferenceKind:
     return "adapter" if config.adapter.kind == "lora" and algorithm.reference_model is None else "precomputed"
 
 
-def reference_model(config: Config) -> ModelConfig | None:
-    """The model that DPO's reference is built from; None where there is no such role."""
-    algorithm = config.algorithm
-    return (algorithm.reference_model or config.model) if isinstance(algorithm, DPOConfig) else None
+@dataclass(frozen=True)
+class Wanted:
+    """A model besides the policy. `where`: the key of the YAML that it comes from."""
+
+    model: ModelConfig
+    where: str
+    head: Literal["lm", "score"] = "lm"
+    learns: bool = False
+    lr_ratio: float = 1.0
+
+
+def wanted_roles(config: Config) -> dict[str, Wanted]:
+    """Name → model: `reference`, `value`, and `reward`, `reward2`, … for rewards by models, in the order of the config.
+
+    Where the reference is the policy without its adapter there is no such role.
+    """
+    algorithm, roles = config.algorithm, dict[str, Wanted]()
+    if isinstance(algorithm, DPOConfig) and reference_kind(config) != "adapter":
+        roles["reference"] = Wanted(algorithm.reference_model or config.model, "algorithm.reference_model")
+    if not isinstance(algorithm, ROLLOUT):
+        return roles
+    other = algorithm.kl.reference_model
+    if algorithm.kl.coefficient > 0 and (other is not None or config.adapter.kind != "lora"):
+        roles["reference"] = Wanted(other or config.model, "algorithm.kl.reference_model")
+    if isinstance(algorithm, PPOConfig) and algorithm.value == "separate":
+        ratio = 1.0 if algorithm.value_lr is None else algorithm.value_lr / config.optimizer.lr
+        roles["value"] = Wanted(algorithm.value_model or config.model, "algorithm.value_model", "score", learns=True, lr_ratio=ratio)
+    for index, reward in enumerate(algorithm.rewards):
+        if isinstance(reward, ModelReward):
+            number = sum(name.startswith("reward") for name in roles) + 1
+            name = "reward" if number == 1 else f"reward{number}"
+            roles[name] = Wanted(reward.model, f"algorithm.rewards.{index}.model", "score")
+    return roles

@@ -53,6 +53,11 @@ def plan_pipeline(mesh: Mesh, strategy: s.AnyStrategy, batch: BatchPlan, facts: 
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
 
+def stage_layers(mesh: Mesh, strategy: s.AnyStrategy, facts: ModelFacts) -> tuple[Range, ...]:
+    """Blocks of each stage of another model in the same pipeline; none without one. Raises PlanError as `plan_pipeline`."""
+    return _cut_model(facts, mesh.pp * _schedule(strategy)[1]) if mesh.pp > 1 else ()
+
+
 def _schedule(strategy: s.AnyStrategy) -> tuple[s.Schedule, int]:
     """The schedule of a strategy with stages, and how many stages a rank holds."""
     if isinstance(strategy, s.ModelParallelStrategy):

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from drumline.config.model import Head
 from drumline.dist.seeds import derive
 from drumline.models import adapters
 from drumline.models.build import lay_out
 from drumline.models.freeze import freeze
 from drumline.models.head import require_documents_apart
-from drumline.models.shards import Values
+from drumline.models.shards import Source, Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
+from drumline.strategies.forward import ForwardEngine
+from drumline.strategies.several import POLICY, Several, of_role
 
 
-def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) -> Engine:
-    """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds.
+def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
+    """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles learn beside
+    the policy it is a `Several` of them.
 
-    `device`: cpu, or cuda:N. `held`: names of tensors that a checkpoint fills afterwards, so that nothing else need. Collective.
+    `device`: cpu, or cuda:N. `held`: names of tensors that a checkpoint fills afterwards, so that nothing else need; a role's are
+    ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of a frozen one has no more than what looks (evaluate, infer,
+    whole_weights, live). Collective.
     """
+    if role is not None:
+        chosen = plan.roles[role]
+        if chosen.learns:
+            return _learning(plan.of_role(role), device, held, chosen.head)
+        return cast(Engine, _frozen(plan.of_role(role), device, chosen.head))
+    learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
+    names = dict.fromkeys(held)
+    policy = _learning(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
+    if not learning:
+        return policy
+    engines = {n: _learning(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in learning.items()}
+    return Several({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in learning.items()})
+
+
+def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engine:
     config = plan.config
     if plan.engine == "deepspeed":
         # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
         device, held = "cpu", frozenset()
-    # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
-    place = "cpu" if plan.engine == "pipeline" else device
-    seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    labels = plan.data.labels if plan.data else ()
-    model, source = lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=config.head, labels=labels)
+    model, source = _lay_out(plan, device, held, head)
     if config.packs:
         require_documents_apart(model, device)
     freeze(model, config.model.freeze)
@@ -38,9 +57,9 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
 
         return prepare(plan, model, values, LocalEngine)
     if plan.engine == "native":
-        from drumline.strategies.native import prepare
+        from drumline.strategies.native import NativeEngine, prepare
 
-        return prepare(plan, model, values)
+        return prepare(plan, model, values, NativeEngine)
     if plan.engine == "deepspeed":
         from drumline.strategies import deepspeed
 
@@ -48,3 +67,25 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset()) ->
     from drumline.strategies import pipeline
 
     return pipeline.prepare(plan, model, values)
+
+
+def _frozen(plan: Plan, device: str, head: Head) -> ForwardEngine:
+    model, source = _lay_out(plan, device, frozenset(), head)
+    model.requires_grad_(False)
+    values = Values(source, device, plan.config.run.seed)
+    if plan.engine == "pipeline":
+        from drumline.strategies import pipeline
+
+        return pipeline.prepare_frozen(plan, model, values)
+    from drumline.strategies.native import prepare
+
+    return prepare(plan, model, values, ForwardEngine)
+
+
+def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head) -> tuple[Any, Source]:
+    config = plan.config
+    # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
+    place = "cpu" if plan.engine == "pipeline" else device
+    seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
+    labels = plan.data.labels if plan.data else ()
+    return lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=head, labels=labels)

@@ -11,6 +11,7 @@ B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, tried
 
-NAME = "drumline_sequence_part"
+NUMBERS = itertools.count()
 
 
 def apply_context_parallel(
@@ -47,10 +48,12 @@ def apply_context_parallel(
         attention, masks = ulysses(part), whole_masks(part)
     if not (model._supports_attention_backend and model._supports_sdpa):
         raise _refused(model, "its attention does not go through transformers' attention interface with sdpa")
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, masks)
+    # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
+    name = f"drumline_sequence_part_{next(NUMBERS)}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, masks)
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     if not _same_in_parts(model, mesh.device_type, part, packing):
         model.set_attn_implementation(before)
         raise _refused(model, "cut in parts it does not compute what it computes whole")

@@ -36,7 +36,7 @@ from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.strategies.engine import Read, Sums, reader, total
-from drumline.strategies.frozen import LOW_PRECISION
+from drumline.strategies.forward import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
 from drumline.strategies.owners import share
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
@@ -108,6 +108,7 @@ class DeepSpeedEngine:
         self.owner = share({name: _shape(p).numel() for name, p in learned.items()}, dist.get_world_size())
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
+        self.own_norm, self.max_grad_norm = 0.0, options.max_grad_norm or 0.0
         self.steps = 0
         self.has_state = False
         parts = split(model) if engine.module.splits else None
@@ -170,10 +171,13 @@ class DeepSpeedEngine:
         else:
             norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
         value = float(norm) / self._scale()
-        return value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
+        self.own_norm = value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
+        return self.own_norm
 
     def step(self, lr: float, grad_norm: float) -> None:
-        # DeepSpeed clips by gradient_clipping, by the same formula; what was measured is not measured again.
+        # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. Where the norm given is of
+        # more than these, its limit is theirs in proportion.
+        self.zero.clip_grad = self.max_grad_norm * (self.own_norm / grad_norm if grad_norm else 1.0)
         for group in self.zero.param_groups:
             group["lr"] = lr
         with self._telling(self.norms):

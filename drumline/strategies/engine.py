@@ -12,7 +12,7 @@ from torch import nn
 Sums = dict[str, float]
 Read = Callable[[Any, Any], torch.Tensor]
 # Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
-OPTIONAL = frozenset({"outer"})
+OPTIONAL = frozenset({"outer", "value/outer"})
 
 
 class Engine(Protocol):

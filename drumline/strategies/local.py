@@ -26,7 +26,7 @@ from drumline.models.names import canonical_tensors
 from drumline.plan.communication import averages
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
-from drumline.strategies.frozen import Around
+from drumline.strategies.forward import Around
 from drumline.strategies.native import NativeEngine
 from drumline.strategies.spread import Spread
 
@@ -51,7 +51,7 @@ class LocalEngine(NativeEngine):
         if isinstance(strategy, DiLoCoStrategy):
             self.outer = Outer(strategy, {n: t for n, t in self.apart.items() if n.removeprefix("model.") in self.named})
         self.steps = 0
-        self.own_norm = 0.0
+        self.own_norm = self.told_norm = 0.0
         self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
         self.together = True
         self.waited = 0.0
@@ -65,10 +65,12 @@ class LocalEngine(NativeEngine):
     def grad_norm(self) -> float:
         self.own_norm = super().grad_norm()
         (squares,) = sum_over_ranks([self.own_norm**2], self._tensor_device())
-        return math.sqrt(squares / self.ranks)
+        self.told_norm = math.sqrt(squares / self.ranks)
+        return self.told_norm
 
     def step(self, lr: float, grad_norm: float) -> None:
-        super().step(lr, self.own_norm)
+        # A norm that is of more gradients than these (several models learn as one) raises each rank's own in proportion.
+        super().step(lr, self.own_norm * (grad_norm / self.told_norm if self.told_norm else 1.0))
         self.together = False
         self._end_step()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.data_parallel import apply_dp
 from drumline.strategies.engine import Sums, total
-from drumline.strategies.frozen import Around, FrozenEngine
+from drumline.strategies.forward import Around, ForwardEngine
 from drumline.strategies.loss_scale import LossScale
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
@@ -29,9 +29,12 @@ from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spr
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2, gathered_in
 
+E = TypeVar("E", bound=ForwardEngine)
 
-def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEngine] | None = None) -> NativeEngine:
-    """Spread a model as the plan says: transforms in order, then its weights, then the optimizer over the parameters there are."""
+
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[E]) -> E:
+    """Spread a model as the plan says: transforms in order, then its weights, then what the engine adds (an optimizer over the
+    parameters there are, where it learns)."""
     config = plan.config
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
@@ -48,7 +51,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[NativeEng
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    return (engine or NativeEngine)(plan, model, _spread(plan, whole, model, module, values), around)
+    return engine(plan, model, _spread(plan, whole, model, module, values), around)
 
 
 def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values) -> Spread:
@@ -72,7 +75,7 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
 
 
-class NativeEngine(FrozenEngine):
+class NativeEngine(ForwardEngine):
     """Engine over a model that learns."""
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:

@@ -38,7 +38,9 @@ def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> t
     groups = parameter_groups(named, options)
     if options.kind == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=options.fused)
+    # torch has no fused SGD for parts of tensors.
+    fused = options.fused and not any(isinstance(parameter, DTensor) for parameter in named.values())
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:

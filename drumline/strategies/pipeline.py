@@ -24,7 +24,7 @@ from drumline.models.names import all_tensors
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Read, Sums, reader, total
-from drumline.strategies.frozen import FrozenEngine, whole
+from drumline.strategies.forward import ForwardEngine, whole
 from drumline.strategies.native import NativeEngine
 from drumline.strategies.norms import global_norm, local
 from drumline.strategies.spread import Alone, Averaged, Sharded, Spread
@@ -46,6 +46,18 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
 
     Raises PlanError for a model that cannot be cut.
     """
+    parts, shared = _cut(plan, model, values)
+    return PipelineEngine(plan, *parts, shared=shared)
+
+
+def prepare_frozen(plan: Plan, model: nn.Module, values: Values) -> ForwardPipeline:
+    """`prepare` for a model that only answers."""
+    parts, _ = _cut(plan, model, values)
+    return ForwardPipeline(plan, *parts)
+
+
+def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
+    """What a ForwardPipeline is made of; and the names of the weights that both ends hold."""
     assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
     whole = device_mesh(plan.mesh, plan.device)
     rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
@@ -62,8 +74,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
     apply_compile(held, plan.config.compile)
     stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
     spread = _spread(plan, held, stages, whole, values)
-    parts = (held, spread, stages, layout, whole["pp"], torch.device(values.device))
-    return PipelineEngine(plan, *parts, shared=shared)
+    return (held, spread, stages, layout, whole["pp"], torch.device(values.device)), shared
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
@@ -145,7 +156,7 @@ class _Known(torch.autograd.Function):
         return gradient * grad_loss, None, None
 
 
-class FrozenPipeline(FrozenEngine):
+class ForwardPipeline(ForwardEngine):
     """What is asked of a rank's stages without gradients: answers are made on the last stage, and go to all ranks of the pipeline."""
 
     def __init__(
@@ -240,11 +251,11 @@ class FrozenPipeline(FrozenEngine):
             stage.train(mode)
 
 
-class PipelineEngine(FrozenPipeline, NativeEngine):
+class PipelineEngine(ForwardPipeline, NativeEngine):
     """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
 
     def __init__(self, plan: Plan, *parts: Any, shared: list[str]) -> None:
-        """`parts`: as of FrozenPipeline. `shared`: names of the weights that both ends hold."""
+        """`parts`: as of ForwardPipeline. `shared`: names of the weights that both ends hold."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
         self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]

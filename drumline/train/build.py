@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams
 
 Emit = Callable[..., None]
+MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
 def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput) -> Loop:
@@ -116,7 +118,7 @@ class Start:
 
     path: Path | None
     skipped: list[dict[str, str]]
-    held: frozenset[str]  # names of the model's tensors that are in it
+    held: frozenset[str]  # names of the models' tensors that are in it, without their section
 
     @classmethod
     def find(cls, plan: Plan, resume: str) -> Start:
@@ -138,7 +140,7 @@ class Start:
         else:
             check(path, verify)
         names = read_manifest(path).tensors
-        return cls(path, skipped, frozenset(name.removeprefix("model.") for name in names if name.startswith("model.")))
+        return cls(path, skipped, frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name)))
 
     def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
         """Fill the engine; the event says the seconds since `began` (unix). Collective."""

@@ -66,7 +66,7 @@ class Reference:
         if kind == "adapter":
             return lambda _: lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
         if kind == "live":
-            frozen = build_engine(self.plan, self.device, role="reference")  # type: ignore[call-arg]
+            frozen = build_engine(self.plan, self.device, role="reference")
             return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
         caches = {"train": data.train_cache, "eval": data.eval_cache}
         tables = self._tables({role: folder for role, folder in caches.items() if folder})
@@ -98,7 +98,7 @@ class Reference:
         other = getattr(config.algorithm, "reference_model", None) is not None
         if not other and (self.fresh or config.adapter.kind == "lora"):
             return self.engine
-        return build_engine(self.plan, self.device, role="reference")  # type: ignore[call-arg]
+        return build_engine(self.plan, self.device, role="reference")
 
     def _score(self, engine: Engine, folder: str, pairs: int) -> torch.Tensor:
         table = torch.zeros(pairs, 2, dtype=torch.float64, device=self.device)

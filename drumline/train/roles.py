@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.errors import ModelError
 from drumline.models import load as models
+from drumline.models.classes import with_classes
 from drumline.models.package import resolve as resolve_model
+from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import RolePlan
-from drumline.plan.roles import reference_model
+from drumline.plan.roles import wanted_roles
 
 OnProgress = Callable[[str, int, int | None], None]
 
 
-def find_roles(config: Config, model_path: str | None, tokenizer: Any, on_progress: OnProgress) -> dict[str, RolePlan]:
-    """Name → what it is and where it lies. Raises ModelError for one that reads other tokens than the policy writes."""
-    model = reference_model(config)
-    if model is None:
-        return {}
-    path = model_path if model == config.model else resolve_model(model, on_progress)
-    if model != config.model:
-        require_same_tokens(model, path, tokenizer, config.data.max_length, "algorithm.reference_model")
-    return {"reference": RolePlan(model=model, model_path=path, head="lm")}
+def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:
+    """By name what each role is and where it lies, and its sizes. Raises ModelError for one that reads other tokens than the policy
+    writes."""
+    roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
+    for name, wanted in wanted_roles(config).items():
+        model, same = wanted.model, wanted.model == config.model
+        path = model_path if same else resolve_model(model, on_progress)
+        hf_config = with_classes(models.load_config(path, model), wanted.head, ())
+        if not same:
+            tokenizer = models.load_tokenizer(model_path, config.model)
+            require_same_tokens(model, path, tokenizer, wanted.where)
+            models.check_fits(hf_config, tokenizer, config.data.max_length, wanted.where)
+        roles[name] = RolePlan(model=model, model_path=path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        sizes[name] = models.facts(hf_config, config.data.max_length, head=wanted.head)
+    return roles, sizes
 
 
-def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, max_length: int, where: str) -> None:
-    """Raises ModelError where a model's tokenizer has other tokens than `tokenizer`, or its embedding has no row for one of them."""
+def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:
+    """Raises ModelError where a model comes with a tokenizer that has other tokens than `tokenizer`."""
+    if model.tokenizer is None and path is not None and Path(path).is_dir() and not any(Path(path).glob("*token*")):
+        return
     theirs = models.load_tokenizer(path, model).get_vocab()
     ours = tokenizer.get_vocab()
     if theirs != ours:
@@ -39,4 +50,3 @@ def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, ma
             where=where,
             fix="name a model with the same tokenizer",
         )
-    models.check_fits(models.load_config(path, model), tokenizer, max_length)

@@ -62,6 +62,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         tokenizer = models.load_tokenizer(model_path, config.model)
         models.check_fits(hf_config, tokenizer, length)
+    roles, role_facts = find_roles(config, model_path, on_progress)
     vision = find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head == "lm" else None
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
@@ -79,7 +80,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         model_path=model_path,
         data=data,
         base_dir=str(base.absolute()),
-        roles=find_roles(config, model_path, tokenizer, on_progress),
+        roles=roles,
+        role_facts=role_facts,
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)

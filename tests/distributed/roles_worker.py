@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RATE = 1e-2
+RATE = 0.5
 
 
 def each_row(outputs: Any, batch: Any) -> torch.Tensor:
@@ -54,29 +55,29 @@ def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:
 
 
 def look(plan: Any, rank: int) -> dict[str, Any]:
-    """The policy before and after a step."""
+    """A policy and a value that take a step together, and a reference that does not."""
     from drumline.algorithms.tokens import NextToken
     from drumline.strategies.build import build_engine
     from drumline.strategies.norms import local
-    from drumline.train.build import build_streams
+    from drumline.train.build import MODEL
+    from drumline.train.streams import build_streams
 
-    stream, _ = build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu")
-    batches = next(iter(stream)).micro_batches
-    stream.close()  # type: ignore[attr-defined]
-    engine = build_engine(plan, "cpu")
-    told: dict[str, Any] = {"first weights": weights(engine), "before": answers(engine, batches)}
-    told["norm"] = train(engine, plan, batches, NextToken(32, True).objective)
+    batches = next(iter(build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu").training)).micro_batches
+    objective = NextToken(32, True).objective
+    both: Any = build_engine(plan, "cpu")
+    policy, value, reference = both.engines["policy"], both.engines["value"], build_engine(plan, "cpu", role="reference")
+    told: dict[str, Any] = {"first weights": weights(both), "before": answers(both, batches), "reference": answers(reference, batches)}
+    told["norm"] = train(both, plan, batches, dict.fromkeys(both.engines, objective))
     if plan.data_parallel in ("local_sgd", "diloco"):
-        told["copy"] = copies(engine)
-    modules = list(engine.model.modules())
-    told |= {"after": answers(engine, batches), "without": answers(engine, batches, adapter=False)}
-    told["training"] = all(m.training for m in modules)
-    told["weights"] = weights(engine)
-    told["live"] = engine.live() is not None
+        told["copy"] = copies(policy)
+    told |= {"after": answers(both, batches), "without": answers(both, batches, adapter=False), "value": answers(value, batches)}
+    told["modes"] = [engine.model.training for engine in (policy, value, reference)]
+    told |= {"weights": weights(both), "value weights": weights(value), "reference weights": weights(reference)}
+    told["live"] = [engine.live() is not None for engine in (both, value, reference)]
     if "copy" in told:
-        engine.forward_backward(batches, NextToken(32, True).objective, 1.0)
-        told["copy again"] = copies(engine)
-    told["kept"] = {n.removeprefix("model."): local(t).clone() for n, t in engine.tensors().items() if n.startswith("model.")}
+        policy.forward_backward(batches, objective, 1.0)
+        told["copy again"] = copies(policy)
+    told["kept"] = {re.sub(MODEL, "", n): local(t).clone() for n, t in both.tensors().items() if re.search(MODEL, n)}
     return told
 
 

@@ -14,6 +14,10 @@ import pytest
 import torch
 
 from drumline.config.load import load
+from drumline.config.model import ModelConfig
+from drumline.models.load import facts, load_config
+from drumline.plan.plan import Plan, RolePlan
+from drumline.plan.stages import stage_layers
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT, FOURS, Row
@@ -75,21 +79,32 @@ def slug(row: Row) -> str:
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank of a row said: the chosen rows, one process group for each world size and engine."""
     root = tmp_path_factory.mktemp("roles")
-    model = tiny_model_dir(root / "model", layers=4)
+    model, other = tiny_model_dir(root / "model", layers=4), tiny_model_dir(root / "other", layers=6, hidden=48, seed=1)
     lora = Row(f"{ONE.name}, lora", 1, {**ONE.sections, **LORA})
     params = [getattr(item, "callspec", None) and item.callspec.params for item in request.session.items]
     chosen = [p["row"] for p in params if p and p.get("row") in (*ROWS, *LOCAL)]
     groups: dict[tuple[int, str], list[Path]] = {}
     for row in dict.fromkeys([ONE, lora, *chosen]):
         (root / slug(row)).mkdir()
-        base = {"batch": {"global_samples": 8, "micro_batch": 4}, "data": {"packing": False}, "optimizer": {"eps": 1e-6}}
+        # Plain steps, clipped hard: they say how long the gradient was thought to be.
+        optimizer = {"kind": "sgd", "max_grad_norm": 0.3}
+        base = {"batch": {"global_samples": 8, "micro_batch": 4}, "data": {"packing": False}, "optimizer": optimizer}
         path = write_config(root / slug(row), model, rows=48, **base | row.sections)
         asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-        plan = make_plan(asked, on_progress=lambda *_: None)
+        plan = with_roles(make_plan(asked, on_progress=lambda *_: None), other)
         groups.setdefault((row.world_size, plan.engine), []).append(claim_run_dir(plan, asked)[0])
     for (world_size, _), plans in groups.items():
         run_module("tests.distributed.roles_worker", plans, world_size)
     return lambda row: [torch.load(root / slug(row) / "run" / f"{rank}.pt", weights_only=True) for rank in range(row.world_size)]
+
+
+def with_roles(plan: Plan, other: Path) -> Plan:
+    """A larger reference, and a second model of that kind that learns, at half the rate."""
+    model = ModelConfig(id=str(other))
+    layers = stage_layers(plan.mesh, plan.config.strategy, facts(load_config(str(other), model), 96))
+    frozen = RolePlan(model=model, model_path=str(other), head="lm", layers=layers)
+    learning = frozen.model_copy(update={"learns": True, "lr_ratio": 0.5})
+    return plan.model_copy(update={"roles": {"reference": frozen, "value": learning}})
 
 
 def reference(told: Told, row: Row) -> dict[str, Any]:
@@ -109,28 +124,33 @@ def together(ranks: list[dict[str, Any]], key: str) -> dict[str, float]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_answers_as_one_process(told: Told, row: Row) -> None:
     one, ranks = reference(told, row), told(row)
-    for key in ("before", "after", "without"):
+    for key in ("before", "after", "without", "value", "reference"):
         assert together(ranks, key) == pytest.approx(one[key], rel=TOLERANCE), key
-    assert all(rank["training"] for rank in ranks)
-    assert [rank["norm"] for rank in ranks] == pytest.approx([one["norm"]] * len(ranks), rel=TOLERANCE)
     assert one["without"] == pytest.approx(one["before" if "lora" in row.name else "after"], rel=1e-6)
-    assert one["after"] != pytest.approx(one["before"], rel=1e-3)
+    assert one["after"] != pytest.approx(one["before"], rel=1e-3) and one["value"] != pytest.approx(one["reference"], rel=1e-3)
+    for rank in ranks:
+        assert rank["modes"] == [True, True, False]
+        assert rank["norm"] == pytest.approx(one["norm"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("row", [ONE, *ROWS, *LOCAL], ids=lambda row: row.name)
 def test_every_rank_is_handed_every_weight(told: Told, row: Row) -> None:
     one, ranks = reference(told, row), told(row)
+    for key in ("first weights", "weights", "value weights", "reference weights"):
+        still = key.startswith(("first", "reference"))
+        for rank in ranks:
+            assert list(rank[key]) == list(ranks[0][key]) and rank[key].keys() == one[key].keys()
+            for name, tensor in rank[key].items():
+                assert torch.equal(tensor, ranks[0][key][name]), name
+                assert not still or torch.equal(tensor, one[key][name]), name
+                if row not in LOCAL:
+                    assert float((tensor - one[key][name]).norm()) <= TOLERANCE * float(one[key][name].norm()), name
     for rank in ranks:
-        assert list(rank["weights"]) == list(ranks[0]["weights"]) and rank["weights"].keys() == one["weights"].keys()
-        for name, tensor in rank["weights"].items():
-            assert torch.equal(tensor, ranks[0]["weights"][name]), name
-            assert torch.equal(rank["first weights"][name], one["first weights"][name]), name
-            if row not in LOCAL:
-                assert float((tensor - one["weights"][name]).norm()) <= TOLERANCE * float(one["weights"][name].norm()), name
+        handed = rank["weights"] | {f"value/{name}": tensor for name, tensor in rank["value weights"].items()}
         for name, part in rank["kept"].items():  # what a checkpoint would hold of it, to the bit
-            mine = rank["weights"][name].flatten()
-            assert part.numel() < mine.numel() or torch.equal(part.flatten(), mine), name
-        assert rank["live"] == row.name.startswith(WHOLE)
+            assert part.numel() < handed[name].numel() or torch.equal(part.flatten(), handed[name].flatten()), name
+        learns, frozen = row.name.startswith(WHOLE), row.name.startswith((*WHOLE, "zero1", "zero2"))
+        assert rank["live"] == [learns, learns, frozen]
 
 
 @pytest.mark.parametrize("row", LOCAL, ids=lambda row: row.name)

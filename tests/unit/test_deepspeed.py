@@ -23,6 +23,7 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
+from drumline.strategies.native import NativeEngine
 from drumline.strategies.native import prepare as native
 from drumline.train import helpers
 from tests.harness import ENV
@@ -57,7 +58,7 @@ def engine(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: 
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
     values = Values(source, "cpu", 0)
     if made.engine == "native":
-        return native(made, model, values)
+        return native(made, model, values, NativeEngine)
     from drumline.strategies.deepspeed import prepare
 
     return prepare(made, model, values)

@@ -37,7 +37,7 @@ def engine(model_dir: Path, precision: str = "fp32", /, **sections: Any) -> Nati
         data=None, model_path=str(model_dir), predicted=Predicted(),
     )  # fmt: skip
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
-    return prepare(plan, model, Values(source, "cpu", 0))
+    return prepare(plan, model, Values(source, "cpu", 0), NativeEngine)
 
 
 def batches(rows: int = 2, length: int = 24) -> list[TokenBatch]:

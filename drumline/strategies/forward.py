@@ -22,7 +22,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FrozenEngine:
+class ForwardEngine:
     """A module whose forward runs model and objective in one go (so wrappers' hooks see all uses of a weight), spread over ranks."""
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
