@@ -121,7 +121,8 @@ class LabelledBatch:
     """Texts, padded on the right. `labels_B` int64, IGNORE for a filler; `last_B` int64: place of each row's last token.
 
     `attention_mask_BT` int64 is there for models whose tokens look ahead; a filler's first token is in it, since attention to nothing
-    at all is not a number. Others need none, and get positions instead. `weight`: how many rows have a class.
+    at all is not a number. Others need none, and get positions instead. `position_ids_BT` count from the model's first one on, padding too.
+    `weight`: how many rows have a class.
     """
 
     input_ids_BT: torch.Tensor
@@ -171,6 +172,7 @@ class TextCollator:
     labels: tuple[str, ...]
     pad_id: int
     looks_ahead: bool
+    first_position: int
     width: int | None
 
     def __call__(self, ids: list[int]) -> LabelledBatch:
@@ -183,7 +185,7 @@ class TextCollator:
         mask = np.arange(width) < lengths[:, None]
         return LabelledBatch(
             torch.from_numpy(tokens),
-            torch.arange(width).repeat(len(rows), 1),
+            torch.arange(self.first_position, self.first_position + width).repeat(len(rows), 1),
             torch.from_numpy(mask.astype(np.int64)) if self.looks_ahead else None,
             torch.from_numpy(lengths - 1),
             *_labels(self.cache, ids, self.labels),

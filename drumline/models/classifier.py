@@ -5,6 +5,7 @@ B samples, C classes, T tokens, D the width of the trunk.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from drumline.errors import ModelError
 from drumline.models.blocks import block_list
 from drumline.models.images import side_of_model
+from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
 from drumline.plan.facts import ModelFacts
 
@@ -32,22 +34,29 @@ def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     return (trunk, head) if trunk is not model and isinstance(head, nn.Linear) else None
 
 
-def class_logits(model: Any, batch: Any) -> torch.Tensor:
-    """float[B, C] of a batch of texts or images.
+def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -> torch.Tensor:
+    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`), the same on all of those.
 
     A text without attention mask is a decoder's: its class is read off the last token (`last_B`), which is found by its place and not
     by the padding id, so a text may end in that id.
     """
+    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     if getattr(batch, "last_B", None) is None or batch.attention_mask_BT is not None:  # without `last_B`: a trial's, of one row
-        logits_BC: torch.Tensor = model(**batch.inputs()).logits
-        return logits_BC
+        logits_BC: torch.Tensor = model(**inputs).logits
+        if sequence is None:
+            return logits_BC
+        return sequence.total(logits_BC * float(sequence.index == 0))  # the first token's is the class
     parts = last_token_head(model)
     assert parts is not None, "seen to at build time: `looks_ahead`"
     trunk, head = parts
-    hidden_BTD = trunk(**batch.inputs(), use_cache=False).last_hidden_state
-    rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-    picked: torch.Tensor = head(hidden_BTD[rows_B, batch.last_B])
-    return picked
+    hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
+    if sequence is None:
+        rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
+        picked: torch.Tensor = head(hidden_BTD[rows_B, batch.last_B])
+        return picked
+    places_BT = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device).expand_as(batch.input_ids_BT)
+    here_Bt1 = (sequence.cut(places_BT) == batch.last_B[:, None])[:, :, None].to(hidden_BTD.dtype)
+    return sequence.total(head((hidden_BTD * here_Bt1).sum(1)) * here_Bt1.sum(1))
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,26 @@ def looks_ahead(model: Any) -> bool:
         what = "its padding is seen through the attention mask" if found[0] else "its class is not a linear layer on the last token"
         raise ModelError(f"{type(model).__name__} cannot be trained as a classifier here: {what}", where="model", fix="name another model")
     return found[0]
+
+
+def first_position(model: Any) -> int | None:
+    """The position id of the first token of a text as the model counts by itself: 0, in RoBERTa one more than the padding id. None where it
+    takes no position ids. Found by trying."""
+    found: list[int] = []
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size
+        if "position_ids" not in inspect.signature(small.forward).parameters:
+            return False
+        by_itself = small(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits
+        for first in (0, (small.config.get_text_config().pad_token_id or 0) + 1):
+            positions_BT = torch.arange(first, first + ids_BT.shape[1])[None]
+            if close(small(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), position_ids=positions_BT).logits, by_itself):
+                found.append(first)
+                return True
+        return False
+
+    return found[0] if tried(model, "cpu", trial) else None
 
 
 def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -> ModelFacts:

@@ -153,7 +153,7 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     """Run a model on a batch (its `inputs()`), or on its part of it. Documents of a pack are told apart by positions
     that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
     if ends_in_classes(model):
-        return Outputs(logits_BC=class_logits(model, batch))
+        return Outputs(logits_BC=class_logits(model, batch, sequence))
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     if parts is None:
         return Outputs(logits_BTV=model(**inputs, use_cache=False).logits, sequence=sequence)

@@ -139,7 +139,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
 
     from drumline.models.blocks import block_list
     from drumline.models.classes import auto_class
-    from drumline.models.classifier import image_facts, looks_ahead
+    from drumline.models.classifier import first_position, image_facts, looks_ahead
     from drumline.models.tower import tower_flops, vision_tower
     from drumline.models.vision import is_vision_language
 
@@ -173,6 +173,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
     head_parameters = sum(p.numel() for p in to_words.parameters()) if to_words is not None else 0
+    ahead = head == "text" and looks_ahead(model)
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
@@ -193,7 +194,8 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         head_parameters=head_parameters,
         attention_flops=float(12 * width * length),
         classes=frozenset(type(module).__name__ for module in model.modules()),
-        looks_ahead=head == "text" and looks_ahead(model),
+        looks_ahead=ahead,
+        first_position=first_position(model) if ahead else 0,
         sees=bool(tower),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
     )

@@ -33,12 +33,13 @@ class SequencePart:
         last = 2 * self.parts - 1
         self.stretches = [[i, last - i] if folded else [i] for i in range(self.parts)]  # of each rank
         self.positions_BT: torch.Tensor | None = None
+        self.mask_BT: torch.Tensor | None = None  # which tokens are there for the others; None: all, as far as they are behind
         self.active = False
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
         """A model's inputs for this part of a batch. The mask of ones stands for the whole length: it keeps transformers from reading
         documents out of the positions of one part (see `strategies.context_parallel`, which makes the mask that holds)."""
-        self.positions_BT, self.active = batch.position_ids_BT, True
+        self.positions_BT, self.mask_BT, self.active = batch.position_ids_BT, getattr(batch, "attention_mask_BT", None), True
         return {
             "input_ids": self.cut(batch.input_ids_BT),
             "position_ids": self.cut(batch.position_ids_BT),

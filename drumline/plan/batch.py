@@ -9,6 +9,7 @@ from drumline.plan.plan import BatchPlan
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
 # matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
 TOKENS_AT_ONCE = 4096
+IMAGE_TOKENS = 128  # an image counts as this many
 
 
 def resolve_batch(

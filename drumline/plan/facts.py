@@ -47,6 +47,7 @@ class ModelFacts:
     head_parameters: int = 0  # tied to the embedding, they are counted here too
     attention_flops: float = 0.0  # of one block's attention, besides its matrices
     looks_ahead: bool = False  # a token sees those behind it too, as in BERT: batches carry an attention mask
+    first_position: int | None = 0  # the id of the first token's position, None where the model takes none
     sees: bool = False  # images stand among its tokens
     flops_per_image_token: float = 0.0  # of the vision tower, for each token that stands for a part of an image
 

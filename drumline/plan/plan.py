@@ -104,6 +104,7 @@ class Plan(Frozen):
     data: DataPlan | None
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
     looks_ahead: bool = Field(False, description="Text classifiers: tokens see those behind them, so batches carry an attention mask.")
+    first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
     roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
     predicted: Predicted
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")

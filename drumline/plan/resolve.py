@@ -11,7 +11,7 @@ from drumline.config import strategies as st
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
-from drumline.plan.batch import resolve_batch
+from drumline.plan.batch import IMAGE_TOKENS, resolve_batch
 from drumline.plan.communication import communication_why, kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
@@ -53,10 +53,9 @@ def resolve(
     precision = _precision(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
     least = in_flight(mesh, config.strategy)
-    batch, batch_why = resolve_batch(
-        config.batch, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least, config.rows_per_sample
-    )
-    why += batch_why
+    length = IMAGE_TOKENS if config.images_alone else config.data.max_length
+    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, length, config.eval.micro_batch, least, config.rows_per_sample)
+    why += batch_why + _batch_norm_why(config, batch, facts)
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
     roles, role_facts = roles or {}, role_facts or {}
     for name, sizes in role_facts.items():
@@ -103,6 +102,7 @@ def resolve(
         data=data,
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
+        first_position=(facts.first_position or 0) if facts is not None else 0,
         roles=roles,
         predicted=_predict(config, machine, mesh, device, precision, facts, data, [(roles[n], f) for n, f in role_facts.items()]),
         why=why,
@@ -132,6 +132,16 @@ def _world_size(config: Config, machine: Machine, device: str, launched: int | N
             )
         return nproc or found
     return nproc or 1
+
+
+def _batch_norm_why(config: Config, batch: BatchPlan, facts: ModelFacts | None) -> list[str]:
+    if facts is None or not facts.batch_norms or batch.accumulation == 1:
+        return []
+    shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
+    return [
+        f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a step,"
+        " so accumulation is not quite the larger batch"
+    ]
 
 
 def _dp_why(devices: int, micro_batch: int) -> list[str]:

@@ -251,6 +251,39 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "cp × images",
+        lambda c: c.mesh.cp > 1 and c.config.images_alone,
+        "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks",
+        "use strategy=ddp or fsdp2",
+    ),
+    Rule(
+        "pp × images",
+        lambda c: c.mesh.pp > 1 and c.config.images_alone,
+        "the stages of a pipeline are handed token ids",
+        "use strategy=ddp or fsdp2",
+    ),
+    Rule(
+        "cp × a model without position ids",
+        lambda c: c.mesh.cp > 1 and c.facts is not None and c.facts.first_position is None,
+        "its tokens would count from the start of each part, since it takes no positions from outside",
+        "use strategy=ddp or fsdp2",
+    ),
+    Rule(
+        "ring × tokens that see those behind them",
+        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
+        "torch's ring attention takes no mask, and padding is kept out by one",
+        "use ulysses",
+    ),
+    Rule(
+        "weights of images in low precision",
+        lambda c: (
+            c.config.images_alone and isinstance(c.config.strategy, s.FSDP2Strategy) and c.config.strategy.param_dtype in ("bf16", "fp16")
+        ),
+        "pixels and the statistics of batch norms are fp32, and layers take one type",
+        "leave strategy.param_dtype out: autocast computes in low precision, op by op",
+        "strategy.param_dtype",
+    ),
+    Rule(
         "dp × compile",
         lambda c: c.config.strategy.kind == "dp" and c.config.compile.enabled,
         "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",

@@ -128,8 +128,8 @@ def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
         if documents_BT is not None:
             asked["mask_function"] = packed_sequence_compatibility_function(asked["mask_function"], positions_BT, documents_BT)
             asked["allow_is_causal_skip"] = False
-        length = positions_BT.shape[1]
-        return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": None})
+        length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
+        return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
 
     return mask
 

@@ -59,7 +59,7 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
         assert whole is not None
-        dtype = gathered_in(strategy, plan.precision)
+        dtype = gathered_in(strategy, plan.precision, plan.config.images_alone)
         root = apply_fsdp2(module, model, strategy, data_mesh(whole), dtype)
         values.fill(model, offloaded=plan.offload == "cpu")
         return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)

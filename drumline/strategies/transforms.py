@@ -49,8 +49,11 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
         block.compile(mode=options.mode)
 
 
-def gathered_in(options: FSDP2Strategy, precision: str) -> torch.dtype | None:
-    """The type in which FSDP2 gathers weights; None: that in which they are kept."""
+def gathered_in(options: FSDP2Strategy, precision: str, images: bool = False) -> torch.dtype | None:
+    """The type in which FSDP2 gathers weights; None: that in which they are kept. A model of images gets its pixels in fp32, so its weights
+    stay fp32 and autocast goes op by op."""
+    if images and options.param_dtype == "auto":
+        return None
     dtype = DTYPES[precision if options.param_dtype == "auto" else options.param_dtype]
     return None if dtype == torch.float32 else dtype
 

@@ -29,7 +29,7 @@ def labelled_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], C
     labels = plan.data.labels
     if algorithm.modality == "text":
         pad = pad_token_id(load_tokenizer(plan.model_path, config.model))
-        return lambda cache: TextCollator(cache, labels, pad, plan.looks_ahead, width)
+        return lambda cache: TextCollator(cache, labels, pad, plan.looks_ahead, plan.first_position, width)
     hf_config = load_config(plan.model_path, config.model)
     processor = load_processor(plan.model_path, config.model, hf_config, algorithm.image_size)
     channels = int(getattr(hf_config, "num_channels", 3))
