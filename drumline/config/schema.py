@@ -6,7 +6,7 @@ by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `d
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -129,8 +129,8 @@ class EvalConfig(Section):
     every: int | None = Field(None, gt=0, description="Evaluate each N steps; null: only before the first and after the last.")
     at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
     micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once; null: as in training.")
-    metric: str = Field("loss", description="What `best` means: a metric of the eval event.")
-    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise.")
+    metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward, unless said otherwise.")
+    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max, unless said otherwise.")
 
 
 class HealthConfig(Section):
@@ -180,6 +180,15 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _measured_by_reward(cls, values: Any) -> Any:
+        """What is learned from rollouts is measured by reward, where nothing else is said."""
+        said = values.get("algorithm") if isinstance(values, dict) else None
+        if (said.get("kind") if isinstance(said, dict) else said) not in ("ppo", "grpo") or not isinstance(values.get("eval", {}), dict):
+            return values
+        return {**values, "eval": {"metric": "reward", "mode": "max", **values.get("eval", {})}}
 
     @property
     def packs(self) -> bool:

@@ -100,6 +100,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         "tokens": 12,
         "best": built.state.best,
         "skips": 0,
+        "stream": {},
     }
 
 
