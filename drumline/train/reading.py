@@ -77,3 +77,15 @@ def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
 def values_of(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
     """Reads the values of a model with a score head, [1, B, T]."""
     return outputs.values()[None]
+
+
+def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
+    """Reads the scores of a reward model after each token, at the place where the token is predicted, [1, B, T]."""
+    return outputs.values().roll(-1, dims=1)[None]
+
+
+def last_scores(scores: Callable[[Episodes], torch.Tensor], episodes: Episodes) -> torch.Tensor:
+    """fp32[N]: the score after the last token of each episode; NaN for one without tokens."""
+    lengths_N = episodes.mask_NM.sum(1)
+    said_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
+    return torch.where(lengths_N > 0, said_N, torch.nan)

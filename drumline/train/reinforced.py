@@ -26,12 +26,14 @@ from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.rollout.build import generator
 from drumline.rollout.generate import Generator
-from drumline.rollout.rewards import Rewards
+from drumline.rollout.rewards import Rewards, reward_names
 from drumline.rollout.sampling import Completion, Request
 from drumline.rollout.split import generate_together
+from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
+from drumline.strategies.several import Several
 from drumline.train.curriculum import Curriculum
-from drumline.train.reading import Reading, log_probs_of
+from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.train.rollouts import Readers, Rollouts
 from drumline.train.scoring import Scoring
 from drumline.train.state import TrainState
@@ -100,26 +102,37 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
         sample=Sampling(plan, engine, tokenizer, device),
         scoring=Scoring(rewards, ranks.rank, ranks.world_size, device),
         reading=reading,
-        readers=build_readers(plan, engine, reading),
+        readers=build_readers(plan, engine, reading, device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
     )
 
 
-def build_readers(plan: Plan, engine: Engine, reading: Reading) -> Readers:
-    """What episodes are asked about, and of whom."""
+def build_readers(plan: Plan, engine: Engine, reading: Reading, device: str) -> Readers:
+    """What episodes are asked about, and of whom. Collective: models besides those that learn are built."""
     algorithm = plan.config.algorithm
     assert isinstance(algorithm, PPOConfig | GRPOConfig)
-    own_values = isinstance(algorithm, PPOConfig) and algorithm.value == "head"
     log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
+    values = isinstance(algorithm, PPOConfig) and algorithm.value == "head"
+    both = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, values)
+    referenced = algorithm.kl.coefficient > 0
     # One step a rollout needs no log-probs of before: they are those of the step's own forward.
-    once = algorithm.epochs * algorithm.minibatches == 1 and isinstance(algorithm, GRPOConfig) and algorithm.importance == "none"
-    asks = not once or algorithm.kl.coefficient > 0
-    policy = partial(reading.read, engine, read=log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, own_values))
+    needed = values or referenced or algorithm.epochs * algorithm.minibatches > 1 or getattr(algorithm, "importance", "none") != "none"
     reference = None
-    if algorithm.kl.coefficient > 0:
+    if "reference" in plan.roles:
+        reference = partial(reading.read, build_engine(plan, device, role="reference"), read=log_probs)
+    elif referenced:
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
-    return Readers(policy=policy if asks else None, reference=reference)
+    value = partial(reading.read, engine.engines["value"], read=values_of) if isinstance(engine, Several) else None
+    of_models = [name for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True) if reward.kind == "model"]
+    roles = [role for role in plan.roles if role.startswith("reward")]
+    engines = {name: build_engine(plan, device, role=role) for name, role in zip(of_models, roles, strict=True)}
+    return Readers(
+        policy=partial(reading.read, engine, read=both) if needed else None,
+        reference=reference,
+        value=value,
+        rewards={name: partial(last_scores, partial(reading.read, judge, read=scores_after)) for name, judge in engines.items()},
+    )
 
 
 @dataclass

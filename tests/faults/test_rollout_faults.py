@@ -1,0 +1,77 @@
+"""Killed in the middle of a rollout, and resumed: the same trajectory as a run that was left alone, bit for bit on the same world size.
+
+The curriculum's success rates, what its domains are owed, and the steered KL coefficient come back; so do sampled episodes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.faults.live import gone, kill, wait_for
+from tests.harness import drumline, events, start_drumline, weights, write_config
+from tests.tiny import tiny_model_dir
+
+# Slow enough for the kill to fall between two steps, into the sampling and scoring of the next rollout.
+SLOW = '''
+import time
+
+def slow(prompt, completion, **_):
+    time.sleep(0.1)
+    return float(sum(letter in "aeiou" for letter in completion))
+'''
+ROLLOUT = ("step", "reward", "reward_std", "drawn", "shares", "kl", "kl_coefficient", "length", "groups_differ")
+
+
+def told(run: Path, kind: str, keys: tuple[str, ...]) -> dict[int, Any]:
+    """Step → these fields, the last word on each."""
+    return {event["step"]: {key: event[key] for key in keys} for event in events(run, kind)}
+
+
+def test_killed_in_a_rollout_then_resumed(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    config = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        algorithm={
+            "kind": "grpo",
+            "group_size": 4,
+            "minibatches": 2,
+            "epochs": 2,
+            "loss_chunk": 32,
+            "generator": {"kind": "hf", "max_new_tokens": 6},
+            "rewards": [{"kind": "function", "path": "slow.py:slow"}],
+            "reward_workers": 2,
+            "curriculum": {"kind": "success", "solved": 3.0},
+            "kl": {"coefficient": 0.05, "target": 0.01, "horizon": 50},
+            "dynamic_sampling": 1,
+        },
+        adapter={"kind": "lora", "r": 4},
+        data={"train": [{"kind": "file", "path": "train.jsonl", "domain": d, "limit": n} for d, n in (("one", 10), ("two", 20))]},
+        launch={"nproc": 2},
+        batch={"global_samples": 8, "micro_batch": 2},
+        optimizer={"lr": 1e-2},
+        run={"steps": 16},
+        checkpoint={"every": 4, "export": "none"},
+    )
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    finished = drumline("train", config, f"run.dir={alone}")
+    assert finished.code == 0, finished.err
+    process = start_drumline("train", config, f"run.dir={run}")
+    wait_for(run, "save", 4, process)
+    wait_for(run, "step", 8, process)
+    time.sleep(0.3)
+    kill(process.pid)
+    process.communicate(timeout=60)
+    assert gone(str(run), 2.0), "ranks outlived their launcher"
+    assert max(event["step"] for event in events(run, "step")) < 16 and not events(run, "run_end")
+    resumed = drumline("train", config, f"run.dir={run}", "--resume")
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert events(run, "restore")[-1]["step"] in (4, 8)
+    steps = ("step", "loss", "grad_norm", "tokens", "samples", "entropy", "ratio_max", "kl_coefficient")
+    assert told(run, "step", steps) == told(alone, "step", steps)
+    assert told(run, "rollout", ROLLOUT) == told(alone, "rollout", ROLLOUT)
+    assert len({event["kl_coefficient"] for event in events(alone, "rollout")}) > 1
+    got, expected = weights(run), weights(alone)
+    assert got.keys() == expected.keys() and all((got[name] == expected[name]).all() for name in expected)
