@@ -129,8 +129,8 @@ class EvalConfig(Section):
     every: int | None = Field(None, gt=0, description="Evaluate each N steps; null: only before the first and after the last.")
     at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
     micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once; null: as in training.")
-    metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward, unless said otherwise.")
-    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max, unless said otherwise.")
+    metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward.")
+    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max.")
 
 
 class HealthConfig(Section):
