@@ -2,8 +2,8 @@
 
     python examples/run_three_domain_ddp.py [--model ID_OR_FOLDER] [--num-gpus N] [--tasks-per-domain T] [--group-size G] [key=value …]
 
-A step learns from 3 × T × G episodes, dealt over N processes; without GPUs these are processes on the CPU. Further arguments lay over any key
-of the config, as in `drumline train`.
+A step learns from 3 × T × G episodes, dealt over N processes; without GPUs these are processes on the CPU. Further arguments lay over any
+key of the config, as in `drumline train`.
 """
 
 from __future__ import annotations

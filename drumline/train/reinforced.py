@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ from drumline.rollout.sampling import Completion, Request
 from drumline.rollout.split import generate_together
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
+from drumline.strategies.several import Several
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.train.rollouts import Readers, Rollouts
@@ -122,7 +123,7 @@ def build_readers(plan: Plan, engine: Engine, reading: Reading, device: str) -> 
         reference = partial(reading.read, build_engine(plan, device, role="reference"), read=log_probs)
     elif referenced:
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
-    value = partial(reading.read, cast(Any, engine).engines["value"], read=values_of) if "value" in plan.roles else None
+    value = partial(reading.read, engine.engines["value"], read=values_of) if isinstance(engine, Several) else None
     of_models = [name for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True) if reward.kind == "model"]
     roles = [role for role in plan.roles if role.startswith("reward")]
     engines = {name: build_engine(plan, device, role=role) for name, role in zip(of_models, roles, strict=True)}

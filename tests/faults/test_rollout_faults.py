@@ -14,13 +14,13 @@ from tests.harness import drumline, events, start_drumline, weights, write_confi
 from tests.tiny import tiny_model_dir
 
 # Slow enough for the kill to fall between two steps, into the sampling and scoring of the next rollout.
-SLOW = '''
+SLOW = """
 import time
 
 def slow(prompt, completion, **_):
     time.sleep(0.1)
     return float(sum(letter in "aeiou" for letter in completion))
-'''
+"""
 ROLLOUT = ("step", "reward", "reward_std", "drawn", "shares", "kl", "kl_coefficient", "length", "groups_differ")
 
 

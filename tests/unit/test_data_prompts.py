@@ -1,0 +1,103 @@
+"""Prompts of rollouts: rendered for an answer, cut or refused for their length, with all that a reward may ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.algorithms import GRPOConfig, HFGenerator
+from drumline.config.data import DataConfig, FileSource, TasksSource
+from drumline.data.encode import row_encoder
+from drumline.data.prompts import PromptRows
+from drumline.data.sources import PROMPTS, Row, read_rows
+from drumline.errors import ConfigError, DataError
+from tests.harness import write_config, write_rows
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+
+SOURCE = {"kind": "file", "path": "x.jsonl"}
+
+
+def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> PromptRows:
+    tokenizer = tiny_tokenizer() if chat_template == "default" else tiny_tokenizer(chat_template=chat_template)
+    algorithm = GRPOConfig(generator=HFGenerator(max_new_tokens=new))
+    made = row_encoder(algorithm, tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
+    assert isinstance(made, PromptRows)
+    return made
+
+
+def row(prompt: Any, part: str = "prompt", **extra: Any) -> Row:
+    return Row("x.jsonl:1", {part: prompt}, extra, domain="sums")
+
+
+def test_a_prompt_ends_where_the_answer_starts() -> None:
+    made = encoder().encode(row("two plus three", answer=5, level={"hard": False}))
+    assert made is not None and made.meta == {
+        "prompt": "<|im_start|>user\ntwo plus three<|im_end|>\n<|im_start|>assistant\n",
+        "domain": "sums",
+        "answer": 5,
+        "level": {"hard": False},
+    }
+    (segment,) = made.segments
+    assert tiny_tokenizer().decode(segment.tokens) == made.meta["prompt"] and not segment.learn.any()
+    turns = [{"role": "user", "content": "two plus three"}, {"role": "assistant", "content": "five"}]
+    again = encoder().encode(row(turns, "messages"))
+    assert again is not None and again.segments[0].tokens.tolist() == segment.tokens.tolist()  # an answer that is there is left out
+    plain = encoder(None).encode(row("two plus three"))
+    assert plain is not None and tiny_tokenizer().decode(plain.segments[0].tokens) == "two plus three"
+    with pytest.raises(DataError, match="no chat template"):
+        encoder(None).encode(row(turns, "messages"))
+
+
+@pytest.mark.parametrize("policy", ["error", "right"])
+def test_a_long_prompt_is_one_clear_line(policy: str) -> None:
+    with pytest.raises(DataError, match="the prompt has .* tokens, and data.max_length less max_new_tokens 8 leaves 16") as raised:
+        encoder(max_length=24, truncation=policy).encode(row("drum " * 30))
+    assert "drop or left" in str(raised.value) and "x.jsonl:1" in str(raised.value)
+    assert encoder(max_length=24, truncation="drop").encode(row("drum " * 30)) is None
+    cut = encoder(max_length=24, truncation="left").encode(row("drum " * 30))
+    assert cut is not None and cut.truncated and len(cut.segments[0].tokens) == 16
+    assert tiny_tokenizer().decode(cut.segments[0].tokens).endswith("<|im_start|>assistant\n")
+    with pytest.raises(DataError, match="leaves no room for a prompt"):
+        encoder(max_length=8)
+
+
+def test_what_verifiers_ask_for_comes_along() -> None:
+    pytest.importorskip("reasoning_gym")
+    source = TasksSource(kind="tasks", tasks={"chain_sum": {"max_terms": 2}, "spell_backward": {}}, size=4, question="{question} Now.")
+    rows = list(read_rows(source, Path(), PROMPTS))
+    assert [r.domain for r in rows] == ["chain_sum", "spell_backward"] * 2
+    extra = rows[0].extra
+    assert extra["task"] == "chain_sum" and extra["options"] == {"max_terms": 2} and extra["answer"] == extra["entry"]["answer"]
+    assert rows[0].values["prompt"] == extra["entry"]["question"] + " Now."
+    text = next(read_rows(source, Path()))
+    assert text.values["completion"] == extra["answer"] and "entry" not in text.extra
+    with pytest.raises(DataError, match="JSON cannot hold"):
+        next(read_rows(TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2), Path(), PROMPTS))
+
+
+def test_domains_are_named_by_source_or_file(tmp_path: Path) -> None:
+    write_rows(tmp_path / "sums.jsonl", [{"prompt": "one"}])
+    named, unnamed = (FileSource(kind="file", path="sums.jsonl", domain=domain) for domain in ("maths", None))
+    assert [next(read_rows(source, tmp_path, PROMPTS)).domain for source in (named, unnamed)] == ["maths", "sums"]
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    from drumline.config.load import load
+    from drumline.errors import PlanError
+    from drumline.train.setup import Request, make_plan
+
+    model = tiny_model_dir(tmp_path / "model")
+    grpo = {"kind": "grpo", "generator": {"kind": "hf", "max_new_tokens": 8}, "rewards": [{"kind": "regex", "pattern": "a"}]}
+    config = write_config(tmp_path, model, algorithm=grpo)
+    with pytest.raises(ConfigError, match="only episode of a prompt is its group's mean"):
+        load(config, ["algorithm.group_size=1"])
+    for more, said in (
+        (["algorithm.group_size=3"], "does not divide into groups of 3"),
+        (["algorithm.group_size=2", "algorithm.epochs=3"], "4 steps end within a rollout"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            make_plan(Request(load(config, more)), on_progress=lambda *_: None)
+    plan = make_plan(Request(load(config, ["algorithm.group_size=2", "run.steps=null", "run.epochs=2"])), on_progress=lambda *_: None)
+    assert plan.steps == 40 and (plan.config.eval.metric, plan.config.eval.mode) == ("reward", "max")
