@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -9,10 +11,18 @@ from drumline.plan.mesh import DIMENSIONS, Mesh
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:
-    """All five dimensions by name, those of size one too. Collective. One process alone becomes a process group of one."""
+    """All five dimensions by name, those of size one too. Collective. One process alone becomes a process group of one.
+
+    All models of a run share one: each group of NCCL takes memory of its own on every GPU.
+    """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return _made(dist.group.WORLD, mesh, device)
+
+
+@lru_cache(maxsize=1)
+def _made(_world: dist.ProcessGroup, mesh: Mesh, device: str) -> DeviceMesh:
     return init_device_mesh(device, tuple(getattr(mesh, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
