@@ -126,6 +126,18 @@ class Progress:
         self.evals.append(event)
         self._say(f"held out, step {event['step']}: {_figures(event)}  ({event['samples']} samples)", "cyan")
 
+    def _on_rollout(self, event: dict[str, Any]) -> None:
+        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.items() if key.startswith("reward/")]
+        spent = ", ".join(f"{name} {event[f'{name}_s']:.1f}" for name in ("generate", "reward", "infer", "train"))
+        self._say(
+            f"rollout, to step {event['step']}: reward {_number(event['reward'])} ± {event['reward_std']:.3g}"
+            + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
+            + f" · length {event['length']:.1f} · ended {event['ended']:.0%} · seconds {spent}"
+        )
+        for name, reasons in event["failures"].items():
+            lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
+            self._say(f"reward {name} could not be had, and its episodes are left out: {lost}", "yellow")
+
     def _on_reference(self, event: dict[str, Any]) -> None:
         if not event["found"]:
             self._say(f"reference: {event['pairs']} pairs of {event['data']} scored in {event['seconds']:.1f} s")

@@ -173,7 +173,7 @@ class Sampling:
         if self._whole is None:
             config = self.plan.config
             seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
+            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype, head=config.head)
             if config.adapter.kind == "lora":
                 adapters.inject(model, config.adapter, config.run.seed)
             Values(source, self.device, config.run.seed).fill(model)
