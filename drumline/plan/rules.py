@@ -168,14 +168,14 @@ RULES: tuple[Rule, ...] = (
         "checkpoint.export_adapter",
     ),
     Rule(
-        "reference: adapter × no adapter",
+        "reference=adapter × no adapter",
         lambda c: reference_kind(c.config) == "adapter" and c.config.adapter.kind != "lora",
         "without an adapter there is none to switch off",
         "use adapter=lora, or algorithm.reference=precomputed",
         "algorithm.reference",
     ),
     Rule(
-        "reference: adapter × a reference model of its own",
+        "reference=adapter × a reference model of its own",
         lambda c: reference_kind(c.config) == "adapter" and getattr(c.config.algorithm, "reference_model", None) is not None,
         "the policy without its adapter is what training starts from, not algorithm.reference_model",
         "use algorithm.reference=precomputed or live",
