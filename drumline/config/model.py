@@ -8,8 +8,8 @@ from pydantic import Field
 
 from drumline.config.section import Section
 
-# What stands on a model's trunk: next-token logits; one number a token; a class for a text or an image.
-Head = Literal["lm", "score", "text", "image"]
+# What stands on a model's trunk: next-token logits; those and a value a token; one number a token; a class for a text or an image.
+Head = Literal["lm", "valued", "score", "text", "image"]
 
 
 class ModelConfig(Section):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from drumline.config.algorithms import Algorithm, ClassifyConfig, SFTConfig
+from drumline.config.algorithms import Algorithm, ClassifyConfig, PPOConfig, SFTConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
 from drumline.config.section import Section, kind_from_string
@@ -200,6 +200,8 @@ class Config(Section):
         """What the model that learns ends in."""
         if isinstance(self.algorithm, ClassifyConfig):
             return self.algorithm.modality
+        if isinstance(self.algorithm, PPOConfig) and self.algorithm.value == "head":
+            return "valued"
         return "score" if self.algorithm.kind == "reward" else "lm"
 
     @property

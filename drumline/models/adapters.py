@@ -22,6 +22,7 @@ from drumline.config.suggest import nearest
 from drumline.dist.seeds import derive
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.blocks import blocks
+from drumline.models.scores import extra_heads
 
 NAME = "default"
 A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
@@ -66,7 +67,8 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Lay adapters over `target_names`, freeze everything else. Same values for the same `seed`, however many ranks there are.
+    """Lay adapters over `target_names`, freeze everything else but heads that no language model has (scores, values, classes): those
+    learn in full. Same values for the same `seed`, however many ranks there are.
 
     A model on the meta device gets adapters there, to be filled with `first_values`.
     """
@@ -86,9 +88,10 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
         inject_adapter_in_model(options, model, adapter_name=NAME, low_cpu_mem_usage=meta)
+    heads = extra_heads(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-        if parameter.requires_grad and not meta:
+        parameter.requires_grad_(is_adapter(name) or name in heads)
+        if is_adapter(name) and not meta:
             parameter.data.copy_(first_values(name, parameter.shape, seed))
 
 
@@ -192,10 +195,13 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     require_learned(model)
     # PEFT's names are those within a PeftModel, which holds the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    options, heads = model.peft_config[NAME], extra_heads(model)
+    if heads:  # PEFT keeps whole modules under the names that they have in the model
+        state |= {name: tensor for name, tensor in model.state_dict().items() if name in heads}
+        options.task_type, options.modules_to_save = "SEQ_CLS", sorted({name.rpartition(".")[0] for name in heads})
     tensors = {f"base_model.model.{name}": value.detach().contiguous() for name, value in state.items()}
-    trained = sum(is_adapter(name) for name, _ in model.named_parameters())
-    assert len(tensors) == trained, f"{len(tensors)} of {trained} adapter tensors would be saved"
-    options = model.peft_config[NAME]
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    assert len(tensors) == trained, f"{len(tensors)} of {trained} trained tensors would be saved"
     options.base_model_name_or_path, options.revision, options.inference_mode = base, revision, True
     options.save_pretrained(folder)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -9,10 +9,10 @@ import torch
 
 from drumline.config.model import Head, ModelConfig
 from drumline.errors import ModelError
-from drumline.models.classes import auto_class, with_classes
-from drumline.models.classifier import head_weights
+from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
+from drumline.models.scores import extra_heads, with_head
 from drumline.models.shards import Joined, Loaded, Source, Values, Whole, aliases, from_files
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def lay_out(
 ) -> tuple[Any, Source]:
     """A model in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
 
-    It ends in `head`; for a class in as many logits as there are `labels`. A head of classes or scores that the files lack, or have in
-    another shape, is drawn.
+    It ends in `head`; for a class in as many logits as there are `labels`. A head of classes, scores or values that the files lack, or
+    have in another shape, is drawn.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
     is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
@@ -53,7 +53,7 @@ def lay_out(
         if pretrained is None:
             return built, Drawn(built, seed)
         hub = hub_options(pretrained, model)
-        fresh = head_weights(built) if head != "lm" else frozenset()
+        fresh = extra_heads(built)
         files = from_files(pretrained, built, hub["local_files_only"], hub.get("revision"), fresh)
         return built, Joined(files, Drawn(built, seed)) if fresh - files.places.keys() else files
     except Whole as reason:
@@ -89,6 +89,7 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
         raise Whole("its weights are quantised")
     with torch.device("meta"):
         built: Any = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options))
+        built = with_head(built, head)
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():
@@ -105,12 +106,13 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
 
 def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
-    options |= {"ignore_mismatched_sizes": True} if head != "lm" else {}
+    options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-    _require_all(lacking - (head_weights(built) if head != "lm" else frozenset()), path, model)
+    _require_all(lacking - extra_heads(built), path, model)
+    built = with_head(built, head)
     built.config.use_cache = False
     return built
 
@@ -120,6 +122,7 @@ def _whole_random(path: str | None, model: ModelConfig, config: Any, options: di
         torch.manual_seed(seed)
         remote = {"trust_remote_code": model.trust_remote_code}
         built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
+    built = with_head(built, head)
     built.config.use_cache = False
     return built
 

@@ -10,10 +10,12 @@ CLASSES = "single_label_classification"
 # Head → (Auto class, what it is of).
 AUTO: dict[Head, tuple[str, str]] = {
     "lm": ("AutoModelForCausalLM", "causal language model"),
+    "valued": ("AutoModelForCausalLM", "causal language model"),
     "score": ("AutoModelForSequenceClassification", "classifier of texts"),
     "text": ("AutoModelForSequenceClassification", "classifier of texts"),
     "image": ("AutoModelForImageClassification", "classifier of images"),
 }
+LM: tuple[Head, ...] = ("lm", "valued")
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
@@ -22,7 +24,7 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
 
     from drumline.models.vision import is_vision_language
 
-    if head == "lm" and is_vision_language(config):
+    if head in LM and is_vision_language(config):
         return transformers.AutoModelForImageTextToText
     return getattr(transformers, AUTO[head][0])
 
@@ -33,7 +35,7 @@ def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     config.problem_type = CLASSES if head in ("text", "image") else None
     if head == "score":
         config.num_labels = 1
-    elif head != "lm" and labels:
+    elif head not in LM and labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: index for index, label in enumerate(labels)}
     return config

@@ -16,17 +16,18 @@ from typing import Any, Literal
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
-from drumline.config.model import ModelConfig
+from drumline.config.model import Head, ModelConfig
 from drumline.config.schema import LoRAConfig
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.classes import auto_class, reads_images
+from drumline.models.classes import LM, auto_class, reads_images
 from drumline.models.classifier import grey_image
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
+from drumline.models.scores import VALUE
 from drumline.models.tower import probe
 from drumline.models.vision import copy_processor, is_vision_language
 from drumline.plan.plan import Plan
@@ -35,6 +36,7 @@ Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE = 1e-5
+VALUE_FILE = "value_head.safetensors"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def export(
     EnvironmentFault, and DrumlineError where the folder does not read back as the same model; in all cases `to` is as it was before.
     """
     import torch
+    from safetensors.torch import save_file
 
     began = time.time()
     progress = on_progress or (lambda phase, done, total: None)
@@ -76,6 +79,7 @@ def export(
     # Attention as a reader of the folder will have it: what the run used may need another device, and rounds differently.
     source = plan.config.model.model_copy(update={"attention": "auto"})
     model = _filled(plan, source, checkpoint, merged=not adapter)
+    value = _take_value_head(model)
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
     written = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in written:
@@ -91,6 +95,8 @@ def export(
             adapters.save_adapter(model, temporary, base, source.revision)
         else:
             model.save_pretrained(temporary)
+        if value:
+            save_file(value, temporary / VALUE_FILE)
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
@@ -129,7 +135,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     from transformers import GenerationConfig
 
     path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
-    head, labels = plan.config.head, _labels(plan)
+    head, labels = plan.config.head, plan.labels
     if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has what learned, and lies over what did not
         built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=labels)
         freeze(built, model.freeze)
@@ -139,7 +145,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
         built = build_model(path, model.model_copy(update={"init": "random"}), seed=0, head=head, labels=labels)
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
-    if path is not None:
+    if head in LM and path is not None:
         # A model need not have one: then it is what transformers makes from the config.
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -157,8 +163,13 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     return built.eval()
 
 
-def _labels(plan: Plan) -> tuple[str, ...]:
-    return plan.data.labels if plan.data else ()
+def _take_value_head(model: Any) -> dict[str, Any]:
+    """The weights of a policy's value head, which are no part of the language model; it is taken off."""
+    if not hasattr(model, VALUE):
+        return {}
+    value = {f"{VALUE}.{name}": tensor.detach().contiguous() for name, tensor in getattr(model, VALUE).state_dict().items()}
+    delattr(model, VALUE)
+    return value
 
 
 def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
@@ -169,9 +180,9 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return
     tokenizer = load_tokenizer(plan.model_path, model)
-    if plan.config.head != "lm" and tokenizer.pad_token_id is None:
+    if plan.config.head not in LM and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_token_id(tokenizer))
-    if plan.config.head != "lm" and config.get_text_config().pad_token_id is None:
+    if plan.config.head not in LM and config.get_text_config().pad_token_id is None:
         # transformers' own classifiers find the last token of padded rows by it.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
@@ -258,15 +269,15 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
     import torch
 
     quiet()
-    head = plan.config.head
+    head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
         from peft import PeftModel
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
-            return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=_labels(plan)), str(folder))
+            return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=plan.labels), str(folder))
     config = load_config(str(folder), model.model_copy(update={"config": {}}))
-    _require_labels(config, _labels(plan), folder)
+    _require_labels(config, plan.labels, folder)
     return auto_class(config, head).from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
@@ -15,6 +18,7 @@ from drumline.models.classes import ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image
 from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
+from drumline.models.scores import score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
 from drumline.models.tower import probe
@@ -23,7 +27,7 @@ from drumline.models.tower import probe
 @dataclass(frozen=True)
 class Outputs:
     """What an objective asks its questions of: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V;
-    `part`: which rows of the head these are, where they are not all).
+    `part`: which rows of the head these are, where they are not all). `score` says one number a token of `hidden_BTD`.
 
     The answers are those of the whole sequences, the same on all ranks that share them, however head and sequence are spread:
     an objective never sees that.
@@ -35,6 +39,7 @@ class Outputs:
     logits_BTV: torch.Tensor | None = None
     part: VocabularyPart | None = None
     sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
+    score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
 
     def class_logits(self) -> torch.Tensor:
@@ -44,7 +49,8 @@ class Outputs:
 
     def touched(self) -> torch.Tensor:
         """A sum in which every weight that made these outputs has a part, for a backward that asks nothing."""
-        made = (self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC)
+        made = [self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC]
+        made += [] if self.score is None else self.score.parameters()
         return torch.stack([tensor.sum() for tensor in made if tensor is not None]).sum()
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +83,15 @@ class Outputs:
         chosen_N, entropy_N = answers
         return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
 
+    def values(self) -> torch.Tensor:
+        """fp32[B, T]: what the score head, or the value head beside the policy's own, says of each token. Computed in fp32 throughout."""
+        assert self.hidden_BTD is not None and self.score is not None, "the model has a head for this"
+        weight, bias = self.score.weight, self.score.bias
+        precise = torch.promote_types(self.hidden_BTD.dtype, torch.float32)
+        with torch.autocast(self.hidden_BTD.device.type, enabled=False):
+            values_BT1 = functional.linear(self.hidden_BTD.to(precise), weight.to(precise), None if bias is None else bias.to(precise))
+        return self._whole(values_BT1.squeeze(-1))
+
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
 
@@ -85,10 +100,13 @@ class Outputs:
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a causal LM as the class lays them out; None where it does not have both. A trunk that sees has the vision tower.
+    """(trunk, head) of a causal LM as the class lays them out, or of a score model; None where it does not have both. A trunk that
+    sees has the vision tower.
 
     The head must be a linear layer proper: its weight is used without its forward, which an adapter would lay its own over.
     """
+    if (scores := score_parts(model)) is not None:
+        return scores
     sees = getattr(model.config, "vision_config", None) is not None
     trunk, head = model.base_model if sees else model.get_decoder(), model.get_output_embeddings()
     if trunk is None or trunk is model or not isinstance(head, nn.Linear):
@@ -97,7 +115,7 @@ def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 
 def can_split(model: Any) -> bool:
-    """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling).
+    """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling). Scores are by their kind.
 
     Found out by trying eight tokens on a small copy, not by a list of classes, and to the last bit. Its logits are made large:
     soft-capping hardly changes the small ones of a fresh model.
@@ -119,6 +137,8 @@ def can_split(model: Any) -> bool:
         by_itself = trunk(input_ids=ids_BT, use_cache=False).last_hidden_state
         return torch.equal(logits, head(hidden[0])) and close(by_itself, hidden[0])
 
+    if score_parts(model) is not None:
+        return True
     return split(model) is not None and tried(model, "cpu", is_head_of_trunk)
 
 
@@ -155,15 +175,32 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    score, parts = score_head(model), parts or score_parts(model)
     if parts is None:
-        return Outputs(logits_BTV=model(**inputs, use_cache=False).logits, sequence=sequence)
+        with _input_of(model.get_output_embeddings() if score is not None else None) as seen:
+            logits_BTV = model(**inputs, use_cache=False).logits
+        return Outputs(logits_BTV=logits_BTV, hidden_BTD=seen[0] if seen else None, score=score, sequence=sequence)
     trunk, head = parts
-    hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
+    known = Outputs(hidden_BTD=trunk(**inputs, use_cache=False).last_hidden_state, score=score, sequence=sequence)
+    if head is score:
+        return known
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
-        return Outputs(hidden_BTD=hidden_BTD, weight_VD=weight, bias_V=bias, sequence=sequence)
+        return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
-    return Outputs(hidden_BTD=hidden_BTD, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part, sequence=sequence)
+    return replace(known, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part)
+
+
+@contextlib.contextmanager
+def _input_of(head: nn.Module | None) -> Iterator[list[torch.Tensor]]:
+    """What `head` is called with, once it was: of a model whose logits are more than its head over its trunk, the hidden states."""
+    seen: list[torch.Tensor] = []
+    hook = None if head is None else head.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _rows_here(tensor: Any) -> Any:

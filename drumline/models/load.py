@@ -138,8 +138,9 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     import torch
 
     from drumline.models.blocks import block_list
-    from drumline.models.classes import auto_class
+    from drumline.models.classes import LM, auto_class
     from drumline.models.classifier import first_position, image_facts, looks_ahead
+    from drumline.models.scores import score_head, with_head
     from drumline.models.tower import tower_flops, vision_tower
     from drumline.models.vision import is_vision_language
 
@@ -148,6 +149,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     with torch.device("meta"):
         make = auto_class(config, head).from_config
         model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
+        model = with_head(model, head)
     freeze(model, frozen_names)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen_bytes = 4 * frozen
@@ -168,11 +170,12 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     heads = int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     positions = getattr(text, "max_position_embeddings", None)
-    tower = {id(p) for p in vision_tower(model).parameters()} if head == "lm" and is_vision_language(config) else set()
+    tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     products = [p for p in model.parameters() if id(p) not in tower and (tied or p is not embedding)]
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
-    head_parameters = sum(p.numel() for p in to_words.parameters()) if to_words is not None else 0
+    at_end = torch.nn.ModuleList([module for module in (to_words, score_head(model)) if module is not None])
+    behind = [p for p in at_end.parameters() if p is not embedding]
     ahead = head == "text" and looks_ahead(model)
     return ModelFacts(
         name=str(text.model_type),
@@ -190,8 +193,8 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
         block_parameters=blocks,
-        embedding_parameters=parameters - sum(blocks) - (0 if tied else head_parameters),
-        head_parameters=head_parameters,
+        embedding_parameters=parameters - sum(blocks) - sum(p.numel() for p in behind),
+        head_parameters=sum(p.numel() for p in at_end.parameters()),
         attention_flops=float(12 * width * length),
         classes=frozenset(type(module).__name__ for module in model.modules()),
         looks_ahead=ahead,

@@ -109,6 +109,11 @@ class Plan(Frozen):
     predicted: Predicted
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes in order, where rows have one."""
+        return self.data.labels if self.data else ()
+
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=2) + "\n")
 

@@ -32,6 +32,7 @@ from torch import nn
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
+from drumline.models.scores import score_head
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
@@ -112,10 +113,10 @@ class DeepSpeedEngine:
         self.steps = 0
         self.has_state = False
         parts = split(model) if engine.module.splits else None
-        if self.sharded and parts is not None:
-            # The objective uses the head's weight outside of the head's forward.
-            for parameter in parts[1].parameters():
-                deepspeed.zero.register_external_parameter(engine.module, parameter)
+        heads = nn.ModuleList([head for head in (parts and parts[1], score_head(model)) if head is not None])
+        for parameter in heads.parameters() if self.sharded else ():
+            # The objective uses their weights outside of the heads' forward.
+            deepspeed.zero.register_external_parameter(engine.module, parameter)
         if self.rescales():
             self.zero.loss_scale = plan.config.precision.initial_scale
             self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right

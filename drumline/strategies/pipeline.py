@@ -133,27 +133,25 @@ class StageWithObjective(nn.Module):
     def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
         """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
         cross-entropy makes its gradients in forward and gives them away once."""
-        name = "hidden_BTD" if out.hidden_BTD is not None else "logits_BTV"
-        value = getattr(out, name)
-        leaf = value.detach().requires_grad_()
-        loss = self._loss(replace(out, **{name: leaf}), batch)
-        with torch.autocast(leaf.device.type, enabled=False):
+        values = {name: value for name in ("hidden_BTD", "logits_BTV") if (value := getattr(out, name)) is not None}
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        loss = self._loss(replace(out, **leaves), batch)
+        with torch.autocast(loss.device.type, enabled=False):
             loss.backward()
-        return _Known.apply(value, loss.detach(), leaf.grad)
+        return _Known.apply(loss.detach(), [leaf.grad for leaf in leaves.values()], *values.values())
 
 
 class _Known(torch.autograd.Function):
     """A loss whose gradient is known already."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*gradients)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None
+        return None, None, *(gradient if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
 
 
 class ForwardPipeline(ForwardEngine):

@@ -18,6 +18,7 @@ from torch import nn
 from drumline.errors import PlanError
 from drumline.models.blocks import block_list
 from drumline.models.head import Outputs, can_split, outputs, split
+from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, tried
 from drumline.plan.stages import Range
 
@@ -59,7 +60,8 @@ def find_layout(model: Any) -> Layout:
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"
     _require_apart(model, blocks[1], [*found[0].before, *found[0].after])
-    return replace(found[0], number=len(blocks[1]), splits=can_split(model))
+    after = (*found[0].after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
+    return replace(found[0], number=len(blocks[1]), after=after, splits=can_split(model))
 
 
 def look(model: Any, ids_BT: torch.Tensor) -> Layout:
@@ -243,14 +245,16 @@ def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...],
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
     batch = Tokens(ids_BT)
-    whole = model(input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False).logits
+    whole = outputs(model, batch, None)
     passed: Any = None
     try:
         for stage in stages:
             passed = stage.eval().run(batch, passed)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise PlanError(f"{type(model).__name__} does not run in stages: {error}", where="strategy", fix=INSTEAD) from error
+    if whole.logits_BTV is None:
+        return close(passed.values(), whole.values())
     logits = passed.logits_BTV
     if logits is None:
         logits = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
-    return close(logits, whole)
+    return close(logits, whole.logits_BTV)

@@ -17,7 +17,7 @@ from drumline.data.labelled import classes
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.models import adapters
 from drumline.models import load as models
-from drumline.models.classes import with_classes
+from drumline.models.classes import LM, with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
 from drumline.plan.explain import default_run_dir, size
@@ -63,7 +63,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         tokenizer = models.load_tokenizer(model_path, config.model)
         models.check_fits(hf_config, tokenizer, length)
     roles, role_facts = find_roles(config, model_path, on_progress)
-    vision = find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head == "lm" else None
+    vision = find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
