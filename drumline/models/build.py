@@ -89,7 +89,7 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
         raise Whole("its weights are quantised")
     with torch.device("meta"):
         built: Any = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options))
-        built = with_head(built, head)
+    built = with_head(built, head)
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():

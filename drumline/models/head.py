@@ -195,7 +195,9 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
 def _input_of(head: nn.Module | None) -> Iterator[list[torch.Tensor]]:
     """What `head` is called with, once it was: of a model whose logits are more than its head over its trunk, the hidden states."""
     seen: list[torch.Tensor] = []
-    hook = None if head is None else head.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
+    # Ahead of tensor parallelism's own hook, behind which the input is no plain tensor.
+    hook = None if head is None else head.register_forward_pre_hook(note, prepend=True)
     try:
         yield seen
     finally:

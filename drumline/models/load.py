@@ -149,7 +149,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     with torch.device("meta"):
         make = auto_class(config, head).from_config
         model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
-        model = with_head(model, head)
+    model = with_head(model, head)
     freeze(model, frozen_names)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen_bytes = 4 * frozen
