@@ -34,6 +34,7 @@ class StubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.processed, self.key = model, processed, key
         self.break_with: dict[str, Any] = {}
+        self.gate: threading.Barrier | None = None
         self.asked: list[tuple[str, Any]] = []
         self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
 
@@ -63,6 +64,8 @@ class StubServer(ThreadingHTTPServer):
             assert isinstance(value, FIELDS[key]), (key, value)
         sampler = Sampler(body["temperature"], body["top_k"], body["top_p"])
         endings = Endings(frozenset(body["stop_token_ids"]), tuple(body["stop"]), tiny_tokenizer())
+        if self.gate is not None:
+            self.gate.wait()
         tokens: list[int] = []
         log_probs: list[float] = []
         ended = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from drumline.config.algorithms import GRPOConfig, PPOConfig
+from drumline.config.algorithms import GRPOConfig, PPOConfig, VLLMGenerator
 from drumline.config.schema import Config
 from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan, DataPlan
@@ -14,7 +14,13 @@ def steps_of_rollouts(
     config: Config, algorithm: PPOConfig | GRPOConfig, batch: BatchPlan, data: DataPlan | None, why: list[str]
 ) -> int | None:
     """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
-    not come out whole."""
+    not come out whole, and for a generator that cannot be told the weights."""
+    if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
+        raise PlanError(
+            "vLLM is handed whole weights, and an adapter lies beside them",
+            where="algorithm.generator",
+            fix="generator=hf, or adapter=none",
+        )
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
     prompts, rest = divmod(episodes, group)
     if rest or not prompts:

@@ -24,8 +24,7 @@ class VLLMEngine:
 
     def __init__(self, config: Config, tokenizer: Any, seed: int, model_path: str, dtype: str) -> None:
         """Raises EnvironmentFault where vLLM is missing or cannot start."""
-        if importlib.util.find_spec("vllm") is None:
-            raise EnvironmentFault("the package vllm is missing", where=f"{WHERE}.kind", fix="pip install 'drumline[vllm]', or set url")
+        require_installed(config)
         self.config, self.seed = config, seed
         self.end_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
@@ -80,6 +79,12 @@ class VLLMEngine:
             raise DrumlineError(f"vLLM gave up a request: {made.finish_reason}", where=WHERE)
         log_probs = [float(step[token].logprob) for token, step in zip(tokens, made.logprobs, strict=True)]
         return Completion(tokens, log_probs, made.finish_reason == "stop")
+
+
+def require_installed(config: Any) -> None:
+    """Raises EnvironmentFault where this generator needs vLLM here and it is missing; nothing is imported."""
+    if isinstance(config, Config) and config.url is None and importlib.util.find_spec("vllm") is None:
+        raise EnvironmentFault("the package vllm is missing", where=f"{WHERE}.kind", fix="pip install 'drumline[vllm]', or set url")
 
 
 @functools.cache

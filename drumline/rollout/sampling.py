@@ -3,7 +3,8 @@
 A token is the argmax of its logits plus Gumbel noise, which is an exact sample of softmax(logits) (Gumbel 1954; Maddison, Tarlow & Minka
 2014). The noise of a vocabulary entry is SplitMix64 (Steele, Lea & Flood 2014) counted from a word of its own, so it hangs on no batch,
 no order, no world size and no library's generator. What is left is rounding: a model's logits may differ in their last bits with the
-batch they are computed in, and a near tie may then fall the other way (about once in 10⁶ tokens of an fp32 model, in 10³ of a bf16 one).
+batch they are computed in, and a near tie may then fall the other way. Measured on a tiny model, batches of 64 and of 7: in none of
+23 thousand tokens in fp32, in one of 450 in bf16 (the completion goes another way from there on, just as likely).
 """
 
 from __future__ import annotations

@@ -165,7 +165,14 @@ class Sampling:
             config = algorithm.generator.model_copy(update={"top_k": 1}) if greedy else algorithm.generator
             # Both sample from the same model, so refreshing one of them is refreshing both.
             self._made[greedy], self._refresh = generator(
-                config, self.tokenizer, self.plan.config.run.seed, live, self._copy, LOW_PRECISION.get(self.plan.precision)
+                config,
+                self.tokenizer,
+                self.plan.config.run.seed,
+                live,
+                self._copy,
+                autocast=LOW_PRECISION.get(self.plan.precision),
+                model_path=self.plan.model_path,
+                run_dir=Path(self.plan.run_dir),
             )
 
     def _copy(self) -> Any:

@@ -23,7 +23,7 @@ from drumline.models.vision import Vision, find_vision
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
-from drumline.rollout import rewards
+from drumline.rollout import colocated, rewards
 from drumline.train.helpers import require_deepspeed
 from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
@@ -54,6 +54,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         adapters.require_installed(config.adapter)
     if isinstance(config.algorithm, ROLLOUT):
         rewards.check(config.algorithm.rewards, base.absolute())
+        colocated.require_installed(config.algorithm.generator)
     model_path = resolve_model(config.model, on_progress)
     hf_config, length = models.load_config(model_path, config.model), config.data.max_length
     tokenizer = None

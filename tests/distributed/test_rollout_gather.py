@@ -1,4 +1,7 @@
-"""Rollouts over 1, 2 and 3 real ranks give what one process gives: no request lost or done twice, every rank with all completions."""
+"""Rollouts over 1, 2 and 3 real ranks give what one process gives: no request lost or done twice, every rank with all completions.
+
+And two ranks hand their weights to one server: rank 0 writes them, neither goes on before the server has them, both hear of a failure.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from drumline.rollout.sampling import Request
 from drumline.rollout.split import deal
 from tests.distributed.ranks import run_module
 from tests.tiny import tiny_model_dir
+from tests.vllm_stub import StubServer
 
 
 def requests(lengths: list[int]) -> list[Request]:
@@ -47,3 +51,18 @@ def test_any_number_of_ranks_gives_the_completions_of_one(tmp_path: Path) -> Non
                     assert (tokens, ended) == (tokens_1, ended_1)
                     assert log_probs == pytest.approx(log_probs_1, abs=1e-5)
     assert {ended for _, _, ended in expected["many"]} == {True, False}, "both kinds of ends went round"
+
+
+def test_two_ranks_hand_one_server_their_weights(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model_dir(tmp_path / "model")
+    served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with StubServer(served) as server:
+        run_module("tests.distributed.rollout_worker", [folder, tmp_path / "out", server.url], 2)
+        loads = [path for path, _ in server.asked if path != "/v1/completions"]
+        assert loads == ["/collective_rpc", "/reset_prefix_cache"], "once, by rank 0"
+    found = [json.loads((tmp_path / f"out-{rank}.json").read_text()) for rank in range(2)]
+    assert found[0]["expected"] == found[0]["made"] == found[1]["made"], "by the new weights"
+    assert "weights cannot be written" in found[0]["failure"] and "rank 0 could not" in found[1]["failure"]

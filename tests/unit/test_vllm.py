@@ -6,6 +6,7 @@ The server is ours (tests/vllm_stub.py): it speaks the API that vLLM documents. 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ import torch
 from pydantic import ValidationError
 
 from drumline.config import algorithms as c
+from drumline.config.schema import Config
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.plan.plan import BatchPlan
+from drumline.plan.rollouts import steps_of_rollouts
 from drumline.rollout import colocated, vllm
 from drumline.rollout.build import generator
 from drumline.rollout.generate import HFGenerator
@@ -71,7 +75,14 @@ def test_completions_are_what_the_seeds_say_in_the_order_of_the_requests(server:
     assert probe["top_k"] == probe["max_tokens"] == 1
     assert sorted(a["seed"] for a in asked) == sorted(request_seed(7, 5, r.key) for r in requests())
     assert {(a["model"], a["n"], a["repetition_penalty"], a["min_p"]) for a in asked} == {("tiny", 1, 1.0, 0.0)}
-    assert 1 < server.most_at_once <= 3
+    assert server.most_at_once <= 3
+
+
+def test_requests_are_under_way_side_by_side(server: StubServer) -> None:
+    made = client(server, batch=2)
+    made.generate(requests()[:1], 0)
+    server.gate = threading.Barrier(2, timeout=60)  # none is answered before another is asked
+    assert len(made.generate(requests()[:4], 0)) == 4 and server.most_at_once == 2
 
 
 @pytest.mark.parametrize(
@@ -179,6 +190,22 @@ def test_weights_that_cannot_be_handed_over_are_one_line(server: StubServer, fol
 def test_a_server_may_keep_its_own_weights(server: StubServer) -> None:
     config = c.VLLMGenerator(url=server.url, weights="none")
     assert generator(config, tiny_tokenizer(), 7, None, lambda: pytest.fail("no copy"))[1] is None
+
+
+def test_an_adapter_cannot_be_handed_to_vllm() -> None:
+    def steps(**sections: Any) -> int | None:
+        generator = {"kind": "vllm", "url": "http://a"} | sections.pop("generator", {})
+        algorithm = {"kind": "grpo", "group_size": 4, "generator": generator}
+        config = Config.model_validate(
+            {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "run": {"steps": 3}, "algorithm": algorithm, **sections}
+        )
+        batch = BatchPlan(global_samples=8, micro_batch=8, accumulation=1, eval_micro_batch=8)
+        assert isinstance(config.algorithm, c.GRPOConfig)
+        return steps_of_rollouts(config, config.algorithm, batch, None, [])
+
+    assert steps() == steps(adapter="lora", generator={"weights": "none"}) == 3
+    with pytest.raises(PlanError, match=r"vLLM is handed whole weights.*generator=hf, or adapter=none"):
+        steps(adapter="lora")
 
 
 class FakeLLM:
