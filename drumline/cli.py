@@ -110,8 +110,20 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest.")
     ] = None,
+    generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: let it answer N held-out prompts, greedily.")] = None,
+    lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Tasks of lm-eval, comma-separated; CONFIG may be a run folder.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="--lm-eval: questions of each task.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="--lm-eval: a folder of further task YAMLs.")] = None,
 ) -> None:
     """Score a checkpoint on the held-out set, under the strategy of CONFIG; the figures go to RUN/eval.json, too."""
+    if lm_eval:
+        from drumline.use.harness import harness
+
+        raise typer.Exit(harness(config, overrides or [], checkpoint, lm_eval.split(","), limit, include_path))
+    if generate:
+        from drumline.use.answers import answers
+
+        raise typer.Exit(answers(config, overrides or [], checkpoint, generate))
     from drumline.use.evaluate import evaluate as run
 
     raise typer.Exit(run(config, overrides or [], checkpoint))

@@ -217,6 +217,11 @@ def turn_end(tokenizer: Any) -> int | None:
     return next((token for token in after if token in special_ids(tokenizer)), None)
 
 
+def end_ids(tokenizer: Any) -> set[int]:
+    """What ends a text or an answer, as the tokenizer and its chat template have it."""
+    return {int(token) for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """Tokens that are no text."""
     return {*tokenizer.all_special_ids, *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)}

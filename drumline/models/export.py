@@ -123,10 +123,14 @@ def read_run(run_dir: Path, which: Which = "best") -> tuple[Any, Any, Path]:
 
     Raises CheckpointError where the run has no whole checkpoint.
     """
-    plan = _plan_of(run_dir)
-    source = plan.config.model.model_copy(update={"attention": "auto"})
     checkpoint = _choose(run_dir / "checkpoints", which)
-    return _filled(plan, source, checkpoint, merged=True), load_tokenizer(plan.model_path, source), checkpoint
+    return *read_checkpoint(_plan_of(run_dir), checkpoint), checkpoint
+
+
+def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) as `read_run` gives them, of one checkpoint."""
+    source = plan.config.model.model_copy(update={"attention": "auto"})
+    return _filled(plan, source, checkpoint, merged=True), load_tokenizer(plan.model_path, source)
 
 
 def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:

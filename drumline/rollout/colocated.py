@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from drumline.config.algorithms import VLLMGenerator as Config
+from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rollout.copy import Weights
 from drumline.rollout.generate import WHERE, require_room
@@ -26,7 +27,7 @@ class VLLMEngine:
         """Raises EnvironmentFault where vLLM is missing or cannot start."""
         require_installed(config)
         self.config, self.seed = config, seed
-        self.end_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.end_tokens = sorted(end_ids(tokenizer))
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed)

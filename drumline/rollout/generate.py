@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from drumline.config.algorithms import HFGenerator as HFConfig
+from drumline.data.templates import end_ids
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.rollout.sampling import AtEndings, Completion, Endings, NoisyLogits, Request, Sampler, request_seed
 
@@ -77,10 +78,10 @@ class HFGenerator:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a text: the tokenizer's and those of the model's generation config (chat models have several)."""
+    """All ids that end a text: of the tokenizer, its chat template and the model's generation config (chat models have several)."""
     of_model = getattr(model.generation_config, "eos_token_id", None)
     several = of_model if isinstance(of_model, list) else [of_model]
-    return frozenset(int(i) for i in (tokenizer.eos_token_id, *several) if i is not None)
+    return frozenset(end_ids(tokenizer) | {int(i) for i in several if i is not None})
 
 
 def positions(model: Any) -> int | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.config.algorithms import VLLMGenerator as Config
+from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rollout.copy import Weights
 from drumline.rollout.generate import WHERE, require_room
@@ -35,7 +36,7 @@ class VLLMServer:
         """Raises EnvironmentFault where no healthy server answers at `config.url`."""
         assert config.url is not None
         self.config, self.seed = config, seed
-        self.end_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.end_tokens = sorted(end_ids(tokenizer))
         self.server = Server(config.url, config.timeout_seconds, f"{WHERE}.url")
         self.server.get("/health")
         served = self.server.get("/v1/models")

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from drumline.data.templates import turn_end
 from drumline.errors import DataError, UserError
 from drumline.report.bars import bars
+from drumline.rollout.generate import end_tokens
 from drumline.use.opened import Opened, open_model
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
@@ -54,9 +54,7 @@ class Conversation:
             raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
         text = self.opened.model.config.get_text_config()
         self.positions: int = getattr(text, "max_position_embeddings", None) or sys.maxsize
-        written = self.opened.model.generation_config.eos_token_id
-        several = written if isinstance(written, list) else [written]
-        self.ends = sorted({int(i) for i in (tokenizer.eos_token_id, turn_end(tokenizer), *several) if i is not None})
+        self.ends = sorted(end_tokens(self.opened.model, tokenizer))
 
     def answer(self, line: str) -> str:
         """Print the answer as it comes, and keep both. Ctrl-C ends it early: what was said until then stays said."""

@@ -33,12 +33,7 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
     """Score the weights at `place` (find_weights) under the config's strategy, print a table, and write RUN/eval.json."""
     if launched_by() is not None:
         raise UserError("drumline eval starts its own processes", where=str(launched_by()), fix="call it by itself")
-    run_dir = run_folder(config_path, overrides)
-    weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
-    with bars(Console(stderr=True)) as on_progress:
-        plan = make_plan(Request(weights.loaded), on_progress=on_progress)
-    if plan.data is None or plan.data.eval_cache is None:
-        raise ConfigError("there is no held-out set", where="data", fix="set data.eval, or data.holdout: a number of rows")
+    plan, weights, run_dir = planned(config_path, overrides, place)
     began = time.time()
     code, figures = _measure(plan, weights)
     if code:
@@ -55,6 +50,17 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
     show(f"{weights.origin} on {figures['samples']} held-out samples", figures["metrics"])
     write(run_dir, "held_out", result)
     return 0
+
+
+def planned(config_path: Path, overrides: list[str], place: Path | None) -> tuple[Plan, Weights, Path]:
+    """The plan with its held-out set prepared, what is evaluated, and the run folder. Raises ConfigError without a held-out set."""
+    run_dir = run_folder(config_path, overrides)
+    weights = find_weights(config_path, [*overrides, *ALONE], place, run_dir)
+    with bars(Console(stderr=True)) as on_progress:
+        plan = make_plan(Request(weights.loaded), on_progress=on_progress)
+    if plan.data is None or plan.data.eval_cache is None:
+        raise ConfigError("there is no held-out set", where="data", fix="set data.eval, or data.holdout: a number of rows")
+    return plan, weights, run_dir
 
 
 def run_folder(config_path: Path, overrides: list[str]) -> Path:

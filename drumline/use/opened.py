@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config.model import ModelConfig
+from drumline.dist.seeds import derive
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.models.build import build_model
 from drumline.models.classes import auto_class
-from drumline.models.export import read_run
+from drumline.models.export import read_checkpoint, read_run
 from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer, quiet
 from drumline.models.package import resolve
 from drumline.plan.plan import Plan
@@ -54,6 +56,16 @@ def exported_folder(run: Path) -> Path | None:
     """RUN/export, where there is a model or an adapter in it."""
     folder = run / "export"
     return folder if any((folder / name).exists() for name in ("config.json", ADAPTER)) else None
+
+
+def open_plan(plan: Plan, checkpoint: Path | None) -> Opened:
+    """The plan's model with the weights of a checkpoint, whichever run it is of; None: as training starts from it."""
+    if checkpoint is not None:
+        model, tokenizer = read_checkpoint(plan, checkpoint)
+        return Opened(_placed(model), tokenizer, str(checkpoint))
+    config = plan.config.model
+    model = build_model(plan.model_path, config, seed=derive(plan.config.run.seed, "weights"))
+    return Opened(_placed(model), load_tokenizer(plan.model_path, config), str(plan.model_path))
 
 
 def _from_folder(source: str, trust_remote_code: bool) -> Opened:

@@ -8,8 +8,25 @@ from typing import Any
 
 import pytest
 
-from tests.harness import drumline, events, survivors, write_config
+from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
+from drumline.use.answers import answers
+from drumline.use.evaluate import evaluate
+from drumline.use.harness import harness
+from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir
+
+TASK = """
+task: drum_tiny
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {rows}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["drum", "line"]
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+metadata: {{version: 1.0}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,35 +73,85 @@ def test_the_base_model(run: Path, before: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "step"),
-    [
-        ([], 4),
-        (["--checkpoint", "checkpoints/step-00000002", "strategy=fsdp2"], 2),
-        (["--checkpoint", "export", "launch.nproc=1"], 4),
-    ],
-    ids=["best", "another strategy", "export on one process"],
+    [(["strategy=fsdp2"], 4), (["--checkpoint", "export", "launch.nproc=1"], None), (["--checkpoint", "checkpoints/step-00000002"], 2)],
+    ids=["best, under another strategy", "export on one process", "checkpoint"],
 )
-def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[str], step: int) -> None:
+def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[str], step: int | None) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"}
     given = [str(run / word) if last == "--checkpoint" else word for last, word in zip(["", *arguments], arguments, strict=False)]
     finished = drumline("eval", config, *given)
     assert finished.code == 0, finished.err
     found = results(config)
-    assert found["metrics"] == pytest.approx(measured(run, step), rel=1e-5)
-    assert found["step"] == (None if "export" in arguments else step)
+    assert found["metrics"] == pytest.approx(measured(run, step or 4), rel=1e-5) and found["step"] == step
     assert f"{found['metrics']['loss']:.4f}" in finished.out and f"on {found['samples']} held-out samples" in finished.out
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"} == before, "the run is left alone"
     assert not survivors(str(config))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--checkpoint", "nowhere"], "not a committed checkpoint"),
-        (["data.eval=[]"], "there is no held-out set"),
-        (["--checkpoint", "checkpoints/step-00000002", "model.config.num_hidden_layers=1"], "which this run has no place for"),
-    ],
-)
-def test_bad_input_is_one_line(config: Path, run: Path, arguments: list[str], says: str) -> None:
-    given = [str(run / word) if last == "--checkpoint" else word for last, word in zip(["", *arguments], arguments, strict=False)]
-    finished = drumline("eval", config, *given)
-    assert finished.code != 0 and says in finished.err and len(finished.error_lines) == 1, finished.err
+def test_a_model_that_does_not_fit_is_one_line(config: Path, run: Path) -> None:
+    finished = drumline("eval", config, "model.config.num_hidden_layers=1", "launch.nproc=1")
+    assert finished.code == 2 and "which this run has no place for" in finished.err and len(finished.error_lines) == 1, finished.err
+
+
+def test_bad_input(config: Path, run: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+        evaluate(config, [], run / "nowhere")
+    with pytest.raises(ConfigError, match="there is no held-out set"):
+        evaluate(config, ["data.eval=[]"], None)
+    with pytest.raises(UserError, match="it is for algorithm sft, and this is pretrain"):
+        answers(config, ["algorithm=pretrain"], None, 3)
+
+
+def test_lm_eval_is_asked_for_by_name_when_it_is_missing(config: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFault, match=r"lm-eval is missing — pip install 'drumline\[eval\]'"):
+        harness(run, [], None, ["arc_easy"], None, None)
+
+
+def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_path: Path) -> None:
+    """A task of our own, since the harness's are on the hub: the export through its loader, the newest checkpoint from memory."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    write_rows(tmp_path / "rows.jsonl", [{"question": f"{n}?", "label": n % 2} for n in range(6)])
+    (tmp_path / "task.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
+    found = []
+    for export in (run / "export", run / "hidden"):
+        assert harness(run, [], None, ["drum_tiny"], 5, tmp_path) == 0
+        found.append(json.loads((run / "eval.json").read_text())["lm_eval"]["tasks"]["drum_tiny"])
+        if export.exists():
+            export.rename(run / "hidden")
+    (run / "hidden").rename(run / "export")
+    assert found[0] == found[1] and 0 <= found[0]["acc"] <= 1
+    with pytest.raises(EnvironmentFault, match=r"lm-eval failed: .*nosuch"):
+        harness(run, [], None, ["nosuch"], None, None)
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
+    """Word for word, as the teacher-forced figure of training says; and tasks are verified."""
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model", hidden=64),
+        data={
+            "train": [{"kind": "tasks", "tasks": {"gcd": {}, "lcm": {}}, "size": 4, "seed": 3}],
+            "eval": [{"kind": "tasks", "tasks": {"gcd": {}, "lcm": {}}, "size": 4, "seed": 3}],
+            "packing": False,
+            "max_length": 200,
+        },
+        run={"steps": 40},
+        batch={"micro_batch": 4},
+        optimizer={"lr": 1e-2},
+        checkpoint={"every": None},
+    )
+    assert drumline("train", path).code == 0
+    *_, last = events(tmp_path / "run", "eval")
+    assert answers(path, [], None, 3) == 0
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
+    assert last["exact_match"] == found["metrics"]["exact"] == found["metrics"]["verified"] == found["metrics"]["ended"] == 1.0
+    assert len(found["answers"]) == 3 and all(one["answer"] == one["right"] for one in found["answers"])
+    held_out = f"data.eval=[{{kind: file, path: {write_rows(tmp_path / 'rows.jsonl', chat_rows(3))}}}]"
+    assert answers(path, [held_out], None, 9) == 0
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())["generated"]
+    assert found["metrics"]["exact"] == 0.0 and "verified" not in found["metrics"]
+    assert [one["right"] for one in found["answers"]] == [row["completion"] for row in chat_rows(3)]
