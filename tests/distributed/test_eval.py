@@ -139,7 +139,7 @@ def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
             "packing": False,
             "max_length": 200,
         },
-        run={"steps": 40},
+        run={"steps": 120},
         batch={"micro_batch": 4},
         optimizer={"lr": 1e-2},
         checkpoint={"every": None},
