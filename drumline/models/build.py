@@ -28,11 +28,12 @@ def lay_out(
     held: frozenset[str] = frozenset(),
     head: Head = "lm",
     labels: tuple[str, ...] = (),
+    draws: bool = True,
 ) -> tuple[Any, Source]:
     """A model in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
 
     It ends in `head`; for a class in as many logits as there are `labels`. A head of classes, scores or values that the files lack, or
-    have in another shape, is drawn.
+    have in another shape, is drawn; `draws` False: refused, for a model that will not learn.
 
     Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
     is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
@@ -55,6 +56,8 @@ def lay_out(
         hub = hub_options(pretrained, model)
         fresh = extra_heads(built)
         files = from_files(pretrained, built, hub["local_files_only"], hub.get("revision"), fresh)
+        if not draws:
+            _require_heads(fresh - files.places.keys(), pretrained)
         return built, Joined(files, Drawn(built, seed)) if fresh - files.places.keys() else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
@@ -62,8 +65,8 @@ def lay_out(
         return _whole_random(path, model, config, options, head, seed).to(device), Loaded()
     if quantization is not None:
         packing = {"quantization_config": quantization, "device_map": {"": device}}
-        return _whole_pretrained(pretrained, model, config, options | packing, head, seed), Loaded()
-    return _whole_pretrained(pretrained, model, config, options, head, seed).to(device), Loaded()
+        return _whole_pretrained(pretrained, model, config, options | packing, head, seed, draws), Loaded()
+    return _whole_pretrained(pretrained, model, config, options, head, seed, draws).to(device), Loaded()
 
 
 def build_model(
@@ -104,13 +107,15 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
     return built
 
 
-def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
+def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int, draws: bool) -> Any:
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    if not draws:
+        _require_heads(extra_heads(built) & lacking, path)
     _require_all(lacking - extra_heads(built), path, model)
     built = with_head(built, head)
     built.config.use_cache = False
@@ -125,6 +130,15 @@ def _whole_random(path: str | None, model: ModelConfig, config: Any, options: di
     built = with_head(built, head)
     built.config.use_cache = False
     return built
+
+
+def _require_heads(lacking: frozenset[str], path: str) -> None:
+    if lacking:
+        raise ModelError(
+            f"has no weights for {min(lacking)}, and as it does not learn they would stay as they are drawn",
+            where=path,
+            fix="name a model whose head was trained, such as RUN/export of a reward run",
+        )
 
 
 def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:

@@ -70,7 +70,7 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
 
 
 def _frozen(plan: Plan, device: str, head: Head) -> ForwardEngine:
-    model, source = _lay_out(plan, device, frozenset(), head)
+    model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
     values = Values(source, device, plan.config.run.seed)
     if plan.engine == "pipeline":
@@ -82,10 +82,9 @@ def _frozen(plan: Plan, device: str, head: Head) -> ForwardEngine:
     return prepare(plan, model, values, ForwardEngine)
 
 
-def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head) -> tuple[Any, Source]:
+def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head, draws: bool = True) -> tuple[Any, Source]:
     config = plan.config
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    labels = plan.data.labels if plan.data else ()
-    return lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=head, labels=labels)
+    return lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=head, labels=plan.labels, draws=draws)

@@ -10,6 +10,7 @@ from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.errors import ModelError
 from drumline.models import load as models
+from drumline.models.build import lay_out
 from drumline.models.classes import with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.plan.facts import ModelFacts
@@ -21,7 +22,7 @@ OnProgress = Callable[[str, int, int | None], None]
 
 def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:
     """By name what each role is and where it lies, and its sizes. Raises ModelError for one that reads other tokens than the policy
-    writes."""
+    writes, and for one without a trained head that will not learn."""
     roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
     for name, wanted in wanted_roles(config).items():
         model, same = wanted.model, wanted.model == config.model
@@ -32,6 +33,8 @@ def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) 
             require_same_tokens(model, path, tokenizer, wanted.where)
             models.check_fits(hf_config, tokenizer, config.data.max_length, wanted.where)
         roles[name] = RolePlan(model=model, model_path=path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        if not wanted.learns:
+            lay_out(path, model, 0, head=wanted.head, draws=False)
         sizes[name] = models.facts(hf_config, config.data.max_length, head=wanted.head)
     return roles, sizes
 
