@@ -6,6 +6,7 @@ model's own rule where the files (a causal LM's) lack it, as transformers draws 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ def _add_value_head(model: Any) -> None:
             f"{type(model).__name__} has no output embedding to lay a value head beside", where="algorithm.value", fix="use value: separate"
         )
     setattr(model, VALUE, ValueHead(head.weight.shape[1], head.weight.dtype, head.weight.device))
+
+
+def language_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a policy's weights those of the language model, which is what samples."""
+    return ((name, tensor) for name, tensor in weights if not name.startswith(f"{VALUE}."))
 
 
 def extra_heads(model: Any) -> frozenset[str]:

@@ -22,6 +22,7 @@ from drumline.dist.start import Ranks
 from drumline.models import adapters
 from drumline.models.build import lay_out
 from drumline.models.load import load_tokenizer, pad_token_id
+from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
 from drumline.rollout.build import generator
@@ -155,7 +156,7 @@ class Sampling:
         if not self._made:
             self._make(live)
         if self._refresh is not None:
-            self._refresh(self.engine.whole_weights())
+            self._refresh(language_weights(self.engine.whole_weights()))
         return generate_together(self._made[greedy], requests, step, self.device)
 
     def _make(self, live: Any) -> None:
@@ -180,7 +181,7 @@ class Sampling:
         if self._whole is None:
             config = self.plan.config
             seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype, head=config.head)
+            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
             if config.adapter.kind == "lora":
                 adapters.inject(model, config.adapter, config.run.seed)
             Values(source, self.device, config.run.seed).fill(model)
