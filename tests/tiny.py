@@ -87,20 +87,24 @@ CHATML_WITH_IMAGES = (
 )
 
 
-def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2) -> Path:
+def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2, experts: int = 0) -> Path:
     """Save a random Qwen3-VL (fp32, about 90 thousand parameters, deepstack) with tokenizer and image processor to `path`; returns `path`.
+    `experts`: of its mixture, two of which take a token; 0 is the dense model.
 
     Patches of 4 x 4 pixels, four to an image token; images of 8 x 8 to 24 x 24 pixels stay as they are.
     """
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = tiny_tokenizer(chat_template=CHATML_WITH_IMAGES)
     tokenizer.add_special_tokens({"additional_special_tokens": VISION_SPECIAL})
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in VISION_SPECIAL}
-    config = Qwen3VLConfig(
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if experts else {}
+    config = AutoConfig.for_model(
+        "qwen3_vl_moe" if experts else "qwen3_vl",
         text_config={
+            **mixture,
             "vocab_size": len(tokenizer),
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -132,7 +136,7 @@ def tiny_vision_dir(path: Path, seed: int = 0, layers: int = 2) -> Path:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

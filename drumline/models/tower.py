@@ -15,21 +15,20 @@ from drumline.models.vision import is_vision_language
 class _Seeing(Tokens):
     """A trial's tokens, of which the second of each row is an image of one token."""
 
-    model: Any = None
+    config: Any = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        config, device = self.model.config, self.input_ids_BT.device
-        ids_BT, merge = self.input_ids_BT.clone(), int(config.vision_config.spatial_merge_size)
-        ids_BT[:, 1] = config.image_token_id
+        eyes, device, ids_BT = self.config.vision_config, self.input_ids_BT.device, self.input_ids_BT.clone()
+        ids_BT[:, 1], merge = self.config.image_token_id, eyes.spatial_merge_size
         grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
-        width = vision_tower(self.model).patch_embed.proj.weight[0].numel()
+        width = eyes.in_channels * eyes.temporal_patch_size * eyes.patch_size**2
         pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
         return {**super().inputs(), "input_ids": ids_BT, "pixel_values": pixels_PD, "image_grid_thw": grid_N3}
 
 
 def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     """A batch to try a model on, which all of it works for: with an image where the model sees."""
-    return _Seeing(ids_BT, model=model) if is_vision_language(model.config) else Tokens(ids_BT)
+    return _Seeing(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
 
 
 def vision_tower(model: Any) -> Any:

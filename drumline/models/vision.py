@@ -22,7 +22,7 @@ from drumline.models.images import require_pillow
 from drumline.models.load import from_hub, hub_options
 
 # model_type of those whose images, positions and gradients are proven (tests/unit/test_vision.py).
-KNOWN = ("qwen3_vl",)
+KNOWN = ("qwen3_vl", "qwen3_vl_moe")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 Grid = tuple[int, int, int]  # patches in time, height, width
 

@@ -72,9 +72,12 @@ def learned_by(model: Any, batch: VisionBatch) -> tuple[float, dict[str, torch.T
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_loss_is_the_models_own(folder: Path, vision: Vision) -> None:
+@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "mixture of experts"])
+def test_loss_is_the_models_own(folder: Path, vision: Vision, experts: int) -> None:
     """Against transformers' forward with its own positions (get_rope_index), mask and loss, row by row."""
-    cache, model = cache_of(folder, vision, packing=False), built(folder)
+    if experts:
+        vision = vision_of(tiny_vision_dir(folder / "experts", experts=experts))
+    cache, model = cache_of(folder, vision, packing=False), build_model(vision.path, vision.model, seed=0).train()
     pad = 0
     ids = list(range(len(cache)))
     ours, gradients = learned_by(model, collate_vision(cache, ids, pad, None, vision))
