@@ -29,7 +29,9 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), ro
         chosen = plan.roles[role]
         if chosen.learns:
             return _learning(plan.of_role(role), device, held, chosen.head)
-        return cast(Engine, _frozen(plan.of_role(role), device, chosen.head))
+        frozen = _frozen(plan.of_role(role), device, chosen.head)
+        frozen.keep_low(all_weights=plan.engine == "deepspeed")
+        return cast(Engine, frozen)
     learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
     names = dict.fromkeys(held)
     policy = _learning(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)

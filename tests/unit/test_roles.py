@@ -15,10 +15,12 @@ from drumline.models.load import facts, load_config
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
 from drumline.plan.roles import wanted_roles
+from drumline.strategies.build import build_engine
 from drumline.strategies.engine import FakeEngine
 from drumline.strategies.several import Several
 from drumline.train.roles import find_roles
 from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.unit.test_native import batches
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 LORA = {"adapter": "lora"}
@@ -103,6 +105,26 @@ def test_a_reference_that_reads_other_tokens_is_refused_in_a_line(tmp_path: Path
         file.unlink()
     with pytest.raises(ModelError, match=f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"):
         find_roles(said, str(policy), lambda *_: None)
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero2"])
+def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path, strategy: str) -> None:
+    """In low precision its weights are rounded once, and not at each use: of DPO's margins and of KL nothing comes from rounding."""
+    model = tiny_model_dir(tmp_path / "model")
+    said = config({"kind": "dpo"}, model={"id": str(model)}, strategy=strategy, precision="bf16")
+    roles, sizes = find_roles(said, str(model), lambda *_: None)
+    told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(model), "data": None, "facts": None, "world_size": 1}
+    plan = resolve(said, roles=roles, role_facts=sizes, **told)
+    policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
+
+    def read(outputs: Any, batch: Any) -> torch.Tensor:
+        said: torch.Tensor = outputs.log_probs(batch.targets_BT, 16)[0]
+        return said
+
+    one, other = (engine.infer(batches(), read) for engine in (policy, reference))
+    assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(one, other, strict=True))
+    whole = 4 * sum(p.numel() for p in reference.model.parameters())  # type: ignore[attr-defined]
+    assert sum(p.nbytes for p in reference.model.parameters()) < 0.8 * whole  # type: ignore[attr-defined]
 
 
 class Tokens:
