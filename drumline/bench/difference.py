@@ -12,6 +12,8 @@ from drumline.report.events import read, series
 
 PORTION = 64 * 2**20  # entries read at once
 SMALLEST_NORM = 1e-12  # a tensor of zeros has no relative difference
+# The loss of a policy is a mean of advantages, which cancel to nothing at the first step: what is left is rounding.
+SMALLEST_LOSS = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def difference(run: Path, reference: Path) -> Difference:
     Checkpoints are read in portions: two models need not fit into memory.
     """
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
-    figures = {key: _figures(series(past, key), series(expected, key)) for key in ("loss", "grad_norm")}
+    least = {"loss": SMALLEST_LOSS, "grad_norm": 1e-30}
+    figures = {key: _figures(series(past, key), series(expected, key), floor) for key, floor in least.items()}
     by_tensor = dict(_tensors(run, reference))
     weights = {name: d for name, d in by_tensor.items() if name.startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.startswith("optim.")]
@@ -51,11 +54,12 @@ def difference(run: Path, reference: Path) -> Difference:
     )
 
 
-def _figures(mine: dict[int, float], reference: dict[int, float]) -> float:
-    """Infinite where a step is missing on one side, or a figure is not finite."""
+def _figures(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
+    """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a figure is not
+    finite."""
     if mine.keys() != reference.keys() or not mine:
         return float("inf")
-    apart = [abs(mine[step] - value) / max(abs(value), 1e-30) for step, value in reference.items()]
+    apart = [abs(mine[step] - value) / max(abs(value), floor) for step, value in reference.items()]
     return max((d if d == d else float("inf")) for d in apart)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from drumline.rollout.colocated import VLLMEngine
 from drumline.rollout.continuous import ContinuousGenerator
 from drumline.rollout.copy import InferenceCopy, Weights
 from drumline.rollout.generate import WHERE, Generator, HFGenerator
+from drumline.rollout.sampling import Sampler
 from drumline.rollout.vllm import VLLMServer, WeightFolder
 
 Refresh = Callable[[Weights], None]
@@ -42,10 +44,19 @@ def generator(
         return HFGenerator(config, live, tokenizer, seed, autocast), None
     if isinstance(config, c.ContinuousGenerator) and live is not None and autocast is None:
         return ContinuousGenerator(config, live, tokenizer, seed), None
-    copy = InferenceCopy(build)
+    whole = InferenceCopy(build)
     if isinstance(config, c.ContinuousGenerator):
-        return ContinuousGenerator(config, copy.model, tokenizer, seed), copy.refresh
-    return HFGenerator(config, copy.model, tokenizer, seed), copy.refresh
+        return ContinuousGenerator(config, whole.model, tokenizer, seed), whole.refresh
+    return HFGenerator(config, whole.model, tokenizer, seed), whole.refresh
+
+
+def greedy(sampling: Any) -> Generator:
+    """A generator of the same model (engine, server) that takes the likeliest token each time."""
+    made = copy.copy(sampling)
+    made.config = sampling.config.model_copy(update={"top_k": 1})
+    if hasattr(sampling, "sampler"):
+        made.sampler = Sampler(made.config.temperature, top_k=1)
+    return made
 
 
 def _vllm(

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.grpo import GRPO
 from drumline.algorithms.kl import KLController
@@ -25,21 +23,20 @@ from drumline.models.load import load_tokenizer, pad_token_id
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.plan.plan import Plan
-from drumline.rollout.build import generator
+from drumline.rollout.build import generator, greedy
 from drumline.rollout.generate import Generator
 from drumline.rollout.rewards import Rewards, reward_names
 from drumline.rollout.sampling import Completion, Request
 from drumline.rollout.split import generate_together
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
+from drumline.strategies.forward import LOW_PRECISION
 from drumline.strategies.several import Several
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.train.rollouts import Readers, Rollouts
 from drumline.train.scoring import Scoring
 from drumline.train.state import TrainState
-
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def reinforced(
@@ -146,44 +143,31 @@ class Sampling:
     device: str
 
     def __post_init__(self) -> None:
-        self._made: dict[bool, Generator] = {}
-        self._whole: Any = None
+        self._generator: Generator | None = None
         self._refresh: Callable[[Any], None] | None = None
 
-    def __call__(self, requests: list[Request], step: int, greedy: bool) -> list[Completion]:
+    def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""
         live = self.engine.live()
-        if not self._made:
-            self._make(live)
+        if self._generator is None:
+            self._generator, self._refresh = self._make(live)
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
-        return generate_together(self._made[greedy], requests, step, self.device)
+        return generate_together(greedy(self._generator) if greedily else self._generator, requests, step, self.device)
 
-    def _make(self, live: Any) -> None:
-        algorithm = self.plan.config.algorithm
+    def _make(self, live: Any) -> tuple[Generator, Callable[[Any], None] | None]:
+        plan, algorithm = self.plan, self.plan.config.algorithm
         assert isinstance(algorithm, PPOConfig | GRPOConfig)
-        for greedy in (False, True):
-            config = algorithm.generator.model_copy(update={"top_k": 1}) if greedy else algorithm.generator
-            # Both sample from the same model, so refreshing one of them is refreshing both.
-            self._made[greedy], self._refresh = generator(
-                config,
-                self.tokenizer,
-                self.plan.config.run.seed,
-                live,
-                self._copy,
-                autocast=LOW_PRECISION.get(self.plan.precision),
-                model_path=self.plan.model_path,
-                run_dir=Path(self.plan.run_dir),
-            )
+        low = LOW_PRECISION.get(plan.precision)
+        seed, folder = plan.config.run.seed, Path(plan.run_dir)
+        return generator(algorithm.generator, self.tokenizer, seed, live, self._copy, low, plan.model_path, folder)
 
     def _copy(self) -> Any:
-        """The whole model on this rank, in the type that it computes in; made once."""
-        if self._whole is None:
-            config = self.plan.config
-            seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
-            model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
-            if config.adapter.kind == "lora":
-                adapters.inject(model, config.adapter, config.run.seed)
-            Values(source, self.device, config.run.seed).fill(model)
-            self._whole = model
-        return self._whole
+        """The whole model on this rank, in the type that it computes in."""
+        config = self.plan.config
+        seed, dtype = derive(config.run.seed, "weights"), LOW_PRECISION.get(self.plan.precision)
+        model, source = lay_out(self.plan.model_path, config.model, seed, self.device, dtype)
+        if config.adapter.kind == "lora":
+            adapters.inject(model, config.adapter, config.run.seed)
+        Values(source, self.device, config.run.seed).fill(model)
+        return model

@@ -70,6 +70,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
+    if prepared is not None and isinstance(config.algorithm, ROLLOUT):
+        rewards.check(config.algorithm.rewards, base.absolute(), prompt_columns(prepared))
     data = None if prepared is None else describe(prepared, config, vision)
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     plan = resolve(
@@ -87,6 +89,12 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         require_deepspeed(plan, on_progress)
     return plan
+
+
+def prompt_columns(prepared: data_prepare.Prepared) -> set[str]:
+    """What every prompt brings along for the rewards."""
+    caches = [TokenCache.open(folder) for folder in (prepared.train, prepared.eval) if folder is not None]
+    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
 
 
 def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | None = None) -> DataPlan:

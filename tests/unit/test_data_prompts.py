@@ -93,6 +93,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     config = write_config(tmp_path, model, algorithm=grpo)
     with pytest.raises(ConfigError, match="only episode of a prompt is its group's mean"):
         load(config, ["algorithm.group_size=1"])
+    with pytest.raises(ConfigError, match="needs prompts of reasoning-gym tasks"):
+        make_plan(Request(load(config, ["algorithm.rewards=[task]"])), on_progress=lambda *_: None)
     for more, said in (
         (["algorithm.group_size=3"], "does not divide into groups of 3"),
         (["algorithm.group_size=2", "algorithm.epochs=3"], "4 steps end within a rollout"),
