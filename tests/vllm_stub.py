@@ -58,6 +58,17 @@ class StubServer(ThreadingHTTPServer):
     def bodies(self, path: str) -> list[Any]:
         return [body for asked, body in self.asked if asked == path]
 
+    def counted(self, body: dict[str, Any]) -> dict[str, Any]:
+        """`complete`, counted while it is under way: no longer, for a client may ask anew before its answer is sent to the end."""
+        with self.lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return self.complete(body)
+        finally:
+            with self.lock:
+                self.at_once -= 1
+
     @torch.no_grad()
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         for key, value in body.items():
@@ -110,13 +121,11 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             server.asked.append((self.path, body))
-            server.at_once += 1
-            server.most_at_once = max(server.most_at_once, server.at_once)
         try:
             if self.path in server.break_with:
                 self.answer(200, None)
             elif self.path == "/v1/completions":
-                self.answer(200, server.complete(body))
+                self.answer(200, server.counted(body))
             elif self.path == "/collective_rpc":
                 assert body["method"] == "reload_weights", body
                 server.load(body["kwargs"])
@@ -127,9 +136,6 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(404, {"detail": "Not Found"})
         except (AssertionError, KeyError) as error:
             self.answer(400, {"error": {"message": f"{type(error).__name__}: {error}", "type": "BadRequestError", "code": 400}})
-        finally:
-            with server.lock:
-                server.at_once -= 1
 
     def answer(self, status: int, body: Any) -> None:
         how = self.server.break_with.get(self.path)

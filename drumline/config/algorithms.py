@@ -158,7 +158,7 @@ def _task_reward() -> list[Reward]:
 class _Generator(Section):
     temperature: float = Field(1.0, gt=0, description="Of sampling.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
-    top_k: int = Field(0, ge=0, description="Sample from this many likeliest tokens; 0: all.")
+    top_k: int = Field(0, ge=0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
     max_new_tokens: int = Field(64, gt=0, description="A completion is cut here.")
     stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
 

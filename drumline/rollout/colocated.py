@@ -13,7 +13,7 @@ from typing import Any
 
 from drumline.config.algorithms import VLLMGenerator as Config
 from drumline.data.templates import end_ids
-from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rollout.copy import Weights
 from drumline.rollout.generate import WHERE, require_room
 from drumline.rollout.sampling import Completion, Request, request_seed
@@ -44,19 +44,21 @@ class VLLMEngine:
 
     def refresh(self, weights: Weights) -> None:
         """Take over all weights. Collective where they are. Raises PlanError for an adapter's names, after the last weight."""
-        adapted: list[str] = []
+        wrong: list[PlanError] = []
 
         def whole() -> Weights:
-            for name, tensor in weights:
-                if ".base_layer." in name or ".lora_" in name:
-                    adapted.append(name)
-                elif not adapted:
+            for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
+                try:
+                    require_whole(name)
+                except PlanError as error:
+                    wrong.append(error)
+                if not wrong:
                     yield name, tensor
 
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole()})
         self.llm.reset_prefix_cache()
-        for name in adapted[:1]:
-            require_whole(name)
+        if wrong:
+            raise wrong[0]
 
     def _parameters(self, request: Request, step: int) -> Any:
         from vllm import SamplingParams
