@@ -56,6 +56,17 @@ def pair_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts of uneven length; their class is that of the words they are made of, so it can be learned."""
+    draw, third = random.Random(f"labels {seed}"), len(WORDS) // 3
+    rows = []
+    for _ in range(number):
+        kind = draw.randrange(3)
+        words = WORDS[kind * third : (kind + 1) * third]
+        rows.append({"text": " ".join(draw.choices(words, k=draw.randint(1, 12))), "label": ("music", "work", "number")[kind]})
+    return rows
+
+
 def prompt_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Prompts with a letter that `letters` pays for."""
     draw = random.Random(f"prompts {seed}")
