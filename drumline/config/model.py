@@ -23,7 +23,7 @@ class ModelConfig(Section):
         default_factory=dict,
         description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type).",
     )
-    tokenizer: str | None = Field(None, description="Folder or hub id of another tokenizer than the model's own.")
+    tokenizer: str | None = Field(None, description="Folder, hub id or `package:NAME` of another tokenizer than the model's own.")
     chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="Attention implementation; auto is sdpa."

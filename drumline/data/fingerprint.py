@@ -16,7 +16,7 @@ from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
-from drumline.models.package import cache_dir
+from drumline.models.package import cache_dir, tokenizer_folder
 from drumline.models.vision import Vision
 
 # Files that decide what a tokenizer does, in any of the formats transformers loads.
@@ -92,6 +92,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
 
 def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
     """The tokenizer's files by content; of a hub id, those of its downloaded snapshot."""
+    tokenizer_path = tokenizer_folder(tokenizer_path)
     folder = Path(tokenizer_path)
     if not folder.is_dir():
         from transformers.utils import cached_file

@@ -13,6 +13,7 @@ from drumline.config.suggest import nearest
 from drumline.errors import ModelError
 from drumline.models.classes import AUTO
 from drumline.models.freeze import freeze
+from drumline.models.package import tokenizer_folder
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
@@ -108,6 +109,7 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
         raise ModelError(
             "a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one"
         )
+    source = tokenizer_folder(source)
     tokenizer = from_hub(source, model, lambda: AutoTokenizer.from_pretrained(source, **hub_options(source, model)))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template))

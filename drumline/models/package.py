@@ -49,6 +49,11 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     return _on_hub(model.id, model.revision)
 
 
+def tokenizer_folder(name: str) -> str:
+    """Where `name` (a folder, a hub id, or `package:NAME`) is read from."""
+    return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
+
+
 def cache_dir() -> Path:
     """XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline"

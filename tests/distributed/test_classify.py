@@ -28,7 +28,7 @@ IMAGES = {
 
 
 def encoder(kind: str, **config: Any) -> dict[str, Any]:
-    """A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is rounding, and Adam makes steps of it."""
+    """A bias on keys moves all scores of a query alike, which softmax does not see: its gradient is rounding, of which Adam makes steps."""
     keys = [f"{kind}.encoder.layer.{layer}.attention.self.key.bias" for layer in range(2)]
     return {"model": {"id": None, "config": {"model_type": kind, **ENCODER, **config}, "freeze": keys}}
 
