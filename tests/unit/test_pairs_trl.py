@@ -123,29 +123,18 @@ def test_the_reward_model_is_trls(name: str, cuts: list[list[int]]) -> None:
     from transformers import LlamaForSequenceClassification
 
     case, learner, algorithm = TRL["reward"][name], model(LlamaForSequenceClassification, POLICY), REWARD[name]
+    module = ForwardWithObjective(learner)
     sums: dict[str, float] = {}
     for picks in cuts:
         pairs = batch(picks, margins=name == "margins")
-        told = algorithm.objective(Scores(learner, pairs), pairs)
-        (told.loss_sum / 4).backward()
-        for key, value in {"loss": told.loss_sum.detach(), **told.sums}.items():
+        loss_sum, told = module(pairs, algorithm.objective)
+        (loss_sum / 4).backward()
+        for key, value in {"loss": loss_sum.detach(), **told}.items():
             sums[key] = sums.get(key, 0.0) + float(value)
     assert sums["loss"] / 4 == pytest.approx(case["loss"], **CLOSE)
     figures = algorithm.figures(sums)
     assert {key: figures[key] for key in case["figures"]} == pytest.approx(case["figures"], **CLOSE)
     close(gradients(learner), case["gradients"])
-
-
-class Scores:
-    """The values of a model with a score head, at every token."""
-
-    def __init__(self, learner: Any, pairs: PairBatch) -> None:
-        self.hidden_BTD = learner.model(**pairs.inputs(), use_cache=False).last_hidden_state
-        self.head = learner.score
-
-    def values(self) -> torch.Tensor:
-        values_BT: torch.Tensor = self.head(self.hidden_BTD).squeeze(-1)
-        return values_BT
 
 
 def test_sft_is_trls() -> None:
