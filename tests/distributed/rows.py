@@ -180,8 +180,8 @@ SPREADS = (
     "zero3 2, nothing kept whole, accumulation 4",
 )
 TWO_STEPS: dict[str, Any] = {"run": {"steps": 2}, "rows": 24, "optimizer": {"eps": 1e-6}}
-# Both sides of a pair share a prompt and an end, so their gradients all but cancel: fp32 keeps five digits of what is left (in fp64 all cuts
-# agree to 1e-14), and steps must not be made of the entries that are rounding alone.
+# Both sides of a pair share a prompt and an end, so their gradients all but cancel: fp32 keeps five digits of what is left (in fp64 all
+# cuts agree to 1e-14), and steps must not be made of the entries that are rounding alone.
 NO_SIGNS: dict[str, Any] = {**TWO_STEPS, "optimizer": {"eps": 1e-4}}
 # Sampling is in the loop: what is sampled hangs on seed, step, prompt and index alone, so all rows learn from the same episodes.
 ROLLOUT: dict[str, Any] = {"rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 6, "batch": 16}, "loss_chunk": 32}
