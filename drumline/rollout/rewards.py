@@ -85,7 +85,7 @@ def _check_columns(config: Reward, columns: Collection[str], where: str) -> None
 
 
 class Rewards:
-    """The rewards of a run, on one rank. Processes start with the first `score`; they end with `close`, or with the caller."""
+    """The rewards of a run, on one rank. Processes start at once, while the caller goes on; they end with `close`, or with the caller."""
 
     def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
         """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most 4."""
@@ -95,10 +95,14 @@ class Rewards:
         }
         self.seconds = dict.fromkeys(self.names, 0.0)
         # A thread for each worker: it starts the process, asks it, and replaces it.
-        self._pool = ThreadPoolExecutor(workers or _usual_workers(), thread_name_prefix="reward")
+        processes = workers or _usual_workers()
+        self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
         self._own = threading.local()
         self._workers: set[Isolated] = set()
         self._closed = False
+        if self.isolated:
+            for _ in range(processes):
+                self._pool.submit(self._worker)  # what goes wrong here goes wrong again, and is told, when it is asked
 
     def __enter__(self) -> Rewards:
         return self

@@ -21,7 +21,8 @@ from drumline.config.algorithms import GRPOConfig, Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rollout.isolated import Isolated
 from drumline.rollout.rewards import Item, Rewards, check, overlong, reward_names
-from tests.harness import ENV
+from tests.harness import ENV, drumline, write_config
+from tests.tiny import tiny_model_dir
 
 FUNCTIONS = """
 import os, subprocess, sys, time
@@ -49,6 +50,9 @@ def naughty(prompt, completion):
         child = subprocess.Popen(["sleep", "60"])
         open("child.pid", "w").write(str(child.pid))
         time.sleep(60)
+    return 1.0
+
+def wants(prompt, completion, solution):
     return 1.0
 
 def pid(prompt, completion):
@@ -190,7 +194,7 @@ def test_every_task_is_verified_as_by_its_generator() -> None:
         for answer in (entry["answer"], "nonsense") if isinstance(entry["answer"], str) else ():
             expected.append((name, verdict(dataset, answer.strip(), entry)))
             asked.append(Item("", f"I think.\n<a>no</a><a> {answer} </a>", 1, {"task": name, "entry": json.loads(json.dumps(entry))}))
-    with Rewards([reward(kind="task", pattern="(?s)<a>(.*?)</a>")], Path(), workers=2) as rewards:
+    with Rewards([reward(kind="task", pattern="(?s)<a>(.*?)</a>")], Path(), workers=1) as rewards:
         scored = rewards.score([*asked, Item("", "no tags", 1, asked[0].meta)])
     assert len(asked) > 150
     assert {name: (s.value, s.failures) for s, (name, want) in zip(scored, expected, strict=False) if s.value != want} == {}
@@ -270,3 +274,17 @@ def test_columns_are_checked_where_they_are_known(folder: Path) -> None:
 def test_config(values: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         GRPOConfig.model_validate({"kind": "grpo", "rewards": [values]})
+
+
+def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
+    """A function that asks for a column that no prepared row has; no run folder is made."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    path = write_config(
+        tmp_path,
+        tiny_model_dir(tmp_path / "model"),
+        data={"train": [{"kind": "tasks", "tasks": {"gcd": {}}, "size": 8}], "eval": [], "max_length": 200},
+        algorithm={"kind": "grpo", "group_size": 2, "generator": {"kind": "hf", "max_new_tokens": 8}},
+    )
+    finished = drumline("train", path, "algorithm.rewards=[{kind: function, path: 'mine.py:wants'}]")
+    assert finished.code == 2 and "missing a required argument: 'solution'" in finished.err and len(finished.error_lines) == 1, finished.err
+    assert not (tmp_path / "run").exists()
