@@ -6,6 +6,7 @@ import math
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,24 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
     assert of(said, "preempt") == [{"kind": "preempt", "step": 3, "signal": "SIGTERM"}]
     found = newest(tmp_path / "checkpoints", verify=True)
     assert found.path and read_state(found.path)["trainer"]["position"] == 6
+
+
+def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None:
+    """Rollouts of two steps: what falls due within one waits for its end, and the stream's state is saved with it."""
+    built, said = loop(tmp_path, checkpoint={"every": 3}, eval={"every": 3}, schedule="constant")
+    built.stream = (replace(batch(s), settled=s % 2 == 1, state={"drawn": s}) for s in range(STEPS))
+    step = built._train_step
+
+    def then_ask(*arguments: Any) -> None:
+        step(*arguments)
+        built.asked.requested = signal.SIGTERM if built.state.step >= 5 else 0  # type: ignore[misc]
+
+    built._train_step = then_ask  # type: ignore[method-assign]
+    with pytest.raises(Preempted, match="saved at step 6"):
+        built.run()
+    assert [e["step"] for e in of(said, "eval")] == [0, 4] and [e["step"] for e in of(said, "save")] == [4, 6]
+    found = newest(tmp_path / "checkpoints", verify=True)
+    assert found.path and read_state(found.path)["trainer"]["stream"] == {"drawn": 5}
 
 
 def test_unknown_metric_names_those_there_are(tmp_path: Path) -> None:
