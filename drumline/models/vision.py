@@ -84,10 +84,10 @@ class Vision:
 
     def patches(self, path: str, grid: Grid) -> npt.NDArray[np.float32]:
         """float32[t·h·w, width]: an image as the model takes it. Raises DataError where it is not what it was when it was prepared."""
-        found = self.processor([read_image(path, path)], return_tensors="np")
+        found = self.processor([read_image(path, "data")], return_tensors="np")
         if tuple(found["image_grid_thw"][0].tolist()) != tuple(grid):
             fix = "put it back, or remove the prepared data (data.cache_dir)"
-            raise DataError("the image has another size than when it was prepared", where=path, fix=fix)
+            raise DataError(f"image {path}: it has another size than when it was prepared", where="data", fix=fix)
         return np.asarray(found["pixel_values"], np.float32)
 
 

@@ -82,15 +82,19 @@ def convert(old: Path, output: Path | None) -> None:
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
     from drumline.data.prepare import prepare as prepare_data
+    from drumline.models.load import load_config
     from drumline.models.package import resolve
-    from drumline.train.setup import describe
+    from drumline.train.setup import describe, vision_of
 
     loaded = load(config_path, overrides)
+    config = loaded.config
     with bars(Console(stderr=True)) as on_progress:
-        model_path = resolve(loaded.config.model, on_progress)
-        prepared = prepare_data(loaded.config, loaded.config.model.tokenizer or model_path or "", loaded.base_dir, on_progress)
-    data = describe(prepared, loaded.config)
-    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens  {data.train_cache}")
+        model_path = resolve(config.model, on_progress)
+        vision = vision_of(config, model_path, load_config(model_path, config.model))
+        prepared = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision)
+    data = describe(prepared, config, vision)
+    images = f", {data.images} images" if data.images else ""
+    print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
     if data.eval_cache:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.detect import detect, free_bytes
@@ -64,7 +65,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         tokenizer = models.load_tokenizer(model_path, config.model)
         models.check_fits(hf_config, tokenizer, length)
     roles, role_facts = find_roles(config, model_path, on_progress)
-    vision = find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
+    vision = vision_of(config, model_path, hf_config)
     tokenizer_path = config.model.tokenizer or model_path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
@@ -95,6 +96,11 @@ def prompt_columns(prepared: data_prepare.Prepared) -> set[str]:
     """What every prompt brings along for the rewards."""
     caches = [TokenCache.open(folder) for folder in (prepared.train, prepared.eval) if folder is not None]
     return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
+
+
+def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
+    """How the model takes images beside text; None where it does not. Raises ModelError for a kind that is not known."""
+    return find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
 
 
 def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | None = None) -> DataPlan:

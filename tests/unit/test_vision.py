@@ -150,7 +150,7 @@ def test_patches_are_cut_as_the_model_reads_them(folder: Path, vision: Vision) -
     ]
     np.testing.assert_allclose(vision.patches(str(path), grid), wanted, atol=1e-6)
     Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(DataError, match="another size than when it was prepared"):
+    with pytest.raises(DataError, match=r"wide\.png: it has another size than when it was prepared"):
         vision.patches(str(path), grid)
 
 
