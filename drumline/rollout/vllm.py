@@ -101,7 +101,8 @@ class VLLMServer:
         leaves, that is 0. Raises DrumlineError where it is not the kind needed."""
         processed = abs(self._complete(self._asked(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
         needed = self.config.temperature != 1
-        either = not needed and self.config.top_p == 1 and self.config.top_k == 0
+        # Without cuts both are the same; and a greedy choice is no sample, whose log-prob anybody would ask for.
+        either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
         if processed != needed and not either:
             kind = "processed_logprobs" if needed else "raw_logprobs"
             raise self.server.fault(

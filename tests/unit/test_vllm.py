@@ -22,7 +22,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.plan.plan import BatchPlan
 from drumline.plan.rollouts import steps_of_rollouts
 from drumline.rollout import colocated, vllm
-from drumline.rollout.build import generator
+from drumline.rollout.build import generator, greedy
 from drumline.rollout.generate import HFGenerator
 from drumline.rollout.sampling import Request, request_seed
 from drumline.rollout.vllm import VLLMServer, WeightFolder
@@ -93,6 +93,13 @@ def test_log_probs_of_another_distribution_are_refused(server: StubServer, optio
     server.processed = processed
     with pytest.raises(DrumlineError, match=f"--logprobs-mode {fix}"):
         client(server, **options).generate(requests(), 0)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_where_nothing_is_cut_and_for_greedy_choices_either_kind_will_do(server: StubServer, processed: bool) -> None:
+    server.processed = processed
+    sampling = client(server)
+    assert sampling.generate(requests(), 0) and greedy(sampling).generate(requests(), 0)
 
 
 def test_what_cannot_be_asked_of_vllm_is_refused_by_the_config() -> None:
