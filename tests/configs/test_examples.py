@@ -37,6 +37,8 @@ ROLLOUT = [
     "algorithm.minibatches=1",
     "algorithm.generator.max_new_tokens=4",
 ]
+# The reference is scored once over all pairs.
+FEW_PAIRS = ["data.train.0.limit=8"]
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
@@ -82,7 +84,29 @@ def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
 def test_first_steps(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
-    more = [*instead.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if load(path, []).config.algorithm.kind in ("ppo", "grpo") else [])]
+    kind = load(path, []).config.algorithm.kind
+    more = [*instead.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
+    more += FEW_PAIRS if kind in ("reward", "dpo") else []
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *more, timeout=280)
     assert finished.code == 0, finished.out + finished.err
     assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["reward_smollm2", "dpo_smollm2"])
+def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
+    """Whole runs of two steps, held-out pairs and the metric that `best` means among them."""
+    pytest.importorskip("reasoning_gym")
+    model = tiny_model_dir(tmp_path / "model")
+    few = [
+        f"model.id={model}",
+        "data.train.0.limit=8",
+        "data.eval.0.limit=4",
+        "data.max_length=128",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
+    quick = [option for option in QUICK if not option.startswith(("data.", "eval."))]
+    finished = drumline("train", ROOT / "examples" / f"{name}.yaml", f"run.dir={tmp_path / 'run'}", *few, *quick, *BATCH)
+    assert finished.code == 0, finished.out + finished.err
+    assert len(events(tmp_path / "run", "step")) == 2
+    metric = {"reward_smollm2": "accuracy", "dpo_smollm2": "margin"}[name]
+    assert [metric in event and event["samples"] == 4 for event in events(tmp_path / "run", "eval")] == [True, True]
