@@ -34,17 +34,15 @@ ROWS = [
     Row("zero2 2", 2, {"strategy": "zero2"}),
     Row("zero3 2", 2, {"strategy": CUT}),
 ]
-LM: dict[str, Any] = {"algorithm": {"kind": "sft", "loss_chunk": 16}}
 VALUED: dict[str, Any] = {"algorithm": {"kind": "ppo", "value": "head"}}
 SCORE: dict[str, Any] = {"algorithm": {"kind": "reward"}}
 SCALED: dict[str, Any] = {"model": {"init": "random"}}
 LORA: dict[str, Any] = {"adapter": {"kind": "lora", "r": 4}}
 CASES = [
-    Case("log-probs", LM),
-    Case("a value head", VALUED),
+    Case("log-probs and a value head", VALUED),
     Case("scores", SCORE),
-    Case("scores beside an adapter", {**SCORE, **LORA}, rows=("fsdp2 2", "tp 2", "pp 2, zero bubble", "zero3 2")),
-    Case("a value head on scaled logits", {**VALUED, **SCALED}, rows=("fsdp2 2", "tp 2", "cp 2", "pp 2, zero bubble", "zero3 2")),
+    Case("scores beside an adapter", {**SCORE, **LORA}, rows=("tp 2", "pp 2, zero bubble", "zero3 2")),
+    Case("log-probs and a value head on scaled logits", {**VALUED, **SCALED}, rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2")),
 ]
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
 
@@ -130,7 +128,7 @@ def test_every_head_learns(told: Told, case: Case) -> None:
     (one,) = told(ONE, case)
     moved = {name for name, tensor in one["weights"].items() if not torch.equal(tensor, one["first"][name])}
     heads = {name for name in one["weights"] if name.startswith(("score", "value_head"))}
-    expected = {"sft": set(), "ppo": {"value_head.weight", "value_head.bias"}, "reward": {"score.weight"}}
+    expected = {"ppo": {"value_head.weight", "value_head.bias"}, "reward": {"score.weight"}}
     assert heads == expected[case.sections["algorithm"]["kind"]] and heads <= moved
     if "adapter" in case.sections:
         assert all("lora_" in name for name in moved - heads)
