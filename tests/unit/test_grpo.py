@@ -14,22 +14,11 @@ from drumline.algorithms.advantages import differs, group_advantages
 from drumline.algorithms.grpo import GRPO
 from drumline.algorithms.kl import KLController, divergence
 from drumline.data.episodes import Episodes, collate_episodes
+from drumline.models.head import Outputs
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "grpo_trl.json").read_text())
 PROMPTS = [3, 1, 2, 4, 1, 2]  # tokens before each completion
 LENGTHS = TRL["lengths"]
-
-
-class Logits:
-    """The answers of a model whose logits are given."""
-
-    def __init__(self, logits_BTV: torch.Tensor) -> None:
-        self.logits_BTV = logits_BTV
-
-    def log_probs(self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False) -> tuple[torch.Tensor, ...]:
-        logs_BTV = (self.logits_BTV / temperature).log_softmax(-1)
-        picked_BT = logs_BTV.gather(-1, targets_BT.clamp(min=0)[..., None]).squeeze(-1)
-        return torch.where(targets_BT != -100, picked_BT, 0.0), -(logs_BTV.exp() * logs_BTV).sum(-1)
 
 
 def stored(name: str) -> torch.Tensor:
@@ -63,7 +52,7 @@ def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]])
             start = PROMPTS[pick] - 1
             after = logits_BTV[row, start + LENGTHS[pick] :] if pick >= 0 else logits_BTV[row, 0:]
             rows.append(torch.cat((logits_BTV[row, :start], leaf[pick, : LENGTHS[pick]], after)) if pick >= 0 else after)
-        out = algorithm.objective(Logits(torch.stack(rows)), batch)
+        out = algorithm.objective(Outputs(logits_BTV=torch.stack(rows)), batch)
         total = total + out.loss_sum / denominator
         for key, value in out.sums.items():
             sums[key] = max(sums.get(key, 0.0), float(value)) if key.startswith("max_") else sums.get(key, 0.0) + float(value)
@@ -115,7 +104,7 @@ def test_an_episode_that_does_not_count_changes_nothing() -> None:
     empty = Episodes.start([np.zeros(2, np.int64)], [np.zeros(0, np.int64)]).weighted("sequence", 8, torch.ones(1, dtype=torch.bool))
     batch = collate_episodes(empty, [0], pad_id=0, width=None)
     assert batch.weight == 1.0 and not (batch.targets_BT != -100).any()
-    out = GRPO().objective(Logits(torch.randn(1, 2, 7, requires_grad=True)), batch)
+    out = GRPO().objective(Outputs(logits_BTV=torch.randn(1, 2, 7, requires_grad=True)), batch)
     assert out.loss_sum == 0 and all(torch.isfinite(value) for value in out.sums.values())
 
 

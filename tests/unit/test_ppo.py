@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,21 +12,21 @@ from drumline.algorithms.advantages import at_last, gae, whiten
 from drumline.algorithms.kl import KLController
 from drumline.algorithms.ppo import PPO
 from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
-from tests.unit.test_grpo import Logits
+from drumline.models.head import Outputs
 
 LENGTHS = [4, 1, 0, 6, 3]
 PROMPTS = [2, 1, 3, 1, 4]
 VOCABULARY = 9
 
 
-class Answers(Logits):
+@dataclass(frozen=True)
+class Answers(Outputs):
     """Logits and values that are given."""
 
-    def __init__(self, logits_BTV: torch.Tensor, values_BT: torch.Tensor) -> None:
-        super().__init__(logits_BTV)
-        self.values_BT = values_BT
+    values_BT: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
+        assert self.values_BT is not None
         return self.values_BT
 
 
@@ -91,7 +91,7 @@ def test_losses_and_gradients_equal_the_formula(value_clip: float | None) -> Non
     ppo = PPO(clip=0.1, value_clip=value_clip, value_weight=0.3, entropy_weight=0.05, kl=KLController(0.05))
     batch = collate_episodes(rollout(), [3, 0, -1, 4, 2, 1], pad_id=0, width=9)
     logits_BTV, values_BT = numbers(6, 9, VOCABULARY, seed=7).requires_grad_(), numbers(6, 9, seed=8).requires_grad_()
-    out = ppo.objective(Answers(logits_BTV, values_BT), batch)
+    out = ppo.objective(Answers(logits_BTV=logits_BTV, values_BT=values_BT), batch)
     got = torch.autograd.grad(out.loss_sum, (logits_BTV, values_BT))
     expected_sum = by_the_formula(ppo, batch, logits_BTV, values_BT)
     assert out.loss_sum.item() == pytest.approx(expected_sum.item(), abs=1e-5)
@@ -103,18 +103,18 @@ def test_losses_and_gradients_equal_the_formula(value_clip: float | None) -> Non
     returns, left = batch.returns_BT[learned].double(), (batch.returns_BT - values_BT.detach())[learned].double()
     assert figures["explained_variance"] == pytest.approx(float(1 - left.var() / returns.var()), abs=1e-5)
     assert figures["kl"] == pytest.approx(
-        float((out_log_probs(logits_BTV, batch) - batch.reference_log_probs_BT)[learned].mean()), abs=1e-5
+        ((out_log_probs(logits_BTV, batch) - batch.reference_log_probs_BT)[learned].mean().item()), abs=1e-5
     )
 
 
 def out_log_probs(logits_BTV: torch.Tensor, batch: EpisodeBatch) -> torch.Tensor:
-    return Logits(logits_BTV).log_probs(batch.targets_BT, 0)[0]
+    return Outputs(logits_BTV=logits_BTV).log_probs(batch.targets_BT, 0)[0]
 
 
 def test_value_apart_is_the_same_loss_in_two_parts() -> None:
     batch = collate_episodes(rollout(), [0, 1, 2, 3, 4], pad_id=0, width=None)
     shape = batch.input_ids_BT.shape
-    outputs = Answers(numbers(*shape, VOCABULARY), numbers(*shape))
+    outputs = Answers(logits_BTV=numbers(*shape, VOCABULARY), values_BT=numbers(*shape))
     apart = PPO(value_apart=True).objective
     assert set(apart) == {"policy", "value"}
     parts = [apart[role](outputs, batch) for role in apart]
