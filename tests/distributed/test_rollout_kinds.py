@@ -87,11 +87,10 @@ def test_a_reward_that_fails_costs_its_episodes_alone(runs: Path) -> None:
 
 
 def test_generators_sample_the_same(runs: Path) -> None:
-    keys = ("reward", "length", "loss", "grad_norm")
-    for kind in ("rollout", "step"):
+    for kind, keys in (("rollout", ("reward", "length")), ("step", ("loss", "grad_norm"))):
         for mine, other in zip(told(runs, "continuous", kind), told(runs, "live", kind), strict=True):
             for key in keys:
-                assert mine.get(key) == pytest.approx(other.get(key), rel=1e-4, abs=1e-6), f"{kind} {mine['step']}: {key}"
+                assert mine[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), f"{kind} {mine['step']}: {key}"
 
 
 def test_models_besides_the_policy(runs: Path) -> None:
