@@ -14,6 +14,7 @@ from torch import nn
 
 from drumline.errors import ModelError
 from drumline.models.blocks import block_list
+from drumline.models.classes import reads_images
 from drumline.models.images import side_of_model
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
@@ -41,18 +42,17 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     by the padding id, so a text may end in that id.
     """
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
-    if getattr(batch, "last_B", None) is None or batch.attention_mask_BT is not None:  # without `last_B`: a trial's, of one row
+    parts = None if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None else last_token_head(model)
+    if parts is None:
         logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
         return sequence.total(logits_BC * float(sequence.index == 0))  # the first token's is the class
-    parts = last_token_head(model)
-    assert parts is not None, "seen to at build time: `looks_ahead`"
     trunk, head = parts
     hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
         rows_B = torch.arange(hidden_BTD.shape[0], device=hidden_BTD.device)
-        picked: torch.Tensor = head(hidden_BTD[rows_B, batch.last_B])
+        picked: torch.Tensor = head(hidden_BTD[rows_B, getattr(batch, "last_B", -1)])  # a trial's rows are full
         return picked
     places_BT = torch.arange(batch.input_ids_BT.shape[1], device=hidden_BTD.device).expand_as(batch.input_ids_BT)
     here_Bt1 = (sequence.cut(places_BT) == batch.last_B[:, None])[:, :, None].to(hidden_BTD.dtype)

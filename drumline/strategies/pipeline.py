@@ -133,7 +133,7 @@ class StageWithObjective(nn.Module):
     def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
         """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
         cross-entropy makes its gradients in forward and gives them away once."""
-        values = {name: value for name in ("hidden_BTD", "logits_BTV") if (value := getattr(out, name)) is not None}
+        values = {name: value for name in ("hidden_BTD", "logits_BTV", "logits_BC") if (value := getattr(out, name)) is not None}
         leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
         loss = self._loss(replace(out, **leaves), batch)
         with torch.autocast(loss.device.type, enabled=False):

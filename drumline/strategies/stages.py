@@ -252,6 +252,8 @@ def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...],
             passed = stage.eval().run(batch, passed)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise PlanError(f"{type(model).__name__} does not run in stages: {error}", where="strategy", fix=INSTEAD) from error
+    if whole.logits_BC is not None:
+        return close(passed.class_logits(), whole.logits_BC)
     if whole.logits_BTV is None:
         return close(passed.values(), whole.values())
     logits = passed.logits_BTV

@@ -42,6 +42,13 @@ FEW_PAIRS = ["data.train.0.limit=8"]
 BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batch=1", "batch.accumulation=null"]
 
 
+# Of models that are written out, a smaller one for the first steps.
+SMALLER = {
+    "bert_large_ddp": ["model.config={model_type: bert, vocab_size: 49152, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}"],
+    "resnet50_ddp_syncbn": ["algorithm.image_size=32"],
+}
+
+
 @pytest.fixture(scope="session")
 def instead(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What stands in for models and data that only a hub has, by example: tiny ones of the same kinds."""
@@ -85,7 +92,7 @@ def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> N
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
 def test_first_steps(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
     kind = load(path, []).config.algorithm.kind
-    more = [*instead.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
+    more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
     more += FEW_PAIRS if kind in ("reward", "dpo") else []
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *more, timeout=280)
     assert finished.code == 0, finished.out + finished.err

@@ -1,0 +1,150 @@
+"""Classification on one process: labels, figures against scikit-learn, what batches hold, and one clear line for bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.algorithms.classify import Classify
+from drumline.config.load import load
+from drumline.errors import DrumlineError
+from drumline.plan.plan import Plan
+from drumline.train.labelled import labelled_collator
+from drumline.train.setup import Request, TokenCache, make_plan
+from tests.harness import labelled_rows, write_config, write_rows
+from tests.tiny import tiny_model_dir
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 320,
+    "pad_token_id": 0,
+}
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def planned(folder: Path, model: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None, **sections: Any) -> Plan:
+    write_rows(folder / "rows.jsonl", train)
+    write_rows(folder / "others.jsonl", held_out or train)
+    sources = {"train": [{"kind": "file", "path": "rows.jsonl"}], "eval": [{"kind": "file", "path": "others.jsonl"}]}
+    settings = {"algorithm": {"kind": "classify"}, "data": sources, "run": {"device": "cpu"}}
+    path = write_config(folder, model, **{**settings, **sections})
+    text = path.read_text().replace("  loss_chunk: 32\n", "")
+    path.write_text(text)
+    return make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
+
+
+def images(folder: Path) -> dict[str, Any]:
+    from PIL import Image
+
+    Image.new("RGB", (9, 7), (255, 0, 0)).save(folder / "red.png")
+    (folder / "broken.png").write_bytes(b"not a picture")
+    return {
+        "algorithm": {"kind": "classify", "modality": "image", "image_size": 16},
+        "model": {"id": None, "config": RESNET},
+    }
+
+
+def test_figures_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics", reason="needs scikit-learn")
+    draw = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 12, generator=draw), torch.randint(0, 11, (200,), generator=draw)
+    logits[:, 11] -= 100  # a class that is neither labelled nor chosen
+    labels[::7] = -100
+    sums: dict[str, float] = {}
+    for part in range(0, 200, 30):
+        batch = SimpleNamespace(labels_B=labels[part : part + 30])
+        out = Classify(0.1).eval_objective(SimpleNamespace(class_logits=lambda p=part: logits[p : p + 30]), batch)
+        for name, value in {"loss": out.loss_sum, **out.sums}.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    figures = Classify(0.1).metrics(sums)
+    there = labels != -100
+    truth, chosen = labels[there], logits[there].argmax(1)
+    assert figures["accuracy"] == pytest.approx(metrics.accuracy_score(truth, chosen))
+    assert figures["macro_f1"] == pytest.approx(metrics.f1_score(truth, chosen, average="macro", zero_division=0.0))
+    assert figures["top5_accuracy"] == pytest.approx(metrics.top_k_accuracy_score(truth, logits[there], k=5, labels=range(12)))
+    assert figures["loss"] == pytest.approx(metrics.log_loss(truth, logits[there].double().softmax(1), labels=range(12)), rel=1e-5)
+
+
+def test_smoothing_is_the_formula() -> None:
+    logits, labels = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.0, 0.0]]), torch.tensor([1, -100])
+    out = Classify(0.3).objective(SimpleNamespace(class_logits=lambda: logits), SimpleNamespace(labels_B=labels))
+    log_probs = logits[0].double().log_softmax(0)
+    assert float(out.loss_sum) == pytest.approx(float(-0.7 * log_probs[1] - 0.3 * log_probs.mean()))
+    assert {name: int(value) for name, value in out.sums.items()} == {"samples": 1, "correct": 1}
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True], ids=["llama", "bert"])
+def test_batches_of_text(tmp_path: Path, model: Path, looks_ahead: bool) -> None:
+    sections: dict[str, Any] = {"model": {"id": None, "tokenizer": str(model), "config": BERT}} if looks_ahead else {}
+    plan = planned(tmp_path, model, labelled_rows(12), **sections)
+    assert plan.data is not None and plan.data.labels == ("music", "number", "work") and plan.looks_ahead is looks_ahead
+    batch = labelled_collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, 1, -1])
+    assert batch.labels_B[2] == -100 and batch.weight == 2 and (batch.labels_B[:2] >= 0).all()
+    assert (batch.attention_mask_BT is not None) is looks_ahead
+    if looks_ahead:
+        assert batch.attention_mask_BT.sum(1).tolist() == [*(batch.last_B[:2] + 1).tolist(), 1]
+
+
+def test_numbers_are_classes_in_order(tmp_path: Path, model: Path) -> None:
+    rows = [{"text": "a", "label": number} for number in (10, 2, 0)]
+    plan = planned(tmp_path, model, rows)
+    assert plan.data is not None and plan.data.labels == ("0", "2", "10")
+    named = planned(tmp_path, model, rows[1:], algorithm={"kind": "classify", "labels": ["no", "yes", "perhaps"]})
+    assert named.data is not None and named.data.labels == ("no", "yes", "perhaps")
+
+
+def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
+    pytest.importorskip("PIL", reason="needs pillow")
+    rows = [{"image": "red.png", "label": label} for label in ("a", "b")]
+    plan = planned(tmp_path, model, rows, **images(tmp_path))
+    assert plan.data is not None
+    batch = labelled_collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, -1])
+    red = (torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert batch.pixels_BCHW.shape == (2, 3, 16, 16) and torch.allclose(batch.pixels_BCHW[0], red[:, None, None].expand(3, 16, 16))
+    assert not batch.pixels_BCHW[1].any() and batch.weight == 1
+
+
+ROWS = labelled_rows(6)
+BAD: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], str]] = {
+    "one label": ([{"text": "a", "label": "x"}] * 3, [], {}, "all 3 training rows have one class, 'x'"),
+    "label not in list": (
+        ROWS,
+        [],
+        {"algorithm": {"kind": "classify", "labels": ["music", "work"]}},
+        "'number' is none of algorithm.labels",
+    ),
+    "unseen when held out": (ROWS, [{"text": "a", "label": "new"}], {}, "others.jsonl:1: label 'new' is on no training row"),
+    "no label": ([{"text": "a"}], [], {}, "has no text and label"),
+    "label is a list": ([{"text": "a", "label": ["x"]}], [], {}, "not the name or number of a class"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_one_line(tmp_path: Path, model: Path, name: str) -> None:
+    train, held_out, sections, says = BAD[name]
+    with pytest.raises(DrumlineError) as error:
+        planned(tmp_path, model, train, held_out, **sections)
+    assert says in error.value.line() and error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("file", "says"), [("broken.png", "cannot be read"), ("none.png", "no such file")])
+def test_bad_images_are_one_line(tmp_path: Path, model: Path, file: str, says: str) -> None:
+    pytest.importorskip("PIL", reason="needs pillow")
+    rows = [{"image": "red.png", "label": "a"}, {"image": file, "label": "b"}]
+    with pytest.raises(DrumlineError) as error:
+        planned(tmp_path, model, rows, **images(tmp_path))
+    line = error.value.line()
+    assert says in line and "rows.jsonl:2" in line and file in line and error.value.exit_code == 2
