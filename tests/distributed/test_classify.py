@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "resnet": {**IMAGES, "model": {"id": None, "config": RESNET, "sync_batchnorm": True}},
     "vit": {
         **IMAGES,
+        "optimizer": {"lr": 1e-3},
         "model": {"id": None, "config": {"model_type": "vit", **SMALL, "image_size": 16, "patch_size": 4, "qkv_bias": False}},
     },
 }

@@ -35,12 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
-def planned(folder: Path, model: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None, **sections: Any) -> Plan:
+def planned(
+    folder: Path, tiny: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None, /, **sections: Any
+) -> Plan:
     write_rows(folder / "rows.jsonl", train)
     write_rows(folder / "others.jsonl", held_out or train)
     sources = {"train": [{"kind": "file", "path": "rows.jsonl"}], "eval": [{"kind": "file", "path": "others.jsonl"}]}
     settings = {"algorithm": {"kind": "classify"}, "data": sources, "run": {"device": "cpu"}}
-    path = write_config(folder, model, **{**settings, **sections})
+    path = write_config(folder, tiny, **{**settings, **sections})
     text = path.read_text().replace("  loss_chunk: 32\n", "")
     path.write_text(text)
     return make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
