@@ -43,8 +43,9 @@ def difference(run: Path, reference: Path) -> Difference:
     least = {"loss": SMALLEST_LOSS, "grad_norm": 1e-30}
     figures = {key: _figures(series(past, key), series(expected, key), floor) for key, floor in least.items()}
     by_tensor = dict(_tensors(run, reference))
-    weights = {name: d for name, d in by_tensor.items() if name.startswith("model.")}
-    moments = [d for name, d in by_tensor.items() if name.startswith("optim.")]
+    # Of the policy, and of another role that learns (value/model.…).
+    weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
+    moments = [d for name, d in by_tensor.items() if name not in weights]
     return Difference(
         loss=figures["loss"],
         grad_norm=figures["grad_norm"],
