@@ -45,7 +45,7 @@ def difference(run: Path, reference: Path) -> Difference:
     by_tensor = dict(_tensors(run, reference))
     # Of the policy, and of another role that learns (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
-    moments = [d for name, d in by_tensor.items() if name not in weights]
+    moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
     return Difference(
         loss=figures["loss"],
         grad_norm=figures["grad_norm"],
