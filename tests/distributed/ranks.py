@@ -28,7 +28,10 @@ def run_plans(plans: list[Path], world_size: int, timeout: float | None = None) 
 
 
 def run_module(name: str, arguments: Sequence[object], world_size: int, timeout: float = 240) -> None:
-    """`python -m name arguments…` once for each rank, with the variables of a rendezvous. Raises AssertionError with the failed ranks' output."""
+    """`python -m name arguments…` once for each rank, with the variables of a rendezvous.
+
+    Raises AssertionError with the failed ranks' output.
+    """
     port = free_port()
     processes = []
     for rank in range(world_size):
