@@ -105,6 +105,6 @@ class _Normalise(torch.autograd.Function):
 
 
 def _back(x_CM: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """float[C, N·…] in the shape and type of float[N, C, …]."""
+    """float[C, N·…] in the shape and type of float[N, C, …]. A copy, also where N is 1: an activation behind may work in place."""
     swapped = like.transpose(0, 1)
-    return x_CM.to(like.dtype).view(swapped.shape).transpose(0, 1).contiguous()
+    return x_CM.to(like.dtype).view(swapped.shape).transpose(0, 1).clone(memory_format=torch.contiguous_format)
