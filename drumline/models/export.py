@@ -27,6 +27,7 @@ from drumline.models.classifier import grey_image
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
+from drumline.models.package import tokenizer_folder
 from drumline.models.scores import VALUE
 from drumline.models.tower import probe
 from drumline.models.vision import copy_processor, is_vision_language
@@ -190,7 +191,8 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
         # transformers' own classifiers find the last token of padded rows by it.
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     tokenizer.save_pretrained(folder)
-    copy_processor(plan.model_path or model.tokenizer, model, folder)
+    place = plan.model_path or model.tokenizer
+    copy_processor(None if place is None else tokenizer_folder(place), model, folder)
 
 
 def _base_of(plan: Plan) -> str:

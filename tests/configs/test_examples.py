@@ -45,7 +45,6 @@ BATCH = ["batch.global_tokens=null", "batch.global_samples=2", "batch.micro_batc
 # Of models that are written out, a smaller one for the first steps.
 SMALLER = {
     "bert_large_ddp": ["model.config={model_type: bert, vocab_size: 49152, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}"],
-    "resnet50_ddp_syncbn": ["algorithm.image_size=32"],
 }
 
 
