@@ -107,11 +107,12 @@ def test_a_reference_that_reads_other_tokens_is_refused_in_a_line(tmp_path: Path
         find_roles(said, str(policy), lambda *_: None)
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2"])
-def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path, strategy: str) -> None:
-    """In low precision its weights are rounded once, and not at each use: of DPO's margins and of KL nothing comes from rounding."""
+def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
+    """In low precision its weights are rounded once, and not at each use: of DPO's margins and of KL nothing comes from rounding.
+
+    Under DeepSpeed the same is asked in processes of its own (tests/distributed/test_roles.py): its groups outlive a process group."""
     model = tiny_model_dir(tmp_path / "model")
-    said = config({"kind": "dpo"}, model={"id": str(model)}, strategy=strategy, precision="bf16")
+    said = config({"kind": "dpo"}, model={"id": str(model)}, strategy="single", precision="bf16")
     roles, sizes = find_roles(said, str(model), lambda *_: None)
     told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(model), "data": None, "facts": None, "world_size": 1}
     plan = resolve(said, roles=roles, role_facts=sizes, **told)
