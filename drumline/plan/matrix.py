@@ -11,7 +11,8 @@ from drumline.config.schema import Config
 from drumline.config.together import NOT_TOGETHER
 from drumline.errors import PlanError
 from drumline.plan.mesh import resolve_mesh
-from drumline.plan.rules import Case, check_rules
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
 
 KINDS = (
     "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp", "model_parallel",

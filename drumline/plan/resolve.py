@@ -17,7 +17,8 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
 from drumline.plan.rollouts import steps_of_rollouts
-from drumline.plan.rules import Case, check_rules, cp_method
+from drumline.plan.rule import Case, cp_method
+from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.zero import Decided, adopt, deepspeed_config
 

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 from drumline.config import strategies as s
-from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import PlanError
-from drumline.plan.facts import TP_STYLES, ModelFacts
-from drumline.plan.mesh import Mesh
-from drumline.plan.roles import reference_kind
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the rules look at. `facts` None: the model is not known yet."""
-
-    config: Config
-    mesh: Mesh
-    device: str
-    precision: str
-    facts: ModelFacts | None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`. Words may be made
-    from the numbers of the case."""
-
-    name: str
-    refuses: Callable[[Case], bool]
-    reason: str | Callable[[Case], str]
-    instead: str | Callable[[Case], str]
-    where: str = "strategy"
-
+from drumline.plan.facts import TP_STYLES
+from drumline.plan.rule import Case, Rule, cp_method
+from drumline.plan.rules_models import MODEL_RULES
 
 # Strategies whose ranks take each forward together, on whole samples of their own.
 _IN_STEP = ("auto", "single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
     Rule(
         "compression × tp",
         lambda c: c.mesh.tp > 1 and compression(c.config.strategy) != "none",
@@ -60,52 +32,6 @@ RULES: tuple[Rule, ...] = (
         "what they keep for the next step would be in units of a loss scale that changes",
         "use precision=bf16, or compression=int8",
         "strategy.compression",
-    ),
-    Rule(
-        "images × an algorithm that is not sft or pretrain",
-        lambda c: _sees(c) and c.config.algorithm.kind not in ("sft", "pretrain"),
-        "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting",
-        "use algorithm=sft, or a model of text",
-        "algorithm",
-    ),
-    Rule(
-        "images × dp",
-        lambda c: _sees(c) and c.config.strategy.kind == "dp",
-        "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
-        "use strategy=ddp",
-    ),
-    Rule(
-        "images × pp",
-        lambda c: _sees(c) and c.mesh.pp > 1,
-        "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)",
-        "use strategy=fsdp2",
-    ),
-    Rule(
-        "images × cp",
-        lambda c: _sees(c) and c.mesh.cp > 1,
-        "transformers puts the features of all images into the places it counts in a row, and a rank would have a part of the places",
-        "use strategy=fsdp2 with activation checkpointing",
-    ),
-    Rule(
-        "frozen parts × an adapter",
-        lambda c: bool(c.config.model.freeze) and c.config.adapter.kind == "lora",
-        "an adapter freezes the whole model",
-        "take model.freeze out",
-        "model.freeze",
-    ),
-    Rule(
-        "QLoRA × weights that are cut or sharded",
-        lambda c: _packed(c) and not (c.config.strategy.kind in ("auto", "single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
-        "packed weights are proven whole on each rank only",
-        "use strategy=ddp, or adapter.quantize=none",
-        "adapter.quantize",
-    ),
-    Rule(
-        "QLoRA × random weights",
-        lambda c: _packed(c) and (c.config.model.id is None or c.config.model.init == "random"),
-        "only weights that are loaded can be packed",
-        "use adapter.quantize=none",
-        "adapter.quantize",
     ),
     Rule(
         "selective checkpointing × zero3",
@@ -152,34 +78,6 @@ RULES: tuple[Rule, ...] = (
         "gradients in fp16 fall to zero without the loss scale of precision=fp16",
         "use precision=fp16, or bf16 for the two types",
         "strategy",
-    ),
-    Rule(
-        "adapter export × no adapter",
-        lambda c: c.config.checkpoint.export_adapter and c.config.adapter.kind == "none",
-        "there is no adapter to export",
-        "use adapter=lora, or take checkpoint.export_adapter out",
-        "checkpoint.export_adapter",
-    ),
-    Rule(
-        "adapter export × a model of the run's own",
-        lambda c: c.config.checkpoint.export_adapter and not c.config.model.as_published,
-        "the frozen model lies in no folder that a reader could lay the adapter over",
-        "take checkpoint.export_adapter out: the merged model is exported",
-        "checkpoint.export_adapter",
-    ),
-    Rule(
-        "reference=adapter × no adapter",
-        lambda c: reference_kind(c.config) == "adapter" and c.config.adapter.kind != "lora",
-        "without an adapter there is none to switch off",
-        "use adapter=lora, or algorithm.reference=precomputed",
-        "algorithm.reference",
-    ),
-    Rule(
-        "reference=adapter × a reference model of its own",
-        lambda c: reference_kind(c.config) == "adapter" and getattr(c.config.algorithm, "reference_model", None) is not None,
-        "the policy without its adapter is what training starts from, not algorithm.reference_model",
-        "use algorithm.reference=precomputed or live",
-        "algorithm.reference",
     ),
     Rule(
         "ring × CPU",
@@ -249,30 +147,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             f"use cp={max(n for n in range(1, c.mesh.cp + 1) if _heads(c) % (n * c.mesh.tp) == 0 or n == 1)}, or cp_method=ring on GPUs"
         ),
-    ),
-    Rule(
-        "cp × images",
-        lambda c: c.mesh.cp > 1 and c.config.images_alone,
-        "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks",
-        "use strategy=ddp or fsdp2",
-    ),
-    Rule(
-        "pp × images",
-        lambda c: c.mesh.pp > 1 and c.config.images_alone,
-        "the stages of a pipeline are handed token ids",
-        "use strategy=ddp or fsdp2",
-    ),
-    Rule(
-        "cp × a model without position ids",
-        lambda c: c.mesh.cp > 1 and c.facts is not None and c.facts.first_position is None,
-        "its tokens would count from the start of each part, since it takes no positions from outside",
-        "use strategy=ddp or fsdp2",
-    ),
-    Rule(
-        "ring × tokens that see those behind them",
-        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
-        "torch's ring attention takes no mask, and padding is kept out by one",
-        "use ulysses",
     ),
     Rule(
         "weights of images in low precision",
@@ -389,15 +263,6 @@ def check_rules(case: Case) -> None:
             raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
 
 
-def _sees(case: Case) -> bool:
-    return case.facts is not None and case.facts.sees
-
-
-def _packed(case: Case) -> bool:
-    adapter = case.config.adapter
-    return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"
-
-
 def compression(strategy: s.AnyStrategy) -> str:
     """What DDP's gradients are compressed by; `none` where there is no DDP."""
     return strategy.compression.kind if isinstance(strategy, s.DDPStrategy) else "none"
@@ -407,13 +272,6 @@ def _not_there(case: Case) -> list[str]:
     """Classes that FSDP2 should wrap and the model does not have."""
     wrap = case.config.strategy.wrap if isinstance(case.config.strategy, s.FSDP2Strategy) else None
     return sorted(set(wrap or ()) - case.facts.classes) if case.facts else []
-
-
-def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
-    """How context parallelism is done; `ulysses` where there is none."""
-    if isinstance(strategy, s.CPStrategy):
-        return strategy.method
-    return strategy.cp_method if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else "ulysses"
 
 
 def _stretches(case: Case) -> int:

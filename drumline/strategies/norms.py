@@ -20,8 +20,10 @@ def global_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None =
     device = _device_of_sums(gradients)
     total = torch.zeros((), device=device, dtype=torch.float64)
     for groups, parts in by_place.items():
-        norms = torch._foreach_norm([p for p in parts if p.numel()], 2.0, dtype=torch.float32)
-        squares = torch.stack(norms).double().square().sum().to(device) if norms else torch.zeros_like(total)
+        here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
+        squares = torch.zeros_like(total)
+        if here:
+            squares += torch.stack(torch._foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum().to(device)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

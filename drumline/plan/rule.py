@@ -1,0 +1,42 @@
+"""What a rule about combinations is made of. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from drumline.config import strategies as s
+from drumline.config.schema import Config
+from drumline.plan.facts import ModelFacts
+from drumline.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rules look at. `facts` None: the model is not known yet."""
+
+    config: Config
+    mesh: Mesh
+    device: str
+    precision: str
+    facts: ModelFacts | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`. Words may be made
+    from the numbers of the case."""
+
+    name: str
+    refuses: Callable[[Case], bool]
+    reason: str | Callable[[Case], str]
+    instead: str | Callable[[Case], str]
+    where: str = "strategy"
+
+
+def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
+    """How context parallelism is done; `ulysses` where there is none."""
+    if isinstance(strategy, s.CPStrategy):
+        return strategy.method
+    return strategy.cp_method if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else "ulysses"
