@@ -1,6 +1,6 @@
 """Does it learn? Example configs run whole on the real SmolLM2-135M from several seeds; the curves as JSON and PNG.
 
-    python benchmarks/learning.py sft [--seeds 0 1 2] [--out benchmarks/results] [key=value …]
+    python benchmarks/learning.py sft [key=value …] [--seeds 0 1 2] [--out benchmarks/results]
 
 Every seed that was run is drawn and written down; none is chosen. A figure is read from the runs' own events.jsonl.
 """
@@ -99,7 +99,7 @@ def main() -> None:
     import transformers
 
     result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/learning.py", options.name, "--seeds", *map(str, options.seeds), *overrides]),
+        "command": " ".join(["python benchmarks/learning.py", options.name, *overrides, "--seeds", *map(str, options.seeds)]),
         "config": config,
         "hardware": {"cpus": os.cpu_count(), "python": platform.python_version()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
