@@ -198,7 +198,15 @@ CASES += [
         {"algorithm": {"kind": "dpo", "loss_chunk": 32, "reference": "adapter"}, "adapter": {"kind": "lora", "r": 4}, **NO_SIGNS},
         rows=("ddp 2, accumulation 4", "fsdp2 2", "tp 2", "pp 2, interleaved", "zero3 2, nothing kept whole, accumulation 4"),
     ),
-    Case("grpo", {"algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coefficient": 0.05}, **ROLLOUT}, **NO_SIGNS}, rows=SPREADS),
+    Case(
+        "grpo",
+        {
+            "algorithm": {"kind": "grpo", "group_size": 4, "kl": {"coefficient": 0.05}, **ROLLOUT},
+            **NO_SIGNS,
+            "run": {"steps": 2, "seed": 2},
+        },
+        rows=SPREADS,
+    ),
     Case("ppo", {"algorithm": {"kind": "ppo", "epochs": 2, **ROLLOUT}, **NO_SIGNS}, rows=SPREADS),
     Case(
         "ppo, value apart",

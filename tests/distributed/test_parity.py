@@ -116,8 +116,8 @@ def test_low_precision_stays_near(runs: Path, row: Row) -> None:
 def test_the_reference_learns(runs: Path) -> None:
     """Parity of runs that stand still would prove nothing."""
     for case in CASES:
-        if steps := [e["grad_norm"] for e in events(runs / slug(REFERENCE, case) / "run", "step") if "policy_loss" in e]:
-            assert min(steps) > 0.05, case.name  # two steps say little about a reward
+        if case.sections.get("run", {}).get("steps", 4) < 4:  # too few for a loss or a reward to say much
+            assert min(e["grad_norm"] for e in events(runs / slug(REFERENCE, case) / "run", "step")) > 0.05, case.name
             continue
         figures = [e["loss"] for e in events(runs / slug(REFERENCE, case) / "run", "eval")]
         assert figures[-1] < figures[0] - 0.02, case.name
