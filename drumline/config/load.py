@@ -142,7 +142,7 @@ class Difference:
 
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
-    "strategy", "launch", "checkpoint", "eval", "health", "memory", "compile",
+    "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
     "data.workers", "data.prefetch", "data.cache_dir", "algorithm.loss_chunk", "model.attention",
 )  # fmt: skip

@@ -11,6 +11,7 @@ from pydantic import Field
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config, MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.plan.figures import Estimate
 from drumline.plan.frozen import Frozen
 from drumline.plan.mesh import Mesh
 
@@ -74,6 +75,7 @@ class Predicted(Frozen):
     state_bytes_per_rank: int | None = Field(None, description="Weights, gradients and moments, bytes.")
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
+    estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
 
 
 class Plan(Frozen):

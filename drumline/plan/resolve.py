@@ -85,8 +85,8 @@ def resolve(
         run_dir=run_dir,
         base_dir=base_dir,
         mesh=mesh,
-        engine=_engine(mesh, config.strategy),
-        data_parallel=_data_parallel(mesh, config.strategy),
+        engine=engine_of(mesh, config.strategy),
+        data_parallel=data_parallel_of(mesh, config.strategy),
         pipeline=pipeline,
         cp_method=cp_method(config.strategy),
         devices_per_rank=devices,
@@ -156,13 +156,13 @@ def _dp_why(devices: int, micro_batch: int) -> list[str]:
     return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
 
 
-def _engine(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
+def engine_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
     if isinstance(strategy, st.ZeroStrategy):
         return "deepspeed"
     return "pipeline" if mesh.pp > 1 else "native"
 
 
-def _data_parallel(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]:
+def data_parallel_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]:
     if isinstance(strategy, st.ZeroStrategy):
         return "zero"
     if isinstance(strategy, st.DPStrategy | st.FSDP2Strategy | st.LocalSGDStrategy | st.DiLoCoStrategy):

@@ -1,0 +1,34 @@
+"""What the planner says of one layout. Pure.
+
+layout, facts, cluster ──▶ memory.memory ──▶ Memory, HostMemory
+                       ──▶ traffic.traffic ──▶ Traffic ──▶ times.seconds ──▶ Seconds
+"""
+
+from __future__ import annotations
+
+from drumline.cluster.cluster import Cluster
+from drumline.plan.facts import ModelFacts
+from drumline.plan.figures import Activations, Estimate
+from drumline.plan.layout import Layout
+from drumline.plan.memory import host_memory, memory
+from drumline.plan.times import seconds
+from drumline.plan.traffic import traffic
+
+
+def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
+    """`activations` None: by formula (plan.memory)."""
+    sent = traffic(layout, facts)
+    taken = seconds(layout, facts, cluster, sent)
+    rate = layout.tokens_per_step / taken.total
+    peak = cluster.device.flops.get(layout.precision)
+    devices = layout.mesh.world_size * layout.devices_per_rank
+    return Estimate(
+        memory=memory(layout, facts, cluster, activations),
+        host=host_memory(layout, facts, cluster),
+        traffic=sent,
+        seconds=taken,
+        tokens_per_s=rate,
+        mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
+        limit=cluster.device.memory_bytes,
+        host_limit=cluster.host_memory_bytes,
+    )

@@ -1,0 +1,102 @@
+"""What the planner says of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
+
+layout, facts, cluster ──▶ memory.memory ──▶ Memory, HostMemory
+                       ──▶ traffic.traffic ──▶ Traffic ──▶ times.seconds ──▶ Seconds
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from drumline.plan.frozen import Frozen
+
+# Of a device's memory: below the first it fits, up to the second it is tight (reference/planner.md, Method 4).
+FITS, TIGHT = 0.80, 0.95
+
+
+class Memory(Frozen):
+    """Bytes on the rank that holds most. The first three are what lies there between steps (gradients: at the end of backward); the others
+    what comes on top at the peak, in `phase`. `peak` is of tensors, as torch's allocator counts them (max_memory_allocated)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int = Field(description="Gathered weights, reduction and communication buffers, copies of a step.")
+    overhead: int = Field(description="What torch does not own: context, kernels, communicators' memory.")
+    peak: int
+    reserved: int = Field(description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit.")
+    phase: Literal["forward", "loss", "backward", "clip", "step", "rollout"]
+
+
+class HostMemory(Frozen):
+    """Bytes of one host, all its ranks together, at their largest: while weights are loaded, while it trains, while it saves."""
+
+    load: int
+    train: int
+    save: int
+
+
+class Traffic(Frozen):
+    """Bytes that a rank sends in one optimizer step, mean over ranks, by kind of collective; counted as `dist.traffic` counts them."""
+
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    p2p: float = 0.0
+    broadcast: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.all_reduce + self.all_gather + self.reduce_scatter + self.all_to_all + self.p2p + self.broadcast
+
+
+class Seconds(Frozen):
+    """Of one optimizer step. `communication` is what computing does not hide."""
+
+    compute: float
+    communication: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+    rollout: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.bubble + self.optimizer + self.offload + self.rollout
+
+
+class Estimate(Frozen):
+    """All of it. `tokens_per_s` of all devices; `mfu` None where the device's rate is not known."""
+
+    memory: Memory
+    host: HostMemory
+    traffic: Traffic
+    seconds: Seconds
+    tokens_per_s: float
+    mfu: float | None
+    limit: int = Field(description="Bytes of a device's memory.")
+    host_limit: int | None = None
+
+    @property
+    def verdict(self) -> Literal["fits", "tight", "no"]:
+        """By the share of the device's memory that is reserved; host memory that does not suffice is a no, too."""
+        if self.host_limit is not None and max(self.host.load, self.host.train, self.host.save) > self.host_limit:
+            return "no"
+        share = self.memory.reserved / self.limit
+        return "fits" if share < FITS else "tight" if share <= TIGHT else "no"
+
+
+class Activations(Frozen):
+    """Of the whole model on one rank, at a certain length, precision, checkpointing and adapter. Bytes for each token (rows × length)
+    of a micro-batch."""
+
+    saved_block: float = Field(description="Kept from a block's forward to its backward.")
+    saved_ends: float = Field(description="The same of embedding, last norm and head's input; logits are not counted.")
+    live_forward: float = Field(description="On top of what is saved, while a block computes forward.")
+    live_backward: float = Field(description="The same while it computes backward, recomputation included.")
+    source: Literal["formula", "trace"] = "formula"

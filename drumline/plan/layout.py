@@ -1,0 +1,72 @@
+"""One way of spreading a run, as the planner's arithmetic sees it: a candidate of the search, or a Plan that was made. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from drumline.config.schema import Config
+from drumline.config.strategies import AnyStrategy
+from drumline.plan.facts import ModelFacts
+from drumline.plan.mesh import Mesh
+from drumline.plan.plan import BatchPlan, PipelinePlan, Plan, RolePlan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`config.strategy` is what is meant (never auto); whatever the user left open in `config` is resolved in the other fields.
+    `length`: tokens that a row of a micro-batch is wide; `tokens_per_row`: of these, real ones on average (packing: nearly all)."""
+
+    config: Config
+    mesh: Mesh
+    batch: BatchPlan
+    precision: Literal["fp32", "bf16", "fp16"]
+    device: Literal["cpu", "cuda"]
+    engine: Literal["native", "pipeline", "deepspeed"]
+    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
+    activation_checkpointing: Literal["none", "selective", "full"]
+    length: int
+    tokens_per_row: float
+    pipeline: PipelinePlan | None = None
+    roles: Mapping[str, RolePlan] = field(default_factory=dict)
+    role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    steps: int | None = None
+    devices_per_rank: int = 1
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        return self.config.strategy
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch on one data rank."""
+        return self.batch.micro_batch * self.batch.rows_per_sample
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens of a global batch."""
+        return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
+
+    @classmethod
+    def of(cls, plan: Plan, role_facts: Mapping[str, ModelFacts] | None = None) -> Layout:
+        data, length = plan.data, plan.config.data.max_length
+        rows = plan.batch.rows_per_sample
+        mean = data.train_tokens / (data.train_samples * rows) if data is not None and data.train_samples else float(length)
+        return cls(
+            config=plan.config,
+            mesh=plan.mesh,
+            batch=plan.batch,
+            precision=plan.precision,
+            device=plan.device,
+            engine=plan.engine,
+            data_parallel=plan.data_parallel,
+            activation_checkpointing=plan.activation_checkpointing,
+            length=length,
+            tokens_per_row=mean,
+            pipeline=plan.pipeline,
+            roles=plan.roles,
+            role_facts=role_facts or {},
+            steps=plan.steps,
+            devices_per_rank=plan.devices_per_rank,
+        )
