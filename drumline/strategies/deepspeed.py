@@ -29,6 +29,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from drumline.dist.live import Held, tensors_in
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
@@ -45,6 +46,8 @@ from drumline.strategies.transforms import apply_activation_checkpointing, apply
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
+# Where they keep gradients, besides at parameters: ZeRO 1 and 2 (the second with offloading), ZeRO 3, ZeRO 1 in bf16.
+GRADIENTS = ("averaged_gradients", "accumulated_grads_in_cpu", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
@@ -237,6 +240,14 @@ class DeepSpeedEngine:
         if self.rescales() and "good_steps" in saved:
             self.zero.loss_scale = saved["scale"]
             self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = saved["good_steps"], -1
+
+    def held(self) -> Held:
+        """ZeRO 3 counts what it has cut, not what it has gathered."""
+        weights = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
+        masters = tensors_in(*(group["params"] for group in self.zero.param_groups))
+        own = [p.grad for p in (*self.model.parameters(), *masters) if p.grad is not None]
+        kept = tensors_in(*(getattr(self.zero, name, None) for name in GRADIENTS))
+        return Held.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
     def exposed_communication(self) -> float | None:
         return None  # DeepSpeed's clocks do not tell it

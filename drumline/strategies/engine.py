@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from drumline.dist.live import Held
+
 Sums = dict[str, float]
 Read = Callable[[Any, Any], torch.Tensor]
 # Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
@@ -84,6 +86,11 @@ class Engine(Protocol):
 
         The checkpoint may be another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
         """
+        ...
+
+    def held(self) -> Held:
+        """Bytes of parameters, gradients and optimizer state that this rank holds now; ask between `forward_backward` and `step`, or
+        there are no gradients."""
         ...
 
     def exposed_communication(self) -> float | None:
@@ -173,6 +180,9 @@ class FakeEngine:
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.calls = state["calls"]
+
+    def held(self) -> Held:
+        return Held(self.weight.nbytes, 0, 0)
 
     def exposed_communication(self) -> float | None:
         return 0.0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from drumline.dist.live import Held
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.blocks import blocks
@@ -55,6 +56,10 @@ class ForwardEngine:
             return None
         self._come_together()
         return self.model
+
+    def held(self) -> Held:
+        """Bytes of the weights that this rank holds."""
+        return Held.of(self.model.parameters(), (), ())
 
     def keep_low(self, all_weights: bool) -> None:
         """Keep the weights of a frozen model in the type that it computes in, where that is a low one: half the memory.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drumline.config.strategies import DiLoCoStrategy, LocalSGDStrategy
+from drumline.dist.live import Held
 from drumline.dist.reduce import sum_over_ranks
 from drumline.models.names import canonical_tensors
 from drumline.plan.communication import averages
@@ -100,6 +101,10 @@ class LocalEngine(NativeEngine):
         self.steps = state["step"]
         if self.outer and not state.get("outer"):
             self.outer.start_from_here()
+
+    def held(self) -> Held:
+        outer = [*self.outer.anchors, *self.outer.moments] if self.outer else []
+        return super().held() + Held.of((), (), outer)
 
     def exposed_communication(self) -> float:
         """Seconds of the last averaging, told with the step that follows it."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
+from drumline.dist.live import Held, tensors_in
 from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.models.head import ForwardWithObjective
@@ -135,6 +136,9 @@ class NativeEngine(ForwardEngine):
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]
+
+    def held(self) -> Held:
+        return Held.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
 
     def exposed_communication(self) -> float | None:
         return self.spread.exposed_communication()

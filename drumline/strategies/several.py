@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from drumline.dist.live import Held
 from drumline.strategies.engine import Engine, Read, Sums
 
 POLICY = "policy"
@@ -75,6 +76,9 @@ class Several:
         for role, engine in self.engines.items():
             own = state if role == POLICY else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
             engine.load_state(own, of_role(tensors, role))
+
+    def held(self) -> Held:
+        return sum((engine.held() for engine in self.engines.values()), Held(0, 0, 0))
 
     def exposed_communication(self) -> float | None:
         waits = [engine.exposed_communication() for engine in self.engines.values()]

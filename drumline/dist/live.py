@@ -1,0 +1,206 @@
+"""Bytes of the tensors that live on this rank, followed through one step: how many at the peak, and in which phase that was.
+
+    live = LiveBytes()
+    with live:                    # may be entered several times; the first time it looks around for what lives already
+        engine.forward_backward(…)          # its phases, forward and backward, are told by autograd itself
+        live.phase = "clip";  norm = engine.grad_norm()
+        live.phase = "step";  engine.step(…)
+    live.base, live.peak, live.phase_of_peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
+
+Works on any device, and there is no allocator to be asked on a CPU. As torch.distributed._tools.mem_tracker does it, storages are counted
+(not tensors: views share one), each with a weak reference that tells when it goes. It may be entered beside `dist.traffic.SentBytes`, in
+either order. A step under it takes several times as long.
+
+Not seen: what a kernel takes and gives back inside of itself; what compiled code (torch.compile) keeps for its own backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+Phase = Literal["forward", "backward", "clip", "step"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, follows the bytes of all storages on one kind of device.
+
+    `current`: bytes that live now. `base`: those that lived when it was entered first. `peak`: the most there have been at once, after
+    any operator, in `phase_of_peak`; `peaks`: the same of each phase. `phase`: set it to `clip` or `step`; None leaves it to autograd
+    (`backward` inside of its engine, recomputation included, else `forward`).
+    """
+
+    def __init__(self, device: str = "cpu", fake: bool = False, rounds: int = 1) -> None:
+        """`device`: its type. `fake`: count FakeTensors alone; otherwise real ones alone. `rounds`: of a storage, bytes are counted in
+        multiples of this (CUDA's allocator gives 512 at a time)."""
+        super().__init__()
+        self.device, self.fake, self.rounds = device, fake, rounds
+        self.phase: Phase | None = None
+        self.base = self.current = self.peak = 0
+        self.phase_of_peak: Phase = "forward"
+        self.peaks: dict[Phase, int] = {}
+        self.ignores = False  # a caller's word that what is made now is none of the step's
+        self._sizes: dict[int, int] = {}  # by the address of the storage's object, while that lives
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._depth = 0
+        self._looked = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        if not self._looked:
+            self._looked = True
+            gc.collect()
+            self.add(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+        if self._depth == 0:
+            _Resizes.add(self)
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *told: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            _Resizes.remove(self)
+        super().__exit__(*told)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes back as the local operators that it is made of
+        if not self.ignores:
+            # What autograd's C++ holds, DDP's buckets say, shows itself when it is used: it was there before.
+            self.add(tree_leaves((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        if not self.ignores:
+            for leaf in tree_leaves((result, args)):  # arguments again: some operators give them another size
+                if isinstance(leaf, torch.Tensor):
+                    self._follow(leaf)
+            self._note()
+        return result
+
+    def add(self, things: Iterable[Any]) -> None:
+        """Tensors (others are passed over) that have lived since before the step, and their gradients."""
+        before = self.current
+        for thing in things:
+            if isinstance(thing, torch.Tensor):
+                self._follow(thing)
+                gradient = thing.grad if thing.is_leaf else None
+                if gradient is not None:
+                    self._follow(gradient)
+        more = self.current - before
+        if more:
+            self.base += more
+            self.peak += more
+            self.peaks = {phase: peak + more for phase, peak in self.peaks.items()}
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        for part in plain_parts(tensor):
+            if isinstance(part, FakeTensor) is self.fake and part.device.type == self.device and part.layout is torch.strided:
+                self._count(part.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, self._goes(key))
+        self._resized(key, storage.nbytes())
+
+    def _resized(self, key: int, bytes_: int) -> None:
+        bytes_ = -(-bytes_ // self.rounds) * self.rounds
+        self.current += bytes_ - self._sizes.get(key, 0)
+        self._sizes[key] = bytes_
+
+    def _goes(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            self.current -= self._sizes.pop(key)
+            del self._references[key]
+
+        return gone
+
+    def storage_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now (FSDP2 frees what it has gathered by making it empty)."""
+        if id(storage) in self._references:
+            self._resized(id(storage), storage.nbytes())
+            self._note()
+
+    def _note(self) -> None:
+        phase: Phase = self.phase or ("backward" if torch._C._current_graph_task_id() != -1 else "forward")
+        if self.current > self.peaks.get(phase, -1):
+            self.peaks[phase] = self.current
+            if self.current > self.peak:
+                self.peak, self.phase_of_peak = self.current, phase
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with storages of their own that a tensor is made of: of a DTensor, what this rank holds."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    return [] if tensor.is_meta and not isinstance(tensor, FakeTensor) else [tensor]
+
+
+class Held(NamedTuple):
+    """Bytes that a rank holds of a model, wherever they lie: storages, so what a buffer is padded with counts. `optimizer`: moments, and fp32
+    copies of weights that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor], optimizer: Iterable[torch.Tensor]) -> Held:
+        """Each storage counts once, under the first name that it has."""
+        seen: set[int] = set()
+
+        def new(tensors: Iterable[torch.Tensor]) -> int:
+            bytes_ = 0
+            for storage in (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)):
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    bytes_ += storage.nbytes()
+            return bytes_
+
+        return cls(new(parameters), new(gradients), new(tensor for tensor in optimizer if tensor.ndim))
+
+    def __add__(self, other: Any) -> Held:
+        return Held(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def tensors_in(*things: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists and dicts."""
+    return [leaf for leaf in tree_leaves(things) if isinstance(leaf, torch.Tensor)]
+
+
+class _Resizes:
+    """Tells trackers of `UntypedStorage.resize_`, which goes past the dispatcher. In place while any of them is entered."""
+
+    told: list[LiveBytes] = []
+    resize = torch.UntypedStorage.resize_
+
+    @classmethod
+    def add(cls, tracker: LiveBytes) -> None:
+        if not cls.told:
+            original = cls.resize
+
+            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+                out = original(storage, size)
+                for live in cls.told:
+                    live.storage_resized(storage)
+                return out
+
+            torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        cls.told.append(tracker)
+
+    @classmethod
+    def remove(cls, tracker: LiveBytes) -> None:
+        cls.told.remove(tracker)
+        if not cls.told:
+            torch.UntypedStorage.resize_ = cls.resize  # type: ignore[method-assign]

@@ -1,0 +1,54 @@
+"""Bytes of live tensors: a computation whose peak is known by hand, and a real model in one process."""
+
+from __future__ import annotations
+
+import torch
+
+from drumline.dist.live import Held, LiveBytes
+from drumline.dist.traffic import SentBytes
+
+KB = 1000 * 4  # bytes of a vector of 1000
+
+
+def test_a_peak_known_by_hand() -> None:
+    x, w = torch.zeros(1000), torch.zeros(1000, requires_grad=True)
+    live = LiveBytes()
+    with SentBytes(), live:
+        base = live.base
+        assert base >= 2 * KB
+        y = x * w
+        z = y.sin()  # keeps y
+        total = z.sum()
+        assert live.current - base == 2 * KB + 4
+        del y, z
+        assert live.current - base == KB + 4  # autograd still has y
+        total.backward()
+    assert live.current - base == KB + 4  # the gradient, and the sum
+    # Forward at its end: y, z and the sum. Backward: besides y and the sum its own gradient 1, cos(y), the product, …
+    assert live.peaks["forward"] - base == 2 * KB + 4
+    assert live.peaks["backward"] - base == 3 * KB + 8
+    assert (live.peak, live.phase_of_peak) == (live.peaks["backward"], "backward")
+    with live:
+        live.phase = "step"
+        grown = torch.cat([x] * 10)
+        assert live.peak - base == 11 * KB + 4 and live.phase_of_peak == "step"
+        grown.untyped_storage().resize_(0)  # as FSDP2 frees what it gathered
+        assert live.current - base == KB + 4
+
+
+def test_what_nobody_showed_was_there_before() -> None:
+    """C++ holds tensors that Python's garbage collector does not know: they count from the start when they show up."""
+    late = torch.zeros(1000)
+    live = LiveBytes()
+    live._looked = True  # as if it had found nothing
+    with live:
+        torch.zeros(500)
+        assert (live.base, live.peak, live.current) == (0, KB // 2, 0)
+        late.add_(1)
+    assert (live.base, live.peak, live.current) == (KB, KB + KB // 2, KB)
+
+
+def test_views_and_aliases_count_once() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 250))
+    assert Held.of([weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())]) == Held(KB, 0, 1000)
+    assert sum([Held(1, 2, 3), Held(1, 1, 1)], Held(0, 0, 0)) == Held(2, 3, 4)
