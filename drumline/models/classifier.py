@@ -18,6 +18,7 @@ from drumline.models.classes import reads_images
 from drumline.models.images import side_of_model
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
+from drumline.models.weights import buffer_bytes, weights_of
 from drumline.plan.facts import ModelFacts
 
 TRIED_SIDE = 64  # pixels, of models that take any size
@@ -143,6 +144,7 @@ def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -
         what = f"{type(model).__name__} does not take images of {side} × {side}: {str(error).splitlines()[0]}"
         raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
     found = block_list(model)
+    block_weights, end_weights = weights_of(model)
     sizes = getattr(model.config, "hidden_sizes", None)
     return ModelFacts(
         name=str(model.config.model_type),
@@ -157,4 +159,7 @@ def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -
         frozen_bytes=frozen_bytes,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
         classes=frozenset(type(module).__name__ for module in model.modules()),
+        block_weights=block_weights,
+        end_weights=end_weights,
+        buffer_bytes=buffer_bytes(model),
     )

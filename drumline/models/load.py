@@ -145,6 +145,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     from drumline.models.scores import score_head, with_head
     from drumline.models.tower import tower_flops, vision_tower
     from drumline.models.vision import is_vision_language
+    from drumline.models.weights import buffer_bytes, weights_of
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
@@ -179,6 +180,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     at_end = torch.nn.ModuleList([module for module in (to_words, score_head(model)) if module is not None])
     behind = [p for p in at_end.parameters() if p is not embedding]
     ahead = head == "text" and looks_ahead(model)
+    block_weights, end_weights = weights_of(model)
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
@@ -203,6 +205,9 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         first_position=first_position(model) if ahead else 0,
         sees=bool(tower),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
+        block_weights=block_weights,
+        end_weights=end_weights,
+        buffer_bytes=buffer_bytes(model),
     )
 
 

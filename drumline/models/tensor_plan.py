@@ -31,3 +31,11 @@ def whole_layer(module: nn.Module) -> nn.Module:
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
+
+
+def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
+    """The layers that a style cuts: the module, or where LoRA's stands in its place the layer inside of it. Of LoRA's two factors, the one
+    that meets the cut side is cut with it; the other is whole, and so is its gradient, since what lies between them is."""
+    factors = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    inner = getattr(module, factors, None) if factors else None
+    return [whole_layer(module), *(inner.values() if inner is not None else ())]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 # The words of transformers' tensor-parallel plans that strategies.tensor_parallel knows; the others are of mixtures of experts.
 TP_STYLES = frozenset(
@@ -17,6 +21,24 @@ TP_STYLES = frozenset(
         "rowwise_split_input",
     )
 )
+Place = Literal["block", "before", "after", "both"]
+
+
+class Weight(NamedTuple):
+    """A parameter. `name`: inside its block; of those outside of blocks, in the model. `style`: how tensor parallelism cuts the layer that
+    it is of, by the words above; embedding and head are cut by rows. `owners`: classes of the modules around it, its block's and those
+    inside. `place`: both is a head tied to the embedding."""
+
+    name: str
+    shape: tuple[int, ...]
+    learned: bool = True
+    style: str = ""
+    owners: tuple[str, ...] = ()
+    place: Place = "block"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,8 +72,16 @@ class ModelFacts:
     first_position: int | None = 0  # the id of the first token's position, None where the model takes none
     sees: bool = False  # images stand among its tokens
     flops_per_image_token: float = 0.0  # of the vision tower, for each token that stands for a part of an image
+    block_weights: tuple[tuple[Weight, ...], ...] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
+    end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
+    buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
 
     @property
     def learned(self) -> int:
         """Parameters with a gradient and moments."""
         return self.parameters - self.frozen
+
+    @cached_property
+    def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
+        """Blocks that are equal, and how many there are of each kind."""
+        return tuple(Counter(self.block_weights).items())

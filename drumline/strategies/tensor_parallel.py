@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
-from drumline.models.tensor_plan import tensor_plan, whole_layer
+from drumline.models.tensor_plan import cut_layers, tensor_plan, whole_layer
 from drumline.plan.facts import TP_STYLES
 
 
@@ -43,16 +43,12 @@ def apply_tp(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _cut(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    """One module by its style. Of LoRA's two factors, the one that meets the cut side is cut with it; the other is whole, and so is
-    its gradient, since what lies between them is."""
-    inner: list[nn.Module] = []
+    """One module by its style."""
     how: ParallelStyle
     if style == "colwise":
         how = ColwiseParallel()
-        inner = list(getattr(module, "lora_B", nn.ModuleDict()).values())
     elif style == "rowwise":
         how = _Rowwise()
-        inner = list(getattr(module, "lora_A", nn.ModuleDict()).values())
     elif style in ("colwise_gather_output", "colwise_rep"):
         how = ColwiseParallel(output_layouts=Replicate())
     elif style in ("rowwise_split_input", "rowwise_rep"):
@@ -62,7 +58,7 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     else:
         assert style == "replicate", style
         return
-    for layer in (whole_layer(module), *inner):
+    for layer in cut_layers(module, style):
         parallelize_module(layer, mesh, how, src_data_rank=None)
 
 
