@@ -33,7 +33,18 @@ class _Degrees(Section):
 
 
 class AutoStrategy(Section):
+    """The planner chooses: strategy, and of micro-batch and activation checkpointing what is not said."""
+
     kind: Literal["auto"] = "auto"
+    by: Literal["search", "rules"] = Field(
+        "search", description="search: the fastest that is predicted to fit. rules: what a guide says, by counts of parameters and devices."
+    )
+    guide: Literal["parameters", "devices", "tree"] = Field(
+        "parameters",
+        description="by rules: parameters: below 1B ddp, 1-7B zero2, above zero3. devices: up to 4 and 8B ddp, else fsdp2. tree: the first"
+        " of ddp, fsdp2 and fsdp2 with offload that is predicted to fit.",
+    )
+    nvme: str | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is then looked at, too.")
 
 
 class SingleStrategy(Section):

@@ -26,10 +26,8 @@ def count(number: float) -> str:
 
 
 def strategy_name(plan: Plan) -> str:
-    """What the plan runs, `auto` resolved and mixes written out: `ddp`, `fsdp2 × tp 2`."""
+    """What the plan runs, mixes written out: `ddp`, `fsdp2 × tp 2`."""
     kind, mesh = plan.config.strategy.kind, plan.mesh
-    if kind == "auto":
-        return "single" if mesh.world_size == 1 else "ddp"
     base = plan.data_parallel if kind in ("tp", "cp", "pp", "model_parallel") else kind
     parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
     if kind == "model_parallel":

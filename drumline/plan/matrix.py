@@ -73,7 +73,7 @@ def _cell(kind: str, feature: str, device: str) -> Cell:
     except ValidationError as error:
         raise AssertionError(f"{kind} × {feature} is neither in the schema nor in NOT_TOGETHER: {error}") from error
     try:
-        mesh = resolve_mesh(config.strategy, 1 if kind in ("single", "dp") else PROCESSES, [])
+        mesh = resolve_mesh(config.strategy, 1 if kind in ("single", "dp") else PROCESSES)
         check_rules(Case(config, mesh, device, config.precision.kind, None))
     except PlanError as refusal:
         return Cell(kind, feature, refusal.what.partition(": ")[2] or refusal.what, refusal.fix or "")

@@ -57,7 +57,7 @@ class Mesh(Frozen):
         return (self.data_rank(rank), *apart)
 
 
-def resolve_mesh(strategy: s.AnyStrategy, world: int, why: list[str]) -> Mesh:
+def resolve_mesh(strategy: s.AnyStrategy, world: int) -> Mesh:
     """The mesh of a strategy on `world` processes. Raises PlanError where they do not divide."""
     kind = strategy.kind
     if isinstance(strategy, s.SingleStrategy | s.DPStrategy):
@@ -66,11 +66,6 @@ def resolve_mesh(strategy: s.AnyStrategy, world: int, why: list[str]) -> Mesh:
                 f"strategy {kind} runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1"
             )
         return Mesh()
-    if isinstance(strategy, s.AutoStrategy):
-        why.append(
-            "strategy auto: single, one process" if world == 1 else f"strategy auto: ddp, {world} processes each hold the whole model"
-        )
-        return Mesh(replicate=world)
     if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy):
         model = strategy.tp * strategy.cp * strategy.pp
         rest = _divide(world, model, f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp}", "strategy")

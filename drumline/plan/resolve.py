@@ -47,11 +47,11 @@ def resolve(
     Raises PlanError where the numbers do not go together.
     """
     why: list[str] = []
-    config = adopt(config)
-    device = _device(config, machine)
-    world = _world_size(config, machine, device, world_size)
-    mesh = resolve_mesh(config.strategy, world, why)
-    precision = _precision(config, machine, device, why)
+    device = device_of(config, machine)
+    world = processes_of(config, machine, device, world_size)
+    config = adopt(_settled(config, world, why))
+    mesh = resolve_mesh(config.strategy, world)
+    precision = precision_of(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
     least = in_flight(mesh, config.strategy)
     length = IMAGE_TOKENS if config.images_alone else config.data.max_length
@@ -66,13 +66,7 @@ def resolve(
     devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
     if config.strategy.kind == "dp":
         why += _dp_why(devices, batch.micro_batch)
-    if data is not None and data.train_samples < mesh.data_ranks:
-        raise PlanError(
-            f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
-            + (f" (packs of {config.data.max_length} tokens)" if config.packs else ""),
-            where="data.train",
-            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
-        )
+    require_samples(config, mesh, data)
     if data is not None and data.images:
         mean = data.image_tokens / data.samples_with_images
         share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
@@ -110,14 +104,36 @@ def resolve(
     )
 
 
-def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+def _settled(config: Config, world: int, why: list[str]) -> Config:
+    """Where nobody has searched (see plan.search), auto is the plainest strategy there is."""
+    if config.strategy.kind != "auto":
+        return config
+    strategy = st.SingleStrategy() if world == 1 else st.DDPStrategy()
+    why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
+    return config.model_copy(update={"strategy": strategy})
+
+
+def require_samples(config: Config, mesh: Mesh, data: DataPlan | None) -> None:
+    """Raises PlanError where some data rank would have no sample."""
+    if data is not None and data.train_samples < mesh.data_ranks:
+        raise PlanError(
+            f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
+            + (f" (packs of {config.data.max_length} tokens)" if config.packs else ""),
+            where="data.train",
+            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        )
+
+
+def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+    """What the run computes on. Raises PlanError where the machine has none."""
     wanted = config.run.device
     if wanted == "cuda" and machine.device != "cuda":
         raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
     return machine.device if wanted == "auto" else wanted
 
 
-def _world_size(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+def processes_of(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+    """Ranks of the run. Raises PlanError where there are fewer GPUs."""
     if launched is not None:
         return launched
     nproc = config.launch.nproc
@@ -181,7 +197,8 @@ def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
     return "none"
 
 
-def _precision(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
+def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
+    """The type of computing. Raises PlanError for one that the device lacks."""
     kind = config.precision.kind
     if kind != "auto":
         if kind == "bf16" and device == "cuda" and not machine.bf16:

@@ -9,7 +9,7 @@ from drumline.plan.rule import Case, Rule, cp_method
 from drumline.plan.rules_models import MODEL_RULES
 
 # Strategies whose ranks take each forward together, on whole samples of their own.
-_IN_STEP = ("auto", "single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+_IN_STEP = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     Rule(

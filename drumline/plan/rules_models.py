@@ -41,7 +41,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "QLoRA × weights that are cut or sharded",
-        lambda c: _packed(c) and not (c.config.strategy.kind in ("auto", "single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        lambda c: _packed(c) and not (c.config.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "packed weights are proven whole on each rank only",
         "use strategy=ddp, or adapter.quantize=none",
         "adapter.quantize",

@@ -1,27 +1,46 @@
-"""All ways of spreading a run over a cluster that the rules allow, each with its estimate, the best first. Pure."""
+"""All ways of spreading a run over a cluster that the rules allow, each with its estimate, the best first. Pure.
+
+ways (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family ──▶ Answer
+
+Nothing but the best of a strategy is kept, so memory does not grow with the cluster; whole plans are made for those few alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import Device, Machine
 from drumline.config.schema import Config
-from drumline.config.strategies import AnyStrategy, DDPStrategy, FSDP2Strategy, SingleStrategy, Zero1Strategy, Zero2Strategy, Zero3Strategy
+from drumline.config.strategies import AutoStrategy, ZeroStrategy
 from drumline.errors import PlanError
+from drumline.plan.batch import TOKENS_AT_ONCE
+from drumline.plan.batches import batches
 from drumline.plan.estimate import estimate
-from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
-from drumline.plan.figures import Estimate
+from drumline.plan.figures import TIGHT, Estimate
 from drumline.plan.layout import Layout
+from drumline.plan.mesh import resolve_mesh
 from drumline.plan.plan import DataPlan, RolePlan
-from drumline.plan.resolve import resolve
+from drumline.plan.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
+from drumline.plan.rule import Case
+from drumline.plan.rules import check_rules
+from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
+from drumline.plan.ways import Way, ways
+from drumline.plan.zero import adopt
+
+FEW = 3  # strategies of a family that an answer holds
+TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
+CHECKPOINTING = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known."""
+    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
+    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed."""
 
     config: Config
     cluster: Cluster
@@ -29,6 +48,8 @@ class Question:
     data: DataPlan | None = None
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
     role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    processes: bool = False
+    deepspeed: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,11 +60,13 @@ class Candidate:
     config: Config
     layout: Layout
     estimate: Estimate
+    family: str = ""
+    simple: int = 0
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80 GB`, or the rule's words. `best`: its nearest candidate."""
+    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's words. `best`: its nearest candidate."""
 
     name: str
     reason: str
@@ -52,51 +75,60 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """`ranked`: those that fit or are tight, the one to take first; `refused`: the others, one a family."""
+    """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
+    layouts that were estimated."""
 
     question: Question
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
+    looked_at: int = 0
 
 
-FAMILIES: tuple[AnyStrategy, ...] = (SingleStrategy(), DDPStrategy(), FSDP2Strategy(), Zero1Strategy(), Zero2Strategy(), Zero3Strategy())
+@dataclass
+class _Family:
+    """The best few of a family so far; `nearest`: of those that do not fit, the one that needs least; `words`: of the first refusal."""
+
+    best: list[tuple[tuple[bool, float], int, Way, Layout, Estimate]] = field(default_factory=list)
+    nearest: tuple[Way, Layout, Estimate] | None = None
+    words: str = ""
+    looked_at: int = 0
 
 
 def search(question: Question) -> Answer:
-    """The best of each family."""
-    ranked, refused = list[Candidate](), list[Refused]()
-    for strategy in FAMILIES:
-        config = question.config.model_copy(update={"strategy": strategy})
+    """The best few of each family, and of the others the reason."""
+    question = replace(question, config=adopt(question.config))
+    look, families = _Look(question), dict[str, _Family]()
+    asked = question.config.strategy
+    nvme = asked.nvme if isinstance(asked, AutoStrategy) else None
+    for number, way in enumerate(ways(asked, question.cluster, question.facts, nvme)):
+        family = families.setdefault(way.family, _Family())
         try:
-            candidate = evaluate(question, config, strategy.kind)
+            chosen = look.best_of(way, family)
         except PlanError as error:
-            refused.append(Refused(strategy.kind, error.what))
+            family.words = family.words or _words(error)
             continue
-        held, limit = candidate.estimate.memory.reserved, candidate.estimate.limit
-        if candidate.estimate.verdict == "no":
-            refused.append(Refused(strategy.kind, f"{size(held)} > {size(limit)}", candidate))
-        else:
-            ranked.append(candidate)
-    ranked.sort(key=lambda c: (c.estimate.verdict != "fits", -c.estimate.tokens_per_s))
-    return Answer(question, tuple(ranked), tuple(refused))
+        if chosen is not None:
+            layout, figures = chosen
+            entry = ((figures.verdict == "fits", figures.tokens_per_s), -number, way, layout, figures)
+            (heapq.heappush if len(family.best) < FEW else heapq.heappushpop)(family.best, entry)
+    ranked, refused = list[Candidate](), list[Refused]()
+    for name, family in families.items():
+        try:
+            ranked += [_candidate(question, way, layout) for _, _, way, layout, _ in family.best]
+            if not family.best:
+                refused.append(_refused(question, name, family))
+        except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
+            refused.append(Refused(name, _words(error)))
+    return Answer(question, tuple(_in_order(ranked)), tuple(refused), sum(family.looked_at for family in families.values()))
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
     """One config, its strategy said, on the question's cluster. Raises PlanError where a rule or the arithmetic refuses it."""
-    cluster = question.cluster
-    device = cluster.device
-    machine = Machine(
-        [Device(device.name, device.memory_bytes)] * cluster.per_node if device.kind == "cuda" else [],
-        cores=1,
-        memory_bytes=cluster.host_memory_bytes or 0,
-        device=device.kind,
-        bf16="bf16" in device.flops,
-    )
     plan = resolve(
         config,
         run_dir="",
-        machine=machine,
-        world_size=1 if config.strategy.kind in ("single", "dp") else cluster.world_size,
+        machine=_machine(question.cluster),
+        world_size=_world(question, config.strategy.kind),
         facts=question.facts,
         model_path=None,
         data=question.data,
@@ -104,4 +136,163 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
         role_facts=dict(question.role_facts),
     )
     layout = Layout.of(plan, question.role_facts)
-    return Candidate(name, plan.config, layout, estimate(layout, question.facts, cluster))
+    return Candidate(name, plan.config, layout, estimate(layout, question.facts, question.cluster))
+
+
+def why_not(figures: Estimate) -> str:
+    """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
+    held, limit = figures.memory.reserved, figures.limit
+    if held > limit:
+        return f"{gb(held)} > {gb(limit)}"
+    if held > TIGHT * limit:
+        return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
+    host = figures.host
+    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"))
+    return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
+
+
+def gb(bytes_: float) -> str:
+    """As device memory is sold: 10^9 bytes."""
+    return f"{bytes_ / 1e9:.1f} GB"
+
+
+class _Look:
+    """A search's estimates of one strategy at a time; what does not change is worked out once."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.config = question, question.config
+        machine = _machine(question.cluster)
+        self.device = device_of(self.config, machine)
+        self.precision = precision_of(self.config, machine, self.device, [])
+        open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
+        self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
+        rows, data = self.config.rows_per_sample, question.data
+        self.tokens = data.train_tokens / (data.train_samples * rows) if data and data.train_samples else float(self.config.data.max_length)
+
+    def best_of(self, way: Way, family: _Family) -> tuple[Layout, Estimate] | None:
+        """The best micro-batch and checkpointing of a strategy; None where none fits, which is noted. Raises PlanError where rules or
+        numbers refuse all."""
+        found, refusal = list[tuple[Layout, Estimate]](), None
+        for kind in self.checkpointing:
+            try:
+                for layout in self.layouts(way, kind):
+                    figures = estimate(layout, self.question.facts, self.question.cluster)
+                    family.looked_at += 1
+                    if figures.verdict == "no":
+                        if family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
+                            family.nearest = way, layout, figures
+                        break  # a larger micro-batch needs no less
+                    found.append((layout, figures))
+            except PlanError as error:
+                refusal = refusal or error
+        if found:
+            return self._best(found)
+        if refusal is not None and family.nearest is None:
+            raise refusal
+        return None
+
+    def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
+        """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
+        question = self.question
+        strategy = way.strategy
+        if isinstance(strategy, ZeroStrategy) and not question.deepspeed:
+            raise PlanError("deepspeed is not installed", fix="pip install 'drumline[deepspeed]'")
+        world = _world(question, strategy.kind)
+        if question.processes and world != question.cluster.world_size:
+            raise PlanError(f"it is one process, and there are {question.cluster.world_size}")
+        memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
+        config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
+        mesh = resolve_mesh(strategy, world)
+        check_rules(Case(config, mesh, self.device, self.precision, question.facts))
+        require_samples(config, mesh, question.data)
+        refusal, any_ = None, False
+        for batch in batches(config, mesh.data_ranks, question.cluster.world_size, in_flight(mesh, strategy)):
+            try:
+                pipeline = plan_pipeline(mesh, strategy, batch, question.facts, [])
+            except PlanError as error:
+                refusal = refusal or error
+                continue
+            any_ = True
+            roles = {
+                name: role.model_copy(update={"layers": stage_layers(mesh, strategy, question.role_facts[name])})
+                for name, role in question.roles.items()
+            }
+            yield Layout(
+                config=config,
+                mesh=mesh,
+                batch=batch,
+                precision=self.precision,
+                device=self.device,
+                engine=engine_of(mesh, strategy),
+                data_parallel=data_parallel_of(mesh, strategy),
+                activation_checkpointing=memory.activation_checkpointing,
+                length=config.data.max_length,
+                tokens_per_row=self.tokens,
+                pipeline=pipeline,
+                roles=roles,
+                role_facts=question.role_facts,
+                steps=None,
+                devices_per_rank=question.cluster.per_node if strategy.kind == "dp" and self.device == "cuda" else 1,
+            )
+        if refusal is not None and not any_:
+            raise refusal
+
+    def _best(self, found: list[tuple[Layout, Estimate]]) -> tuple[Layout, Estimate]:
+        """The fastest that fits; of those as fast, the least checkpointing, then the micro-batch nearest to the usual one."""
+        fits = [pair for pair in found if pair[1].verdict == "fits"] or found
+        fastest = max(figures.tokens_per_s for _, figures in fits)
+        same = [pair for pair in fits if pair[1].tokens_per_s >= (1 - TIE) * fastest]
+
+        def usual(pair: tuple[Layout, Estimate]) -> tuple[int, float]:
+            layout = pair[0]
+            off = abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
+            return CHECKPOINTING.index(layout.activation_checkpointing), off
+
+        return min(same, key=usual)
+
+
+def _candidate(question: Question, way: Way, layout: Layout) -> Candidate:
+    """The whole plan of a layout, which must come out as the search has seen it."""
+    batch = layout.batch
+    said = layout.config.batch
+    total = {} if said.global_samples or said.global_tokens else {"accumulation": batch.accumulation}
+    config = layout.config.model_copy(update={"batch": said.model_copy(update={"micro_batch": batch.micro_batch, **total})})
+    made = evaluate(question, config, way.name)
+    same = replace(made.layout, config=layout.config, steps=layout.steps)
+    assert same == layout, f"{way.name}: {same} is not {layout}"
+    return replace(made, family=way.family, simple=way.simple)
+
+
+def _refused(question: Question, name: str, family: _Family) -> Refused:
+    if family.nearest is None:
+        return Refused(name, family.words)
+    way, layout, figures = family.nearest
+    return Refused(name, why_not(figures), _candidate(question, way, layout))
+
+
+def _in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, then the smallest."""
+    for fits in (True, False):
+        left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
+        while left:
+            fastest = max(c.estimate.tokens_per_s for c in left)
+            same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
+            first = min(same, key=lambda c: (c.simple, -c.estimate.tokens_per_s, c.estimate.memory.reserved))
+            left.remove(first)
+            yield first
+
+
+def _words(error: PlanError) -> str:
+    return error.what + (f" — {error.fix}" if error.fix else "")
+
+
+def _world(question: Question, kind: str) -> int:
+    """Processes of a strategy."""
+    return 1 if kind in ("single", "dp") else question.cluster.world_size
+
+
+def _machine(cluster: Cluster) -> Machine:
+    """A host of the cluster, as `detect` would describe it."""
+    device = cluster.device
+    devices = [Device(device.name, device.memory_bytes)] * cluster.per_node if device.kind == "cuda" else []
+    return Machine(devices, cores=1, memory_bytes=cluster.host_memory_bytes or 0, device=device.kind, bf16="bf16" in device.flops)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
@@ -17,7 +19,7 @@ Range = tuple[int, int]
 EQUAL = 1 + 1e-9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What a part of a model takes: FLOPs of one token, forward and backward, and parameters held."""
 
@@ -117,16 +119,10 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """What the stage with blocks [first, stop) takes. The embedding is a look-up and costs bytes alone; the head is a product of
     all its weights, 6 FLOPs each. A head tied to the embedding is held by both stages."""
-    cost = Cost()
-    for parameters in facts.block_parameters[first:stop]:
-        cost += Cost(6 * parameters + facts.attention_flops, parameters)
-    if first == 0:
-        cost += Cost(0.0, facts.embedding_parameters)
-    if stop == len(facts.block_parameters):
-        cost += Cost(6 * facts.head_parameters, facts.head_parameters)
-    return cost
+    return _stage_costs(facts)(first, stop)
 
 
+@lru_cache(maxsize=256)  # a search asks for the same few cuts again and again
 def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     blocks = len(facts.block_parameters)
     if not blocks:
@@ -139,7 +135,20 @@ def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
             where="strategy",
             fix=f"at most {blocks} stages (ranks × stages_per_rank)",
         )
-    return balance(lambda first, stop: stage_cost(facts, first, stop), blocks, stages)
+    return balance(_stage_costs(facts), blocks, stages)
+
+
+def _stage_costs(facts: ModelFacts) -> Callable[[int, int], Cost]:
+    """`stage_cost` by running sums: a table over all stages asks for thousands."""
+    held = [0, *accumulate(facts.block_parameters)]
+    blocks = len(facts.block_parameters)
+
+    def cost(first: int, stop: int) -> Cost:
+        inside, behind = held[stop] - held[first], facts.head_parameters if stop == blocks else 0
+        flops = 6 * (inside + behind) + facts.attention_flops * (stop - first)
+        return Cost(flops, inside + behind + (facts.embedding_parameters if first == 0 else 0))
+
+    return cost
 
 
 def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple[Range, ...]:

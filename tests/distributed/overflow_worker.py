@@ -54,7 +54,7 @@ def main(model_dir: Path, folder: Path) -> None:
     for name, strategy in WAYS.items():
         values = {"data": {"train": [{"kind": "file", "path": "x"}], "packing": False}, "strategy": strategy}
         config = Config.model_validate(values | {"precision": {"kind": "fp16", "initial_scale": SCALE}})
-        mesh = resolve_mesh(config.strategy, ranks.world_size, [])
+        mesh = resolve_mesh(config.strategy, ranks.world_size)
         plan = Plan(
             config=config, run_dir="r", mesh=mesh, engine="native", device="cpu", backend="gloo", precision="fp16",
             data_parallel={"ddp": "ddp", "fsdp2": "fsdp2"}.get(name, "none"),

@@ -1,0 +1,31 @@
+"""The micro-batches that a search may choose from, the global batch fixed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.config.schema import BatchConfig, Config
+from drumline.plan.batch import resolve_batch
+from drumline.plan.plan import BatchPlan
+
+
+def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
+    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is said, it is
+    that of plain data parallel over all `world` processes, so that ways compare; where micro-batch and accumulation are said, that of
+    the data ranks. `least`: micro-batches in flight.
+
+    Raises PlanError where the numbers do not go together.
+    """
+    said, length, rows = config.batch, config.data.max_length, config.rows_per_sample
+    if said.global_samples is None and said.global_tokens is None and not (said.micro_batch and said.accumulation):
+        total = (said.micro_batch or 1) * (said.accumulation or 1) * world
+        said = BatchConfig(global_samples=total, micro_batch=said.micro_batch, accumulation=said.accumulation)
+    first, _ = resolve_batch(said, data_ranks, length, config.eval.micro_batch, least, rows)
+    if said.micro_batch or said.accumulation:
+        yield first
+        return
+    per_rank = first.global_samples // data_ranks
+    for micro in range(1, per_rank + 1):
+        if per_rank % micro == 0:
+            held_out = config.eval.micro_batch or micro
+            yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
