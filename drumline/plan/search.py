@@ -1,6 +1,6 @@
 """All ways of spreading a run over a cluster that the rules allow, each with its estimate, the best first. Pure.
 
-ways (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family ──▶ Answer
+ways (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
 
 Nothing but the best of a strategy is kept, so memory does not grow with the cluster; whole plans are made for those few alone.
 """

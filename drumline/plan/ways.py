@@ -66,7 +66,7 @@ def _all(asked: s.AnyStrategy, cluster: Cluster, facts: ModelFacts, nvme: str | 
 
 
 def _mixes(cluster: Cluster, facts: ModelFacts) -> Iterator[s.AnyStrategy]:
-    """Degrees that divide: tensor parallel within a host, at most a stage a layer, no pipeline of parts of sequences (a rule refuses it)."""
+    """Degrees that divide: tensor parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
     world = cluster.world_size
     for tp, cp, pp in product(_divisors(cluster.per_node), _divisors(world), _divisors(world)):
         if tp == cp == pp == 1 or world % (tp * cp * pp) or pp > max(1, facts.layers) or (cp > 1 and pp > 1):
@@ -124,10 +124,11 @@ def describe(strategy: s.AnyStrategy, world: int) -> Way:
     numbered = [f"{name} {degree}" for name, degree in degrees.items()]
     if strategy.pp > 1 and strategy.pipeline.schedule != "1f1b":
         numbered[0] += f" {strategy.pipeline.schedule}"
-    base, words = [strategy.kind], [strategy.kind]
+    kind: str = strategy.kind
+    base, words = [kind], [kind]
     if isinstance(strategy, s.FSDP2Strategy):
         variant = _variant(strategy)
-        words = [" ".join([strategy.kind, *variant])]
+        words = [" ".join([kind, *variant])]
         base = words[:] if not degrees else base
         if strategy.replicate > 1:
             words[0] += f" {strategy.replicate}"
@@ -148,7 +149,8 @@ def _variant(strategy: s.FSDP2Strategy) -> list[str]:
 
 def _whole(strategy: s.AnyStrategy, world: int) -> Way:
     """Strategies without degrees of their own beside others."""
-    words, degree = [strategy.kind], getattr(strategy, "degree", world) or world
+    kind: str = strategy.kind
+    words, degree = [kind], getattr(strategy, "degree", world) or world
     if isinstance(strategy, s.TPStrategy | s.CPStrategy | s.PPStrategy | s.ModelParallelStrategy):
         copies = ["ddp"] if degree < world else []
         numbered = f"{strategy.kind} {degree}"
