@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,10 +16,21 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A measured matrix product (rows × inner) · (inner × columns), FLOP/s."""
+
+    rows: int
+    inner: int
+    columns: int
+    rate: float
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """Rates as they were measured; empty where nothing was. `matmul`: precision → FLOP/s of large products; `memory`: bytes/s that a device
-    copies; `collectives`: (kind, ranks) → line, kind one of all_reduce, all_gather, reduce_scatter, all_to_all, p2p, and bytes what a rank
-    sends, as `dist.traffic` counts; `host`: to_device, to_host → line; `disk`: write, read → line."""
+    """Rates as they were measured; empty where nothing was. `matmul`: precision → FLOP/s of large products; `products`: precision → the
+    shapes that were tried; `memory`: bytes/s that a device copies (read and write counted); `collectives`: (kind, ranks) → line, kind one
+    of all_reduce, all_gather, reduce_scatter, all_to_all, p2p, and bytes what a rank sends, as `dist.traffic` counts; `host`: to_device,
+    to_host → line; `disk`: write, read → line."""
 
     hardware: str = ""
     software: str = ""
@@ -27,3 +39,22 @@ class Calibration:
     collectives: Mapping[tuple[str, int], Measured] = field(default_factory=dict)
     host: Mapping[str, Measured] = field(default_factory=dict)
     disk: Mapping[str, Measured] = field(default_factory=dict)
+    products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
+
+    def matmul_rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float | None:
+        """FLOP/s at the measured shape nearest to (rows × width) · (width × width), by ratios; of large products where no shape is given;
+        None where that precision was not measured."""
+        tried = self.products.get(precision, ())
+        if rows is None or width is None or not tried:
+            return self.matmul.get(precision)
+
+        def distance(p: Product) -> float:
+            return abs(math.log(p.rows / rows)) + abs(math.log(p.inner / width)) + abs(math.log(p.columns / width))
+
+        return min(tried, key=distance).rate
+
+    def line(self, kind: str, ranks: int) -> Measured | None:
+        """Of a collective on one host, in the group nearest in size that was measured. A broadcast goes around as an all-gather does."""
+        kind = "all_gather" if kind == "broadcast" else kind
+        sizes = [size for name, size in self.collectives if name == kind]
+        return self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))] if sizes else None

@@ -1,24 +1,57 @@
-"""Which cluster a run is planned for: what the YAML says, filled up with what is found here."""
+"""This machine as a cluster of one host."""
 
 from __future__ import annotations
 
-from drumline.cluster.catalog import PEAKS
-from drumline.cluster.cluster import Cluster, DeviceSpec, Link
+from dataclasses import replace
+
+from drumline.cluster import catalog
+from drumline.cluster.calibration import Calibration
+from drumline.cluster.cluster import Cluster, DeviceSpec
 from drumline.cluster.detect import Machine
 
-HALF, TERA = ("bf16", "fp16"), 1e12
+# FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
+# Wider units are not counted on, nor 16-bit ones: `drumline calibrate` measures what they do. One channel of DDR4-3200 (JEDEC).
+FLOP_PER_CYCLE, CLOCK, CHANNEL = 32, 2.5e9, 25.6e9
+# A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
+STAND_IN = "3090"
 
 
-def found(machine: Machine, processes: int) -> Cluster:
-    """This machine, as `processes` ranks share it."""
+def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory."""
+    notes: tuple[str, ...] = ()
     if machine.devices:
-        device = machine.devices[0]
-        half, full = next((rates for name, rates in PEAKS.items() if name in device.name), (100 * TERA, 50 * TERA))
-        spec = DeviceSpec(device.name, "cuda", device.memory_bytes, 1e12, {**dict.fromkeys(HALF, half), "fp32": full})
+        first = machine.devices[0]
+        known = catalog.by_driver(first.name, first.memory_bytes)
+        if known is None:
+            notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
+        spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
+        if "PCIe" in first.name:
+            spec = replace(spec, intra=spec.host_link)
         per_node = len(machine.devices)
     else:
-        rate = 50e9 * machine.cores / processes
-        spec = DeviceSpec("cpu", "cpu", machine.memory_bytes // processes, 10e9, {"fp32": rate, **dict.fromkeys(HALF, rate)})
-        per_node = processes
-    link = Link("pcie4", 25e9, 10e-6)
-    return Cluster(spec, per_node, 1, link, link, link, machine.memory_bytes, found=True)
+        spec, per_node = processor(machine, processes), processes
+    intra, host_link = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link]
+    network = catalog.link("100Gb")
+    assert network is not None
+    return Cluster(
+        spec,
+        per_node,
+        1,
+        intra,
+        network,
+        host_link,
+        machine.memory_bytes,
+        found=True,
+        calibration=calibration or Calibration(),
+        notes=notes,
+    )
+
+
+def processor(machine: Machine, processes: int) -> DeviceSpec:
+    """The part of this machine's cores and memory that each of `processes` ranks has."""
+    rate = FLOP_PER_CYCLE * CLOCK * machine.cores / processes
+    flops = dict.fromkeys(("fp32", "bf16", "fp16"), rate)
+    source = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
+    return DeviceSpec(
+        "cpu", "cpu", machine.memory_bytes // processes, CHANNEL / processes, flops, source, intra="loopback", host_link="loopback"
+    )

@@ -179,6 +179,8 @@ def schema() -> dict[str, Any]:
     for name in ("algorithm", "strategy", "adapter", "schedule", "precision"):
         full = made["properties"][name]
         made["properties"][name] = {"anyOf": [{"enum": sorted(kinds_at((name,)))}, full], "default": full.pop("default", None)}
+    cluster = made["properties"]["cluster"]
+    cluster["anyOf"].insert(0, {"type": "string", "examples": ["4x4090", "2x8xh100-80g"]})
     for section in made["$defs"].values():
         if "const" in section["properties"].get("kind", {}):
             section["required"] = ["kind", *section.get("required", [])]  # it tells the union's members apart

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from drumline.config.algorithms import Algorithm, ClassifyConfig, PPOConfig, SFTConfig
-from drumline.config.cluster import ClusterConfig
+from drumline.config.cluster import ClusterConfig, cluster_from_string
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
 from drumline.config.section import Section, kind_from_string
@@ -181,7 +181,9 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     run: RunConfig = Field(default_factory=RunConfig)
-    cluster: ClusterConfig | None = Field(None, description="The devices to plan for; null: those that are found here.")
+    cluster: Annotated[ClusterConfig | None, BeforeValidator(cluster_from_string)] = Field(
+        None, description="The devices to plan for, also as `2x8xh100-80g`; null: those that are found here."
+    )
 
     @model_validator(mode="before")
     @classmethod

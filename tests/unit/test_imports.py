@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "drumline"
 # room → rooms that it may import, besides itself and `errors`.
 MAY: dict[str, set[str]] = {
     "errors": set(),
-    "config": set(),
+    "config": {"cluster"},  # names of devices and links: a wrong one is told with its line
     "cluster": set(),
     "report": set(),
     "plan": {"config", "cluster"},

@@ -1,0 +1,54 @@
+"""Which cluster a run is planned for: what the YAML says, filled up with what is found here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from drumline.cluster import catalog
+from drumline.cluster.calibration import Calibration
+from drumline.cluster.cluster import Cluster
+from drumline.cluster.detect import Machine
+from drumline.cluster.found import found, processor
+from drumline.config.cluster import ClusterConfig
+
+
+def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+    """`processes`: ranks of this machine, where it is the one to plan for; `calibration`: what was measured here (calibration_for).
+
+    What was measured counts where the device is the one that is here, on however many hosts.
+    """
+    if said is None:
+        return found(machine, processes, calibration)
+    spec = said.spec()
+    here = found(machine, processes if said.per_node is None else said.per_node, calibration)
+    if spec is None and said.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
+        spec = processor(machine, said.per_node or processes)
+    same = spec is None or spec.name == here.device.name
+    device = here.device if spec is None or same else spec
+    per_node = said.per_node or (here.per_node if same else 1)
+    usual = here.intra if same else said.link(device.intra)
+    bytes_ = int(said.host_memory_gb * catalog.GIGA) if said.host_memory_gb else here.host_memory_bytes if same else None
+    return Cluster(
+        device=device,
+        per_node=per_node,
+        nodes=said.nodes,
+        intra=usual if said.intra is None else said.link(said.intra),
+        inter=said.link(said.inter),
+        host_link=here.host_link if same else said.link(device.host_link),
+        host_memory_bytes=bytes_,
+        price_per_device_hour=said.price_per_device_hour,
+        found=same and said.nodes == 1 and per_node == here.per_node,
+        calibration=here.calibration if same and said.intra is None else Calibration(),
+        notes=here.notes if same else _assumed(said),
+    )
+
+
+def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """The same hosts, more or fewer of them."""
+    return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
+
+
+def _assumed(said: ClusterConfig) -> tuple[str, ...]:
+    """What a short name was taken for."""
+    taken = catalog.AMBIGUOUS.get(catalog.plain(said.device or ""))
+    return (f"cluster.device {said.device}: taken for {taken}",) if taken and said.device not in said.devices else ()

@@ -1,0 +1,177 @@
+"""Devices, links and clusters by name; the seconds of a collective."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.cluster import catalog
+from drumline.cluster.calibration import Calibration, Measured, Product
+from drumline.cluster.cluster import Cluster, Collective
+from drumline.cluster.detect import Device, Machine
+from drumline.cluster.found import found
+from drumline.config.load import load_text, schema
+from drumline.errors import ConfigError
+from drumline.plan.cluster import cluster_of, with_nodes
+
+DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
+LAPTOP = Machine([], 4, 16 * 2**30, "cpu", False)
+GIB = 2**30
+
+
+def said(cluster: str, machine: Machine = LAPTOP, processes: int = 1, calibration: Calibration | None = None) -> Cluster:
+    return cluster_of(load_text(f"{DATA}cluster: {cluster}\n", [], "c.yaml").cluster, machine, processes, calibration)
+
+
+# what is said → (device, hosts, devices of each, link between them)
+SAID = {
+    "4x4090": ("4090", 1, 4, "pcie4"),
+    "4090": ("4090", 1, 1, "pcie4"),
+    "1x rtx-4090": ("4090", 1, 1, "pcie4"),
+    "NVIDIA GeForce RTX 4090": ("4090", 1, 1, "pcie4"),
+    "2x8xh100-80g": ("h100-80g", 2, 8, "nvlink4"),
+    "8×H100": ("h100-80g", 1, 8, "nvlink4"),
+    "8xa100": ("a100-80g", 1, 8, "nvlink3"),
+    "8xA100-SXM4-40GB": ("a100-40g", 1, 8, "nvlink3"),
+    "4xh100-pcie": ("h100-pcie", 1, 4, "pcie5"),
+    "32x8xb200": ("b200", 32, 8, "nvlink5"),
+    "8xh200-141gb": ("h200", 1, 8, "nvlink4"),
+    "8xmi300x": ("mi300x", 1, 8, "infinity-fabric"),
+    "2xl40s": ("l40s", 1, 2, "pcie4"),
+    "a10": ("a10", 1, 1, "pcie4"),
+    "2xTesla T4": ("t4", 1, 2, "pcie3"),
+    "2x3090": ("3090", 1, 2, "pcie4"),
+    "5090-32g": ("5090", 1, 1, "pcie5"),
+    "4xcpu": ("cpu", 1, 4, "loopback"),
+    "{device: 4090}": ("4090", 1, 1, "pcie4"),
+    "{device: h100-80g, per_node: 8, nodes: 4, intra: nvlink4, inter: 400Gb}": ("h100-80g", 4, 8, "nvlink4"),
+    "{device: h100-80g, per_node: 8, intra: PCIe5}": ("h100-80g", 1, 8, "pcie5"),
+    "{device: x1, per_node: 2, devices: {x1: {memory_gb: 9, bandwidth_gb_s: 1, fp32_tflops: 2}}}": ("x1", 1, 2, "pcie4"),
+    "{device: a10, per_node: 2, intra: wire, links: {wire: {gb_s: 3}}}": ("a10", 1, 2, "wire"),
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_cluster_that_is_said(text: str) -> None:
+    cluster = said(text)
+    assert (cluster.device.name, cluster.nodes, cluster.per_node, cluster.intra.name) == SAID[text]
+    assert cluster.world_size == cluster.nodes * cluster.per_node and cluster.device.memory_bytes > GIB
+    assert not cluster.found or cluster.device.kind == "cpu"
+
+
+def test_a_name_that_several_devices_share_is_told() -> None:
+    assert "a100-80g" in said("8xa100").notes[0] and "a100-40g" in said("8xa100").notes[0]
+    assert said("8xa100-40g").notes == ()
+
+
+# what is said → parts of the line
+WRONG = {
+    "4x4080": ["c.yaml:2: cluster.device", "no device '4080' in the catalog", "did you mean 4090"],
+    "8xh1000-80g": ["did you mean h100-80g"],
+    "zzzz": ["no device 'zzzz'", "there are a100-40g, a100-80g", "cluster.devices"],
+    "4x": ["no device '4x'"],
+    "{device: 4090, per_node: 0}": ["cluster.per_node", "0 given, a number greater than 0 is wanted"],
+    "0x8xh100": ["cluster.nodes"],
+    "[4090]": ["c.yaml:2: cluster", "a list of 1 given"],
+    "4": ["no device '4'"],
+    "true": ["true given", "keys and values"],
+    "{device: 4090, per_node: 4, intra: nvlink4}": ["4090 has no nvlink4", "its usual link is pcie4"],
+    "{device: h100, per_node: 8, intra: infinity-fabric}": ["h100-80g has no infinity-fabric"],
+    "1000xh100": ["no host holds 1000 GPUs", "nodes: 125 and per_node: 8"],
+    "{device: h100, intra: nvlink9}": ["cluster.intra", "no link 'nvlink9'", "did you mean nvlink"],
+    "{device: h100, nodes: 2, inter: fast}": ["cluster.inter", "no link 'fast'", "100Gb, 8x400Gb"],
+    "{device: h100, nodes: 2, inter: 0Gb}": ["no link '0Gb'"],
+    "{device: h100, nodez: 2}": ["unknown key 'nodez'", "did you mean 'nodes'?"],
+    "{device: x, devices: {x: {memory_gb: 9}}}": ["cluster.devices.x", "'bandwidth_gb_s' is missing"],
+    "{device: x, devices: {x: {memory_gb: 9, bandwidth_gb_s: 1, fp32_tflops: 2, host_link: pci}}}": [
+        "cluster.devices",
+        "x: host_link",
+        "pcie",
+    ],
+    "{links: {wire: {gb_s: -1}}}": ["cluster.links.wire.gb_s", "-1 given"],
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_impossible_cluster_is_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        said(text)
+    line = error.value.line()
+    assert "\n" not in line and all(part in line for part in WRONG[text]), line
+
+
+def test_every_device_of_the_catalog_is_whole() -> None:
+    for name, spec in catalog.DEVICES.items():
+        assert catalog.device(name) is spec and spec.source and spec.name == name
+        assert spec.flops["fp16"] > spec.flops["fp32"] > 1e12 and spec.bandwidth > 1e11 and spec.memory_bytes > 8 * GIB
+        assert {spec.intra, spec.host_link} <= set(catalog.LINKS) and 0.5 < spec.efficiency < 1
+    assert all(link.source and link.latency > 0 and 0 < link.efficiency <= 1 for link in catalog.LINKS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "gb_s"),
+    [("100Gb", 12.5), ("8x400Gb", 400), ("8x400gb", 400), ("200GbE", 25), ("2.5Gbps", 0.3125), ("nvlink5", 900), ("xgmi", 448)],
+)
+def test_links_by_name(name: str, gb_s: float) -> None:
+    link = catalog.link(name)
+    assert link is not None and link.bandwidth == pytest.approx(gb_s * 1e9)
+
+
+def test_what_is_here_fills_up_what_is_not_said() -> None:
+    a100 = Machine([Device("NVIDIA A100-SXM4-80GB", 85_000_000_000)] * 4, 32, 500 * GIB, "cuda", True)
+    here = cluster_of(None, a100, 1)
+    assert (here.device.name, here.per_node, here.found, here.device.memory_bytes) == ("a100-80g", 4, True, 85_000_000_000)
+    several = said("{nodes: 3, inter: 8x200Gb}", a100)
+    assert (several.device.name, several.world_size, several.found, several.host_memory_bytes) == ("a100-80g", 12, False, 500 * GIB)
+    assert with_nodes(several, 5).world_size == 20
+    unknown = cluster_of(None, Machine([Device("NVIDIA A10G", 24 * 10**9)], 8, 64 * GIB, "cuda", True), 1)
+    assert unknown.device.name == "NVIDIA A10G" and "not in the catalog" in unknown.notes[0]
+    assert said("2xcpu", a100).device.memory_bytes == 250 * GIB
+
+
+# (kind, bytes that a rank sends, ranks of the group, of these on one host) on 2 hosts of 8 H100, 8x400Gb → milliseconds by hand
+SECONDS: list[tuple[Collective, float, int, int | None, float]] = [
+    ("all_reduce", 0, 8, None, 0),
+    ("all_reduce", 1e9, 1, None, 0),
+    ("all_reduce", 1e9, 8, None, 1e9 / (0.82 * 450e9) * 1e3 + 8.4e-3 + 14 * 3.4e-3),
+    ("all_gather", 1e9, 8, 8, 1e9 / (0.82 * 450e9) * 1e3 + 8.4e-3 + 7 * 3.4e-3),
+    # a ring over both hosts leaves each once; the network's 340 GB/s are less than NVLink's 369
+    ("reduce_scatter", 1e9, 16, None, 1e9 / (0.85 * 400e9) * 1e3 + 8.4e-3 + 14e-3 + 14 * 3.4e-3),
+    # eight pairs across at the same time share the network
+    ("all_reduce", 1e9, 2, 1, 8 * 1e9 / (0.85 * 400e9) * 1e3 + 8.4e-3 + 2 * 14e-3),
+    ("p2p", 1e6, 2, 1, 8 * 1e6 / (0.85 * 400e9) * 1e3 + 8.4e-3 + 14e-3),
+    ("all_to_all", 15e6, 16, None, 8 * 8e6 / (0.85 * 400e9) * 1e3 + 8.4e-3 + 14e-3 + 14 * 3.4e-3),
+]
+
+
+@pytest.mark.parametrize(("kind", "sent", "ranks", "per_node", "milliseconds"), SECONDS)
+def test_seconds_of_a_collective(kind: Collective, sent: float, ranks: int, per_node: int | None, milliseconds: float) -> None:
+    cluster = said("{device: h100, per_node: 8, nodes: 2, inter: 8x400Gb}")
+    assert cluster.collective_seconds(kind, sent, ranks, per_node) * 1e3 == pytest.approx(milliseconds)
+
+
+def test_devices_that_are_joined_in_pairs_need_all_of_them() -> None:
+    """Published all-reduces on MI300X: 47.7 GB/s between two, 312.9 among eight."""
+    cluster = said("8xmi300x")
+    for ranks, published in ((2, 47.671e9), (8, 312.912e9)):
+        assert 4e9 / cluster.collective_seconds("all_reduce", 4e9, ranks) == pytest.approx(published, rel=0.07)
+
+
+def test_what_was_measured_goes_before_the_datasheet() -> None:
+    measured = Calibration(
+        matmul={"fp32": 7e10},
+        products={"fp32": (Product(16, 64, 64, 1e10), Product(4096, 1024, 1024, 7e10))},
+        collectives={("all_reduce", 2): Measured(1e-3, 1e9), ("all_reduce", 8): Measured(2e-3, 0.5e9), ("all_gather", 2): Measured(0, 1e8)},
+    )
+    cluster = found(LAPTOP, 8, measured)
+    assert cluster.rate("fp32") == 7e10 and cluster.rate("fp32", 20, 100) == 1e10 and cluster.rate("fp32", 3000, 2048) == 7e10
+    assert cluster.rate("bf16") == pytest.approx(0.8 * 32 * 2.5e9 / 2) and cluster.rate("fp8") == 0
+    assert cluster.collective_seconds("all_reduce", 1e9, 2) == pytest.approx(1.001)
+    assert cluster.collective_seconds("all_reduce", 1e9, 6) == pytest.approx(2.002)
+    assert cluster.collective_seconds("broadcast", 1e8, 2) == pytest.approx(1.0)
+    assert said("4xh100", LAPTOP, 1, measured).calibration == Calibration()
+    assert said("{device: cpu, per_node: 2, nodes: 2}", LAPTOP, 1, measured).calibration == measured
+
+
+def test_editors_know_the_short_form() -> None:
+    forms = schema()["properties"]["cluster"]["anyOf"]
+    assert forms[0]["type"] == "string" and "h100-80g" in schema()["$defs"]["ClusterConfig"]["properties"]["device"]["examples"]
