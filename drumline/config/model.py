@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from drumline.config.section import Section
 
 # What stands on a model's trunk: next-token logits; those and a value a token; one number a token; a class for a text or an image.
 Head = Literal["lm", "valued", "score", "text", "image"]
+
+
+class ModelShape(Section):
+    """The sizes of a model of Llama's kind."""
+
+    layers: int = Field(gt=0, description="Blocks.")
+    hidden: int = Field(gt=0, description="Width of the hidden states: a multiple of heads.")
+    heads: int = Field(gt=0, description="Attention heads.")
+    kv_heads: int | None = Field(None, gt=0, description="Heads of keys and values: a divisor of heads; null: as many as heads.")
+    intermediate: int | None = Field(None, gt=0, description="Width inside an MLP; null: 8/3 of hidden, up to a multiple of 256.")
+    vocabulary: int = Field(gt=0, description="Rows of the embedding.")
+    positions: int = Field(131072, gt=0, description="Longest sequence.")
+    tied: bool = Field(False, description="The head's matrix is the embedding's.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelShape:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads {self.kv_heads} is no divisor of heads {self.heads}")
+        return self
 
 
 class ModelConfig(Section):
@@ -22,6 +43,9 @@ class ModelConfig(Section):
     config: dict[str, Any] = Field(
         default_factory=dict,
         description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type).",
+    )
+    shape: ModelShape | None = Field(
+        None, description="A model of Llama's kind written out by its sizes, in the place of id: to plan for, or to train from nothing."
     )
     tokenizer: str | None = Field(None, description="Folder, hub id or `package:NAME` of another tokenizer than the model's own.")
     chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
@@ -37,6 +61,18 @@ class ModelConfig(Section):
     sync_batchnorm_ranks: int | None = Field(
         None, gt=1, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_without_id(cls, values: Any) -> Any:
+        """A shape stands in the place of an id, so the default one is not meant."""
+        return {"id": None, **values} if isinstance(values, dict) and values.get("shape") is not None else values
+
+    @model_validator(mode="after")
+    def _shape_or_id(self) -> ModelConfig:
+        if self.shape is not None and (self.id is not None or self.config.get("model_type")):
+            raise ValueError("give a shape, or an id or model_type, not both")
+        return self
 
     @property
     def as_published(self) -> bool:

@@ -14,6 +14,7 @@ from drumline.errors import ModelError
 from drumline.models.classes import AUTO
 from drumline.models.freeze import freeze
 from drumline.models.package import tokenizer_folder
+from drumline.models.shapes import written_out
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
@@ -39,16 +40,17 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     if path is not None:
         config = from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **hub_options(path, model)))
         return _lay_over(config, model.config)
-    kind = model.config.get("model_type")
+    written = {**(written_out(model.shape) if model.shape else {}), **model.config}
+    kind = written.get("model_type")
     if kind is None:
-        raise ModelError("neither an id nor a config with model_type", where="model", fix="set model.id, or model.config.model_type")
+        raise ModelError("neither an id nor a config with model_type", where="model", fix="set model.id, model.shape, or model.config.model_type")
     try:
         config = AutoConfig.for_model(kind)
     except ValueError:
         raise ModelError(
             f"transformers knows no model_type {kind!r}", where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
         ) from None
-    values = {key: value for key, value in model.config.items() if key != "model_type"}
+    values = {key: value for key, value in written.items() if key != "model_type"}
     _require_known(config, values)
     return _checked(lambda: AutoConfig.for_model(kind, **values))
 

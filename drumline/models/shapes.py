@@ -1,0 +1,215 @@
+"""Shapes of well-known public models, so that a run can be planned where the hub cannot be asked.
+
+Each row is what the model's own config.json on the hub says; tests hold the counts of parameters that they give against the
+published ones. A model that is not here is planned from its folder, from the hub, or by `model.shape`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.config.model import ModelConfig, ModelShape
+from drumline.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Known:
+    """`id`: on the hub; `values`: of the Hugging Face config, `model_type` among them."""
+
+    id: str
+    values: dict[str, Any]
+
+
+def _rows(kind: str, rows: str, **common: Any) -> dict[str, Known]:
+    """Lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    keys += ("vocab_size", "max_position_embeddings")
+    made = {}
+    for row in rows.strip().splitlines():
+        name, id_, *words = row.split()
+        values = {key: int(word) for key, word in zip(keys, words, strict=False)}
+        extra = {key: int(value) for key, _, value in (word.partition("=") for word in words[len(keys) :])}
+        made[name] = Known(id_, {"model_type": kind, **common, **values, **extra})
+    return made
+
+
+_GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
+
+KNOWN: dict[str, Known] = {
+    **_rows(
+        "llama",
+        """
+        llama-2-7b    meta-llama/Llama-2-7b-hf    4096 11008 32  32 32 32000  4096
+        llama-2-13b   meta-llama/Llama-2-13b-hf   5120 13824 40  40 40 32000  4096
+        llama-2-70b   meta-llama/Llama-2-70b-hf   8192 28672 80  64  8 32000  4096
+        llama-3-8b    meta-llama/Meta-Llama-3-8B  4096 14336 32  32  8 128256 8192
+        llama-3-70b   meta-llama/Meta-Llama-3-70B 8192 28672 80  64  8 128256 8192
+        llama-3.1-8b  meta-llama/Llama-3.1-8B     4096 14336 32  32  8 128256 131072
+        llama-3.1-70b meta-llama/Llama-3.1-70B    8192 28672 80  64  8 128256 131072
+        llama-3.1-405b meta-llama/Llama-3.1-405B  16384 53248 126 128 8 128256 131072
+        llama-3.3-70b meta-llama/Llama-3.3-70B-Instruct 8192 28672 80 64 8 128256 131072
+        tinyllama-1.1b TinyLlama/TinyLlama-1.1B-Chat-v1.0 2048 5632 22 32 4 32000 2048
+        """,
+    ),
+    **_rows(
+        "llama",
+        """
+        llama-3.2-1b  meta-llama/Llama-3.2-1B       2048 8192 16 32 8 128256 131072 head_dim=64
+        llama-3.2-3b  meta-llama/Llama-3.2-3B       3072 8192 28 24 8 128256 131072 head_dim=128
+        smollm2-135m  HuggingFaceTB/SmolLM2-135M    576  1536 30 9  3 49152  8192
+        smollm2-360m  HuggingFaceTB/SmolLM2-360M    960  2560 32 15 5 49152  8192
+        smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B    2048 8192 24 32 32 49152 8192
+        """,
+        tie_word_embeddings=True,
+    ),
+    **_rows(
+        "qwen2",
+        """
+        qwen2.5-0.5b Qwen/Qwen2.5-0.5B 896  4864 24 14 2 151936 32768
+        qwen2.5-1.5b Qwen/Qwen2.5-1.5B 1536 8960 28 12 2 151936 131072
+        qwen2.5-3b   Qwen/Qwen2.5-3B   2048 11008 36 16 2 151936 32768
+        """,
+        tie_word_embeddings=True,
+    ),
+    **_rows(
+        "qwen2",
+        """
+        qwen2.5-7b   Qwen/Qwen2.5-7B  3584 18944 28 28 4 152064 131072
+        qwen2.5-14b  Qwen/Qwen2.5-14B 5120 13824 48 40 8 152064 131072
+        qwen2.5-32b  Qwen/Qwen2.5-32B 5120 27648 64 40 8 152064 131072
+        qwen2.5-72b  Qwen/Qwen2.5-72B 8192 29568 80 64 8 152064 131072
+        """,
+        tie_word_embeddings=False,
+    ),
+    **_rows(
+        "qwen3",
+        """
+        qwen3-0.6b Qwen/Qwen3-0.6B 1024 3072 28 16 8 151936 40960
+        qwen3-1.7b Qwen/Qwen3-1.7B 2048 6144 28 16 8 151936 40960
+        qwen3-4b   Qwen/Qwen3-4B   2560 9728 36 32 8 151936 40960
+        """,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    **_rows(
+        "qwen3",
+        """
+        qwen3-8b   Qwen/Qwen3-8B   4096 12288 36 32 8 151936 40960
+        qwen3-14b  Qwen/Qwen3-14B  5120 17408 40 40 8 151936 40960
+        qwen3-32b  Qwen/Qwen3-32B  5120 25600 64 64 8 151936 40960
+        """,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    **_rows(
+        "mistral",
+        """
+        mistral-7b        mistralai/Mistral-7B-v0.3             4096 14336 32 32 8 32768  32768
+        mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      5120 14336 40 32 8 131072 131072 head_dim=128
+        mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 5120 32768 40 32 8 131072 32768  head_dim=128
+        """,
+        sliding_window=None,
+    ),
+    **_rows(
+        "mixtral",
+        """
+        mixtral-8x7b  mistralai/Mixtral-8x7B-v0.1  4096 14336 32 32 8 32000 32768
+        mixtral-8x22b mistralai/Mixtral-8x22B-v0.1 6144 16384 56 48 8 32000 65536
+        """,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    **_rows(
+        "gemma",
+        """
+        gemma-2b google/gemma-2b 2048 16384 18 8  1  256000 8192 head_dim=256
+        gemma-7b google/gemma-7b 3072 24576 28 16 16 256000 8192 head_dim=256
+        """,
+    ),
+    **_rows(
+        "gemma2",
+        """
+        gemma-2-2b  google/gemma-2-2b  2304 9216  26 8  4  256000 8192 head_dim=256
+        gemma-2-9b  google/gemma-2-9b  3584 14336 42 16 8  256000 8192 head_dim=256
+        gemma-2-27b google/gemma-2-27b 4608 36864 46 32 16 256000 8192 head_dim=128
+        """,
+    ),
+    **_rows("gemma3_text", "gemma-3-1b google/gemma-3-1b-pt 1152 6912 26 4 1 262144 32768 head_dim=256"),
+    **_rows("phi", "phi-2 microsoft/phi-2 2560 10240 32 32 32 51200 2048"),
+    **_rows(
+        "phi3",
+        """
+        phi-3-mini   microsoft/Phi-3-mini-4k-instruct 3072 8192  32 32 32 32064  4096
+        phi-3.5-mini microsoft/Phi-3.5-mini-instruct  3072 8192  32 32 32 32064  4096
+        phi-4        microsoft/phi-4                  5120 17920 40 40 10 100352 16384
+        """,
+    ),
+    **_rows(
+        "olmo2",
+        """
+        olmo-2-7b  allenai/OLMo-2-1124-7B  4096 11008 32 32 32 100352 4096
+        olmo-2-13b allenai/OLMo-2-1124-13B 5120 13824 40 40 40 100352 4096
+        """,
+    ),
+    **{
+        name: Known(f"openai-community/{name}", {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads})
+        for name, (width, layers, heads) in _GPT2.items()
+    },
+}
+# Of a name, what says how the weights were tuned or packed, not how they are laid out.
+_TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
+
+
+def find(name: str) -> Known | None:
+    """The row of a model by its short name or its hub id, tuned or not (`meta-llama/Llama-3.1-8B-Instruct`); None where there is none."""
+    short = name.rpartition("/")[2].lower().replace("_", "-")
+    for word in (short, _TUNED.sub("", short)):
+        for form in (word, word.removeprefix("meta-")):
+            if form in KNOWN:
+                return KNOWN[form]
+    return next((row for row in KNOWN.values() if row.id.lower() == name.lower()), None)
+
+
+def hub_id(name: str) -> str:
+    """A short name as the hub writes it; anything else as it is."""
+    known = find(name)
+    return known.id if known is not None and "/" not in name else name
+
+
+def near(name: str) -> list[str]:
+    """Up to three known names that look like one that is not known."""
+    short = name.rpartition("/")[2].lower()
+    return difflib.get_close_matches(short, KNOWN, n=3, cutoff=0.5)
+
+
+def written_out(shape: ModelShape) -> dict[str, Any]:
+    """The config values of a Llama of this shape."""
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "intermediate_size": shape.intermediate or 256 * -(-8 * shape.hidden // 768),
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def config_of(known: Known, model: ModelConfig) -> Any:
+    """The Hugging Face config of a known model, with `model.config` laid over it."""
+    from drumline.models.load import load_config
+
+    return load_config(None, model.model_copy(update={"config": {**known.values, **model.config}}))
+
+
+def unknown(name: str, reason: str) -> ModelError:
+    """What is said of a model whose shape cannot be had."""
+    guesses = near(name)
+    fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
+    shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
+    return ModelError(f"no shape is known of this model: {reason}", where=f"model {name}", fix=f"{fix} {shape}")
