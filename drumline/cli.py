@@ -56,6 +56,31 @@ def train(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Or the flags below.")] = None,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an optimizer step.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Of the run, for hours and cost: 1e9.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a device for an hour, in any currency.")] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
+) -> None:
+    """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
+    from drumline.planning.asked import Flags
+    from drumline.planning.command import Options
+    from drumline.planning.command import plan as run
+
+    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
+    raise typer.Exit(run(Options(config, overrides or [], flags, tokens=tokens, as_json=as_json, top=top)))
+
+
+@app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise and pack the data ahead of time; cached by content."""
     from drumline.train.command import prepare as run

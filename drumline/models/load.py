@@ -43,7 +43,9 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     written = {**(written_out(model.shape) if model.shape else {}), **model.config}
     kind = written.get("model_type")
     if kind is None:
-        raise ModelError("neither an id nor a config with model_type", where="model", fix="set model.id, model.shape, or model.config.model_type")
+        raise ModelError(
+            "neither an id nor a config with model_type", where="model", fix="set model.id, model.shape, or model.config.model_type"
+        )
     try:
         config = AutoConfig.for_model(kind)
     except ValueError:
@@ -222,6 +224,11 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
             where=where,
             fix="use the model's own tokenizer, or a model with a larger vocabulary",
         )
+    check_length(text, max_length)
+
+
+def check_length(text: Any, max_length: int) -> None:
+    """Raises ModelError where rows are longer than the model has positions. `text`: the config of the part that reads text."""
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ModelError(

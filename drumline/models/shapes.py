@@ -23,10 +23,12 @@ class Known:
     values: dict[str, Any]
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
 def _rows(kind: str, rows: str, **common: Any) -> dict[str, Known]:
     """Lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    keys += ("vocab_size", "max_position_embeddings")
+    keys = [*SIZES, "vocab_size", "max_position_embeddings"]
     made = {}
     for row in rows.strip().splitlines():
         name, id_, *words = row.split()

@@ -44,7 +44,8 @@ MAY: dict[str, set[str]] = {
     },
     "bench": {"config", "plan", "launch", "report", "checkpoint", "models", "train"},
     "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},
-    "cli": {"config", "plan", "train", "bench", "use"},
+    "planning": {"config", "cluster", "plan", "models", "report", "data", "train"},
+    "cli": {"config", "plan", "planning", "train", "bench", "use"},
     "__main__": {"cli"},
     "__init__": set(),
 }

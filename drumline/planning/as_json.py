@@ -1,0 +1,101 @@
+"""The answer as JSON: every number, with keys that stay. docs/planning.md says what each is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.cluster.cluster import Link
+from drumline.plan.search import Answer, Candidate, Question, Refused
+from drumline.planning.figures import chosen, cost, devices, hours
+
+VERSION = 1
+
+
+def as_json(answer: Answer, tokens: float | None = None) -> dict[str, Any]:
+    """Bytes, seconds, tokens and FLOPs, never scaled."""
+    question = answer.question
+    return {
+        "version": VERSION,
+        "model": _model(question),
+        "cluster": _cluster(question),
+        "task": {
+            "algorithm": question.config.algorithm.kind,
+            "max_length": question.config.data.max_length,
+            "data": None if question.data is None else question.data.model_dump(mode="json"),
+        },
+        "ranked": [candidate(question, c, tokens) for c in answer.ranked],
+        "refused": [_refused(question, r, tokens) for r in answer.refused],
+    }
+
+
+def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
+    """One way of spreading the run."""
+    layout, estimate = found.layout, found.estimate
+    return {
+        "name": found.name,
+        "verdict": estimate.verdict,
+        "strategy": found.config.strategy.model_dump(mode="json"),
+        "mesh": layout.mesh.model_dump(mode="json"),
+        "devices": devices(found),
+        "micro_batch": layout.batch.micro_batch,
+        "accumulation": layout.batch.accumulation,
+        "global_samples": layout.batch.global_samples,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "precision": layout.precision,
+        "steps": layout.steps,
+        "tokens_per_step": layout.tokens_per_step,
+        "memory": estimate.memory.model_dump(mode="json"),
+        "memory_limit": estimate.limit,
+        "host": estimate.host.model_dump(mode="json"),
+        "host_limit": estimate.host_limit,
+        "seconds": {**estimate.seconds.model_dump(mode="json"), "total": estimate.seconds.total},
+        "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "hours": hours(found, tokens),
+        "cost": cost(question, found, tokens),
+        "config": chosen(found),
+    }
+
+
+def _refused(question: Question, refused: Refused, tokens: float | None) -> dict[str, Any]:
+    best = None if refused.best is None else candidate(question, refused.best, tokens)
+    return {"name": refused.name, "reason": refused.reason, "best": best}
+
+
+def _model(question: Question) -> dict[str, Any]:
+    facts = question.facts
+    return {
+        "id": question.config.model.id,
+        "type": facts.name,
+        "parameters": facts.parameters,
+        "learned": facts.learned,
+        "layers": facts.layers,
+        "hidden": facts.hidden,
+        "vocabulary": facts.vocab_size,
+        "flops_per_token": facts.flops_per_token,
+        "roles": {name: {"parameters": f.parameters} for name, f in question.role_facts.items()},
+    }
+
+
+def _cluster(question: Question) -> dict[str, Any]:
+    cluster = question.cluster
+    return {
+        "device": cluster.device.name,
+        "kind": cluster.device.kind,
+        "memory_bytes": cluster.device.memory_bytes,
+        "memory_bytes_per_s": cluster.device.bandwidth,
+        "flops": dict(cluster.device.flops),
+        "per_node": cluster.per_node,
+        "nodes": cluster.nodes,
+        "intra": _link(cluster.intra),
+        "inter": _link(cluster.inter),
+        "host_link": _link(cluster.host_link),
+        "host_memory_bytes": cluster.host_memory_bytes,
+        "price_per_device_hour": cluster.price_per_device_hour,
+        "found_here": cluster.found,
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {"name": link.name, "bytes_per_s": link.bandwidth, "latency_s": link.latency}

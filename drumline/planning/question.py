@@ -1,0 +1,129 @@
+"""From a config to what the search is asked: sizes of its models, lengths of its data, the cluster. No weights, nothing prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.cluster.cluster import Cluster
+from drumline.cluster.detect import detect
+from drumline.cluster.found import found
+from drumline.config.load import Loaded
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
+from drumline.errors import DataError, ModelError
+from drumline.plan.facts import ModelFacts
+from drumline.plan.plan import DataPlan, RolePlan
+from drumline.plan.roles import wanted_roles
+from drumline.plan.search import Question
+
+OnProgress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`question`, and what the user should know of how it came about."""
+
+    question: Question
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model's Hugging Face config. `path`: where its files are, None where only its shape is known; `how` in words."""
+
+    hf_config: Any
+    path: str | None
+    how: str
+
+
+def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
+    """Raises ModelError for a model whose shape cannot be had, and whatever the config's own mistakes raise."""
+    from drumline.models import load as models
+    from drumline.models.classes import with_classes
+
+    config = loaded.config
+    policy = find_model(config.model, on_progress)
+    notes = [f"model: {policy.how}"] if policy.how else []
+    length, data = config.data.max_length, None
+    if config.images_alone:
+        from drumline.train.labelled import image_side
+
+        length = image_side(config, policy.path, policy.hf_config)
+    else:
+        models.check_length(policy.hf_config.get_text_config(), length)
+    data = _data(config, policy, loaded.base_dir, notes)
+    labels = data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ())
+    with_classes(policy.hf_config, config.head, labels)
+    facts = models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze)
+    roles, role_facts = _roles(config, on_progress)
+    return Asked(Question(config, _cluster(config), facts, data, roles, role_facts), tuple(notes))
+
+
+def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
+    """Its folder, package or cached copy; else the table of known shapes; else the hub. Raises ModelError."""
+    from drumline.models import shapes
+    from drumline.models.load import load_config
+    from drumline.models.package import PREFIX, resolve
+
+    name = model.id
+    if name is None:
+        return Found(load_config(None, model), None, "")
+    known = shapes.find(name)
+    local = name.startswith((PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+    if local or known is None:
+        try:
+            path = resolve(model, on_progress)
+        except ModelError as error:
+            if local:
+                raise
+            raise shapes.unknown(name, error.what) from None
+        return Found(load_config(path, model), path, "")
+    cached = _cached(known.id if "/" not in name else name, model.revision)
+    if cached is not None:
+        return Found(load_config(cached, model), cached, "")
+    return Found(shapes.config_of(known, model), None, f"{name} is not on this machine; its shape is known: that of {known.id}")
+
+
+def _cached(name: str, revision: str | None) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found_ = try_to_load_from_cache(name, "config.json", revision=revision)
+    return str(Path(found_).parent) if isinstance(found_, str) else None
+
+
+def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
+    """What prepared data holds; None where there is none yet: rows are then taken to be as long as they may be."""
+    from drumline.data.prepare import cached
+    from drumline.train.setup import describe, vision_of
+
+    if policy.path is None and config.model.tokenizer is None:
+        return None
+    try:
+        vision = vision_of(config, policy.path, policy.hf_config)
+        prepared = cached(config, config.model.tokenizer or policy.path or "", base, vision)
+        return None if prepared is None else describe(prepared, config, vision)
+    except (DataError, ModelError) as error:
+        notes.append(f"data: {error.what}")
+        return None
+
+
+def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:
+    """The models besides the policy, by their configs alone (train.roles looks at tokens and weights, too)."""
+    from drumline.models.classes import with_classes
+    from drumline.models.load import facts
+
+    roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
+    for name, wanted in wanted_roles(config).items():
+        role = find_model(wanted.model, on_progress)
+        hf_config = with_classes(role.hf_config, wanted.head, ())
+        roles[name] = RolePlan(model=wanted.model, model_path=role.path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        sizes[name] = facts(hf_config, config.data.max_length, head=wanted.head)
+    return roles, sizes
+
+
+def _cluster(config: Config) -> Cluster:
+    machine = detect()
+    return found(machine, config.launch.nproc or max(1, len(machine.devices)))

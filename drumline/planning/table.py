@@ -1,0 +1,170 @@
+"""The answer as tables. Groups of columns share a table as far as the terminal is wide; no word is ever cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from drumline.plan.explain import count
+from drumline.plan.search import Answer, Candidate, Question
+from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours, mesh_words
+
+SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
+VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Columns that stand together: heads with one cell a row each. `about` says what they are, and their unit."""
+
+    about: str
+    columns: tuple[tuple[str, Sequence[str | Text]], ...]
+
+
+def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
+    """What was asked, the ranked plans, and the families that are out."""
+    console.print(headline(answer.question), end="\n\n")
+    ranked = answer.ranked[:top]
+    for table in tables(answer.question, ranked, console, tokens) if ranked else ():
+        console.print(table)
+        console.print()
+    if len(answer.ranked) > top:
+        console.print(f"{len(answer.ranked) - top} more: --top {len(answer.ranked)}\n", style="dim")
+    if answer.refused:
+        out = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        out.add_column(no_wrap=True, style="bold")
+        out.add_column(ratio=1)
+        for refused in answer.refused:
+            out.add_row(Text(refused.name), Text(refused.reason))
+        console.print(Text("Out:", style="bold"))
+        console.print(out)
+        console.print()
+
+
+def headline(question: Question) -> Text:
+    """Model, task and cluster on a line or two."""
+    facts, cluster, config = question.facts, question.cluster, question.config
+    learns = "" if facts.learned == facts.parameters else f", {count(facts.learned)} learn"
+    name = (config.model.id or "written out").removeprefix("package:").rstrip("/").rpartition("/")[2]
+    hosts = f"{cluster.nodes} × " if cluster.nodes > 1 else ""
+    links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
+    where = f"{hosts}{cluster.per_node} × {cluster.device.name} of {cluster.device.memory_bytes / GB:.1f} GB ({links})"
+    rows = f"{config.algorithm.kind}, rows of {config.data.max_length} tokens" if not config.images_alone else config.algorithm.kind
+    return Text(f"{name} ({count(facts.parameters)} parameters{learns}) · {rows} · {where}", style="bold")
+
+
+def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
+    """As few tables as the width allows, each with the rows' numbers; the first one with their names."""
+    name = ("strategy", [c.name for c in ranked])
+    made: list[Table] = []
+    waiting: list[Group] = []
+    for group in groups(question, ranked, tokens):
+        more = [*waiting, group]
+        if waiting and not _fits(_table(len(ranked), name, more), console):
+            made.append(_table(len(ranked), _roomy(len(ranked), name, waiting, console), waiting))
+            more = [group]
+        waiting = more
+    return [*made, _table(len(ranked), _roomy(len(ranked), name, waiting, console), waiting)]
+
+
+Column = tuple[str, Sequence[str | Text]]
+
+
+def _roomy(rows: int, name: Column, groups: list[Group], console: Console) -> Column | None:
+    """The column of names, where there is room for it."""
+    return name if _fits(_table(rows, name, groups), console) else None
+
+
+def _fits(table: Table, console: Console) -> bool:
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width
+
+
+def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
+    about = "; ".join(group.about for group in groups if group.about)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    table.title, table.title_justify, table.title_style = about or None, "left", "italic"
+    table.add_column("#", justify="right", no_wrap=True, style="dim")
+    columns = [*([name] if name else []), *(column for group in groups for column in group.columns)]
+    for head, _ in columns:
+        left = head in ("strategy", "mesh", "checkpointing", "verdict")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True, style="bold" if head == "strategy" else "")
+    for row in range(rows):
+        table.add_row(str(row + 1), *(cells[row] for _, cells in columns))
+    return table
+
+
+def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[Group]:
+    """All columns, in the order in which they matter."""
+    return [_main(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
+
+
+def _main(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
+    estimates = [c.estimate for c in ranked]
+    times = [hours(c, tokens) for c in ranked]
+    costs = [cost(question, c, tokens) for c in ranked]
+    columns: list[Column] = [
+        ("verdict", [Text(e.verdict, style=VERDICTS[e.verdict]) for e in estimates]),
+        ("needs GB", [f"{e.memory.reserved / GB:.1f}" for e in estimates]),
+        ("step s", [number(e.seconds.total) for e in estimates]),
+        ("tokens/s", [f"{e.tokens_per_s:,.0f}" for e in estimates]),
+        ("MFU", ["–" if e.mfu is None else f"{e.mfu:.0%}" for e in estimates]),
+    ]
+    if any(time is not None for time in times):
+        columns.append(("hours", [number(time) for time in times]))
+    if any(price is not None for price in costs):
+        columns.append(("cost", [number(price) for price in costs]))
+    if len({devices(c) for c in ranked}) > 1:
+        columns.append(("devices", [str(devices(c)) for c in ranked]))
+    return Group("", tuple(columns))
+
+
+def _layout(ranked: Sequence[Candidate]) -> Group:
+    batches = [c.layout.batch for c in ranked]
+    return Group(
+        "",
+        (
+            ("mesh", [mesh_words(c) for c in ranked]),
+            ("micro × acc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
+            ("checkpointing", [c.layout.activation_checkpointing for c in ranked]),
+        ),
+    )
+
+
+def _memory(ranked: Sequence[Candidate]) -> Group:
+    parts = (*CATEGORIES, "peak")
+    return Group(
+        "GB of a device at its peak",
+        tuple((SHORT.get(part, part), [f"{getattr(c.estimate.memory, part) / GB:.1f}" for c in ranked]) for part in parts),
+    )
+
+
+def _host(ranked: Sequence[Candidate]) -> Group:
+    return Group(
+        "GB of a host",
+        tuple((f"host {part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in ("load", "train", "save")),
+    )
+
+
+def _seconds(ranked: Sequence[Candidate]) -> Group:
+    """Kinds of time that nobody spends are left out; bytes beside them."""
+    spent = [part for part in SECONDS if any(getattr(c.estimate.seconds, part) for c in ranked)]
+    columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
+    columns.append(("sent GB", [number(c.estimate.traffic.total / GB) for c in ranked]))
+    return Group("seconds of a step, and what a device sends in it", tuple(columns))
+
+
+def number(value: float | None) -> str:
+    """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"

@@ -1,0 +1,94 @@
+"""Shapes of known models, held against the counts of parameters that their publishers give."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.config.model import ModelConfig
+from drumline.models.load import facts, load_config
+from drumline.models.shapes import KNOWN, config_of, find, hub_id, near
+
+# As the hub counts the tensors of their safetensors files; None: the name's own figure, to a tenth.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_published(name: str) -> None:
+    assert facts(config_of(KNOWN[name], ModelConfig(id=name)), 128).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+        ("openai-community/gpt2", "gpt2"),
+        ("mistralai/Mistral-Small-24B-Base-2501", "mistral-small-24b"),
+        ("somebody/else", None),
+    ],
+)
+def test_a_model_is_found_by_short_name_and_hub_id(said: str, name: str | None) -> None:
+    assert find(said) == (KNOWN[name] if name else None)
+
+
+def test_every_row_is_found_by_its_own_id() -> None:
+    assert {name: find(row.id) for name, row in KNOWN.items()} == KNOWN
+
+
+def test_names_on_the_hub() -> None:
+    assert hub_id("qwen3-8b") == "Qwen/Qwen3-8B"
+    assert hub_id("me/qwen3-8b") == "me/qwen3-8b" and hub_id("runs/x/export") == "runs/x/export"
+    assert near("lama-3.1-8b")[0] == "llama-3.1-8b"
+
+
+def test_a_shape_is_a_llama_that_trains() -> None:
+    from drumline.models.build import build_model
+
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 64, "vocabulary": 64}
+    model = ModelConfig.model_validate({"shape": sizes})
+    config = load_config(None, model)
+    assert (config.model_type, config.num_key_value_heads, config.intermediate_size, config.vocab_size) == ("llama", 2, 64, 64)
+    built = build_model(None, model, seed=0)
+    assert sum(p.numel() for p in built.parameters()) == facts(config, 8).parameters
+    again = ModelConfig.model_validate(model.model_dump())
+    assert again == model, "as a plan writes it and ranks read it"
