@@ -76,6 +76,14 @@ class ModelFacts:
     end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of a few fields, once: facts are the key of what the planner computes thousands of times."""
+        return hash((self.name, self.parameters, self.frozen, self.flops_per_token, self.layers, self.hidden, self.vocab_size))
+
     @property
     def learned(self) -> int:
         """Parameters with a gradient and moments."""
@@ -85,3 +93,8 @@ class ModelFacts:
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:
         """Blocks that are equal, and how many there are of each kind."""
         return tuple(Counter(self.block_weights).items())
+
+    @cached_property
+    def first_of_kind(self) -> tuple[int, ...]:
+        """For each of `block_weights` the number of the first that is equal to it."""
+        return tuple(self.block_weights.index(block) for block in self.block_weights)

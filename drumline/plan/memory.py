@@ -8,27 +8,30 @@ from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, HostMemory, Memory
 from drumline.plan.layout import Layout
+from drumline.plan.states import part_of, state_of
 
 
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
-    """Bytes of the fullest rank."""
-    mesh, learned = layout.mesh, facts.learned
-    cut = mesh.tp * mesh.pp
-    sharded = layout.data_parallel == "fsdp2" or layout.strategy.kind == "zero3"
-    parts = cut * (mesh.shard * mesh.cp if sharded else 1)
+    """Bytes of the fullest rank: of a pipeline, the one whose peak is highest."""
+    ranks = range(layout.mesh.pp)
+    return max((of_rank(layout, facts, activations, rank) for rank in ranks), key=lambda m: m.peak)
+
+
+def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int) -> Memory:
+    """Bytes of a rank of stage `rank` of the pipeline."""
+    mesh = layout.mesh
+    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), mesh.pp, rank)
+    state = state_of(layout, facts, mine)
     kept = activations or Activations(
         saved_block=34.0 * facts.hidden, saved_ends=4.0 * facts.hidden, live_forward=16.0 * facts.hidden, live_backward=34.0 * facts.hidden
     )
     tokens = layout.rows * layout.length / mesh.cp
-    saved = tokens * (kept.saved_block * facts.layers / mesh.pp / mesh.tp + kept.saved_ends)
-    state = math.ceil(4 * learned / parts)
-    live = math.ceil(saved + tokens * kept.live_backward)
-    moments = math.ceil((8 if layout.config.optimizer.kind == "adamw" else 4) * learned / parts)
-    total = 2 * state + moments + live + facts.frozen_bytes // parts
+    live = math.ceil(tokens * (kept.saved_block * facts.layers / mesh.pp / mesh.tp + kept.saved_ends + kept.live_backward))
+    total = state.parameters + state.gradients + state.optimizer + live
     return Memory(
-        parameters=state + facts.frozen_bytes // parts,
-        gradients=state,
-        optimizer=moments,
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
         activations=live,
         logits=0,
         buffers=0,

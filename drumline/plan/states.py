@@ -1,0 +1,191 @@
+"""What a rank holds between steps: weights, gradients (at the end of backward), what the optimizer keeps. In bytes, exact: as the
+engines allocate it and their `held()` counts it (a count of steps, 4 bytes a tensor, is left out there and here). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from drumline.config import strategies as s
+from drumline.config.schema import LoRAConfig, OptimizerConfig
+from drumline.plan.communication import kept_bytes
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.layout import Layout
+
+# Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
+PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+LINEAR = ("Linear", "Conv1D")
+# What OPT and its like declare ahead of the blocks and run behind them.
+LAST = ("final", "project_out", "ln_f")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; `linear`: of these, those of linear
+    layers in blocks. `largest`: entries of the largest weight that learns. `tensors`: weights that learn."""
+
+    learned: int = 0
+    still: int = 0
+    linear: int = 0
+    largest: int = 0
+    tensors: int = 0
+
+    def __add__(self, other: Sizes) -> Sizes:
+        largest = max(self.largest, other.largest)
+        learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
+        return Sizes(learned, still, linear, largest, self.tensors + other.tensors)
+
+    @property
+    def entries(self) -> int:
+        return self.learned + self.still
+
+
+def part(weight: Weight, tp: int, shards: int) -> int:
+    """Entries of a weight on the rank that holds most of it. Tensor parallelism cuts the dimension of its style, FSDP2 the first of what is
+    left; both as torch.chunk does, in parts of ceil(size / ranks). FSDP2 fills the last ones up to that."""
+    shape = list(weight.shape)
+    if tp > 1 and weight.style.startswith("rowwise") and len(shape) > 1:
+        shape[1] = math.ceil(shape[1] / tp)
+    elif tp > 1 and shape and weight.style.startswith(("colwise", "head", "embedding")):
+        shape[0] = math.ceil(shape[0] / tp)
+    if shape and shards > 1:
+        shape[0] = math.ceil(shape[0] / shards)
+    return math.prod(shape)
+
+
+def sizes(weights: Iterable[Weight], size: Callable[[Weight], int]) -> Sizes:
+    total = Sizes()
+    for weight in weights:
+        here = size(weight)
+        if weight.learned:
+            total += Sizes(here, largest=here, tensors=1)
+        else:
+            linear = weight.place == "block" and weight.owners[-1:] != () and weight.owners[-1] in LINEAR
+            total += Sizes(still=here, linear=here if linear else 0)
+    return total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank of a pipeline (or the only one) has of a model: blocks [first, stop) of each of its stages, by their number among
+    `ModelFacts.block_weights`, and which ends."""
+
+    stages: tuple[tuple[int, int], ...]
+    first: bool = True
+    last: bool = True
+
+    @property
+    def blocks(self) -> int:
+        return sum(stop - first for first, stop in self.stages)
+
+
+@lru_cache(maxsize=4096)
+def part_of(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int, rank: int) -> Part:
+    """The part of rank `rank` of a pipeline of `ranks`, whose stages have these `layers`; none: the whole model."""
+    if not layers:
+        return Part(((0, len(facts.block_weights)),))
+    ahead = len(facts.block_weights) - len(facts.block_parameters)  # declared units that are none of the list that is cut
+    mine = layers[rank::ranks]
+    return Part(tuple((ahead + first, ahead + stop) for first, stop in mine), rank == 0, mine[-1][1] == layers[-1][1])
+
+
+def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
+    """Weights outside of the blocks. What is tied lies on both ends, once where they are one."""
+
+    def here(weight: Weight) -> bool:
+        last = weight.place == "after" or (weight.place == "before" and any(word in weight.name for word in LAST))
+        return mine.last if last else mine.first or (weight.place == "both" and mine.last)
+
+    return [weight for weight in facts.end_weights if here(weight)]
+
+
+@lru_cache(maxsize=4096)
+def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """A part, cut tp × shards ways."""
+    total = ends(facts, mine, tp, shards)
+    for block, number in _kinds(facts, mine).items():
+        one = block_sizes(facts, block, tp, shards)
+        total += Sizes(one.learned * number, one.still * number, one.linear * number, one.largest, one.tensors * number)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """What of it lies outside of the blocks."""
+    return sizes(end_weights(facts, mine), lambda w: part(w, tp, shards))
+
+
+@lru_cache(maxsize=4096)
+def block_sizes(facts: ModelFacts, block: int, tp: int = 1, shards: int = 1) -> Sizes:
+    """Of one block, by its number."""
+    return sizes(facts.block_weights[block], lambda w: part(w, tp, shards))
+
+
+@lru_cache(maxsize=4096)
+def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """Of the block of a part that has most entries; nothing where it has none."""
+    return max((block_sizes(facts, block, tp, shards) for block in _kinds(facts, mine)), key=lambda size: size.entries, default=Sizes())
+
+
+def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
+    """The first of each kind of equal blocks, and how many there are. Equal ones share one tuple."""
+    first = facts.first_of_kind
+    return Counter(first[block] for begin, stop in mine.stages for block in range(begin, stop))
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank: what lies on its device, and by the same words `host`, what lies in host memory, and `disk`, on NVMe."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+    disk: int = 0
+
+
+def shards_of(layout: Layout) -> int:
+    """Ways that FSDP2 cuts each weight: context parallel ranks shard with the data ranks, copies do not."""
+    return layout.mesh.shard * layout.mesh.cp if layout.data_parallel == "fsdp2" else 1
+
+
+def slots(options: OptimizerConfig) -> int:
+    """Tensors that the optimizer keeps of a weight, in its shape and fp32."""
+    return 2 if options.kind == "adamw" else 1 if options.momentum else 0
+
+
+def weight_bytes(layout: Layout, has: Sizes) -> int:
+    """fp32, but for what QLoRA packs."""
+    adapter = layout.config.adapter
+    bits = PACKED[adapter.quantize] if isinstance(adapter, LoRAConfig) else 32.0
+    return 4 * (has.entries - has.linear) + math.ceil(has.linear * bits / 8)
+
+
+def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: fp32 weights, gradients and moments of what
+    this rank has; moments are shaped like the weights."""
+    has = held(facts, mine, layout.mesh.tp, shards_of(layout))
+    kept = 4 * slots(layout.config.optimizer) * has.learned
+    if isinstance(layout.strategy, s.DiLoCoStrategy):
+        kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.learned
+    state = State(weight_bytes(layout, has), 4 * has.learned, kept)
+    if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu" and layout.device == "cuda":
+        return State(0, 0, 0, host=state.parameters + state.gradients + state.optimizer)
+    return state
+
+
+def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """By the engine that the layout runs on."""
+    return zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
+
+
+def zero_state(layout: Layout, facts: ModelFacts) -> State:
+    """ZeRO 1, 2, 3 (Rajbhandari et al. 2020) by DeepSpeed."""
+    has, ranks, low = held(facts, part_of(facts, (), 1, 0)), layout.mesh.world_size, layout.precision != "fp32"
+    stage = {"zero1": 1, "zero2": 2, "zero3": 3}[layout.strategy.kind]
+    weights, share = has.entries * (2 if low else 4), math.ceil(has.learned / ranks)
+    kept = share * 4 * (1 + slots(layout.config.optimizer))
+    return State(math.ceil(weights / ranks) if stage == 3 else weights, 4 * (has.learned if stage == 1 else share), kept)
