@@ -49,6 +49,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks: dict[Phase, int] = {}
         self.ignores = False  # a caller's word that what is made now is none of the step's
         self._sizes: dict[int, int] = {}  # by the address of the storage's object, while that lives
+        self._unknown: dict[int, int] = {}  # of these, not in `current` yet
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._depth = 0
         self._looked = False
@@ -61,7 +62,12 @@ class LiveBytes(TorchDispatchMode):
         if not self._looked:
             self._looked = True
             gc.collect()
-            self.add(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+            for thing in gc.get_objects():
+                if issubclass(type(thing), torch.Tensor):
+                    self._follow(thing)
+                    if thing.is_leaf and thing.grad is not None:
+                        self._follow(thing.grad)
+            self.base = self.peak = self.current
         if self._depth == 0:
             _Resizes.add(self)
         self._depth += 1
@@ -71,59 +77,60 @@ class LiveBytes(TorchDispatchMode):
         self._depth -= 1
         if self._depth == 0:
             _Resizes.remove(self)
+            self._settle()
         super().__exit__(*told)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as the local operators that it is made of
-        if not self.ignores:
-            # What autograd's C++ holds, DDP's buckets say, shows itself when it is used: it was there before.
-            self.add(tree_leaves((args, kwargs)))
+        if self.ignores:
+            return func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf, unknown=True)
         result = func(*args, **(kwargs or {}))
-        if not self.ignores:
-            for leaf in tree_leaves((result, args)):  # arguments again: some operators give them another size
-                if isinstance(leaf, torch.Tensor):
-                    self._follow(leaf)
-            self._note()
+        for leaf in tree_leaves((result, args)):  # arguments again: some operators give them another size
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf)
+        self._note()
         return result
 
-    def add(self, things: Iterable[Any]) -> None:
-        """Tensors (others are passed over) that have lived since before the step, and their gradients."""
-        before = self.current
-        for thing in things:
-            if isinstance(thing, torch.Tensor):
-                self._follow(thing)
-                gradient = thing.grad if thing.is_leaf else None
-                if gradient is not None:
-                    self._follow(gradient)
-        more = self.current - before
-        if more:
-            self.base += more
-            self.peak += more
-            self.peaks = {phase: peak + more for phase, peak in self.peaks.items()}
-
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
+        """`unknown`: should it be new, then because nobody showed it before."""
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor) is self.fake and part.device.type == self.device and part.layout is torch.strided:
-                self._count(part.untyped_storage())
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._references:
-            self._references[key] = weakref.ref(storage, self._goes(key))
-        self._resized(key, storage.nbytes())
+                storage = part.untyped_storage()
+                key = id(storage)
+                if key not in self._references:
+                    self._references[key] = weakref.ref(storage, self._goes(key))
+                    if unknown:
+                        self._unknown[key] = 0
+                self._resized(key, storage.nbytes())
 
     def _resized(self, key: int, bytes_: int) -> None:
         bytes_ = -(-bytes_ // self.rounds) * self.rounds
-        self.current += bytes_ - self._sizes.get(key, 0)
-        self._sizes[key] = bytes_
+        if key in self._unknown:
+            self._unknown[key] = bytes_
+        else:
+            self.current += bytes_ - self._sizes.get(key, 0)
+            self._sizes[key] = bytes_
 
     def _goes(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
-            self.current -= self._sizes.pop(key)
             del self._references[key]
+            if self._unknown.pop(key, None) is None:
+                self.current -= self._sizes.pop(key)
 
         return gone
+
+    def _settle(self) -> None:
+        """What Python cannot find shows itself when it is used. What lives on then, as DDP's buckets do, was there all the time; what has
+        gone was inside of a kernel, as gloo's buffers are."""
+        more = sum(self._unknown.values())
+        self._sizes |= self._unknown
+        self._unknown.clear()
+        self.base, self.current, self.peak = self.base + more, self.current + more, self.peak + more
+        self.peaks = {phase: peak + more for phase, peak in self.peaks.items()}
 
     def storage_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size now (FSDP2 frees what it has gathered by making it empty)."""
@@ -143,7 +150,8 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with storages of their own that a tensor is made of: of a DTensor, what this rank holds."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]  # a mesh may be among them
+        return [part for thing in inner if isinstance(thing, torch.Tensor) for part in plain_parts(thing)]
     return [] if tensor.is_meta and not isinstance(tensor, FakeTensor) else [tensor]
 
 
@@ -175,8 +183,14 @@ class Held(NamedTuple):
 
 
 def tensors_in(*things: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists and dicts."""
-    return [leaf for leaf in tree_leaves(things) if isinstance(leaf, torch.Tensor)]
+    """All tensors in nested lists (and what is derived from them) and dicts."""
+    found: list[torch.Tensor] = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, dict | list | tuple):
+            found += tensors_in(*(thing.values() if isinstance(thing, dict) else thing))
+    return found
 
 
 class _Resizes:

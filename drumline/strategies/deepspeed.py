@@ -47,7 +47,13 @@ SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where they keep gradients, besides at parameters: ZeRO 1 and 2 (the second with offloading), ZeRO 3, ZeRO 1 in bf16.
-GRADIENTS = ("averaged_gradients", "accumulated_grads_in_cpu", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
+GRADIENTS = (
+    "averaged_gradients",
+    "all_grad_tensors",
+    "accumulated_grads_in_cpu",
+    "grad_partitions_flat_buffer",
+    "fp32_groups_gradients_flat",
+)
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
@@ -245,7 +251,7 @@ class DeepSpeedEngine:
         """ZeRO 3 counts what it has cut, not what it has gathered."""
         weights = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
         masters = tensors_in(*(group["params"] for group in self.zero.param_groups))
-        own = [p.grad for p in (*self.model.parameters(), *masters) if p.grad is not None]
+        own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
         kept = tensors_in(*(getattr(self.zero, name, None) for name in GRADIENTS))
         return Held.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
