@@ -119,6 +119,11 @@ class Checkpointer:
         else:
             self._run(job)
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in flight, as far as this rank sees."""
+        return self._thread is not None
+
     def poll(self) -> list[SaveResult]:
         """The saves that ended since the last call, oldest first. Does not wait."""
         if self._thread is None or not self._thread.is_alive():

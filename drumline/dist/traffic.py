@@ -116,19 +116,23 @@ class Traffic:
         self.steps = 0
         self._mode: SentBytes | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether the step after `step` steps is counted."""
+        return self.steps >= self.FIRST and self.kind(step) not in self.known
+
     def watch(self, step: int) -> contextlib.AbstractContextManager[Any]:
         """Around the parts of a step whose collectives count; it may be entered several times a step."""
-        if self.steps < self.FIRST or self.kind(step) in self.known or not dist.is_initialized():
+        if not self.due(step) or not dist.is_initialized():
             return contextlib.nullcontext()
         self._mode = self._mode or SentBytes()
         return self._mode
 
     def end_step(self, step: int, whole: bool) -> int | None:
         """Bytes that the step sent; None where it is not known yet. `whole` False: it was broken off. Collective."""
+        kind, due, mode = self.kind(step), self.due(step), self._mode
+        self._mode, self.steps = None, self.steps + 1
+        if due and whole:
+            self.known[kind] = 0.0 if mode is None else sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
         if not dist.is_initialized():
             return 0
-        kind, mode = self.kind(step), self._mode
-        self._mode, self.steps = None, self.steps + 1
-        if mode is not None and whole:
-            self.known[kind] = sum_over_ranks([mode.total], self.device)[0] / dist.get_world_size()
         return round(self.known[kind]) if kind in self.known and whole else None

@@ -31,4 +31,5 @@ def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: A
         mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,
         limit=cluster.device.memory_bytes,
         host_limit=cluster.host_memory_bytes,
+        calibrated=layout.precision in cluster.calibration.matmul,
     )

@@ -81,6 +81,7 @@ class Estimate(Frozen):
     mfu: float | None
     limit: int = Field(description="Bytes of a device's memory.")
     host_limit: int | None = None
+    calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
 
     @property
     def verdict(self) -> Literal["fits", "tight", "no"]:

@@ -11,6 +11,21 @@ from typing import Any
 from drumline.report.redact import SECRET as SECRET
 from drumline.report.redact import plain
 
+# Of `measured`: what plan.truth.Measurement describes at more length.
+MEASURED = {
+    "step": "steps done",
+    "final": "true: at the end of the run; false: as soon as a step was counted and some were timed",
+    "by": "what saw the peak: `allocator` (a GPU, the whole run) or `tracker` (a CPU, one step); null where the run was too short",
+    "memory": "bytes on the rank with the highest peak: {parameters, gradients, optimizer, peak, reserved}; what is not known is left out",
+    "by_rank": "the same of each rank: category → list",
+    "host": "bytes: largest resident sets of a host's ranks added up, of the fullest host: {load, train, save}",
+    "ranks_per_host": "of the fullest host",
+    "seconds": "of a step, median: {total, data, communication, optimizer, counted}; `total` without waiting for data; `counted`: of the"
+    " one step under the tracker",
+    "timed": "steps that were timed: all but the first two and the counted one",
+    "traffic": "bytes that a rank sends in a step, mean over ranks; null where it was not counted",
+    "width": "tokens of the widest micro-batch where the peak was seen, as a part of those planned for",
+}
 # kind → its fields besides `t` (unix seconds) and `kind`, and what they mean. Each such event has them all; an eval has its metrics, too.
 KINDS: dict[str, dict[str, str]] = {
     "run_start": {
@@ -22,6 +37,21 @@ KINDS: dict[str, dict[str, str]] = {
         "run_dir": "the run folder",
         "resumed_from": "what --resume said; null for a fresh start",
         "plan_line": "the plan in words",
+    },
+    "planned": {
+        "memory": "bytes predicted by category, on the fullest rank, as plan.figures.Memory has them; `phase`: where its peak lies",
+        "host": "bytes predicted of one host, all its ranks: {load, train, save}",
+        "seconds": "predicted of a step, by category, and their `total`",
+        "traffic": "bytes predicted that a rank sends in a step, by kind of collective, and their `total`",
+        "verdict": "fits, tight or no",
+        "limit": "bytes of a device's memory",
+        "calibrated": "true: seconds are by rates that were measured here",
+    },
+    "measured": {
+        **MEASURED,
+        "off": "category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction",
+        "warnings": "a line for each category that is off by more than 15%",
+        "notes": "lines: what could not be measured or compared, and why",
     },
     "step": {
         "step": "optimizer steps done, from 1; a step that is done again after a restart has a second event, and the last one counts",

@@ -33,6 +33,7 @@ from drumline.report.events import series
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
 from drumline.train.loop import Asked, Loop
+from drumline.train.measure import Measure
 from drumline.train.references import Reference
 from drumline.train.reinforced import reinforced
 from drumline.train.state import Goodput, TrainState
@@ -78,6 +79,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
             streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
         training, held_out = streams.training, streams.held_out
     losses = series(past, "loss")
+    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     return Loop(
         plan=plan,
         engine=engine,
@@ -87,13 +89,13 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         held_out=held_out,
         checkpointer=checkpointer,
         emit=emit,
-        gather=Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank)),
+        gather=gather,
         asked=asked,
         memory_bytes=lambda: memory_in_use(plan.device),
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
-        traffic=Traffic(lambda step: step_kind(config.strategy, step), device),
+        measure=Measure(plan, engine, gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)),
         seen_step=max(losses, default=0),
         saved_step=state.step if resume is not None else -1,
     )

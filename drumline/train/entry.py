@@ -64,6 +64,7 @@ def train_on(
 ) -> None:
     """Build and run one plan in the process group that is there."""
     from drumline.train.build import build
+    from drumline.train.measure import planned
 
     emit(
         "run_start",
@@ -76,6 +77,8 @@ def train_on(
         resumed_from=resume,
         plan_line=plan_line(plan),
     )
+    if plan.predicted.estimate is not None:
+        emit("planned", **planned(plan.predicted.estimate))
     build(plan, ranks, resume, emit, asked, past, goodput).run()
 
 

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from drumline.algorithms.base import Algorithm
@@ -14,11 +14,11 @@ from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.dist.traffic import Traffic
 from drumline.errors import ConfigError, DrumlineError, Preempted, TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.plan.schedule import learning_rate
 from drumline.strategies.engine import Engine
+from drumline.train.measure import Measure
 from drumline.train.state import Goodput, TrainState
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
@@ -58,8 +58,8 @@ class Loop:
     memory_bytes: Callable[[], int]
     state: TrainState
     goodput: Goodput
+    measure: Measure
     random_stream: tuple[int, ...] = (0,)
-    traffic: Traffic = field(default_factory=lambda: Traffic(lambda step: "whole", "cpu"))
     seen_step: int = 0
     saved_step: int = -1
     evaluated_step: int = -1
@@ -98,6 +98,7 @@ class Loop:
         if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
             self.evaluate()
         self._save_last()
+        self.measure.finish(self.state.step)
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
         started = time.time()
@@ -107,8 +108,9 @@ class Loop:
         agreed = self._agree(local)
         denominator = max(1.0, agreed["weight"])
         seed_step(self.plan.config.run.seed, step, *self.random_stream)
-        with self.traffic.watch(step):
+        with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
+        with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
@@ -119,15 +121,18 @@ class Loop:
         )
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if finite:
-            with self.traffic.watch(step):
+            with self.measure.watch(step, "step"):
                 self.engine.step(lr, grad_norm)
             self.state.skips = 0
             self.metric = None
-        sent = self.traffic.end_step(step, whole=finite)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
         self.settled = batch.settled
         self.state.tokens += int(agreed["tokens"])
         seconds = time.time() - started
+        saving = self.checkpointer.saving
+        sent = self.measure.end_step(
+            step, batch.micro_batches, whole=finite, saving=saving, seconds=seconds, data=data_s, communication=comm_s
+        )
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
             self._log_step(batch, loss, lr, grad_norm, self.algorithm.figures(total), agreed["tokens"], seconds + data_s, sent, *clocks)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from drumline.checkpoint.load import check, newest, read_state
+from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect, free_bytes
+from drumline.cluster.found import found
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
@@ -21,7 +23,10 @@ from drumline.models import load as models
 from drumline.models.classes import LM, with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
+from drumline.plan.estimate import estimate
 from drumline.plan.explain import default_run_dir, size
+from drumline.plan.facts import ModelFacts
+from drumline.plan.layout import Layout
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.rollout import colocated, rewards
@@ -75,12 +80,14 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         rewards.check(config.algorithm.rewards, base.absolute(), prompt_columns(prepared))
     data = None if prepared is None else describe(prepared, config, vision)
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
+    machine = detect()
+    facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
-        machine=detect(),
+        machine=machine,
         world_size=request.world_size,
-        facts=models.facts(hf_config, length, config.adapter, config.head, config.model.freeze),
+        facts=facts,
         model_path=model_path,
         data=data,
         base_dir=str(base.absolute()),
@@ -89,7 +96,13 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
-    return plan
+    return predict(plan, facts, role_facts, found(machine, plan.mesh.world_size))
+
+
+def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cluster: Cluster) -> Plan:
+    """The plan with what it is expected to need on `cluster`."""
+    expected = estimate(Layout.of(plan, role_facts), facts, cluster)
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"estimate": expected})})
 
 
 def prompt_columns(prepared: data_prepare.Prepared) -> set[str]:

@@ -22,11 +22,13 @@ from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
+from drumline.dist.traffic import Traffic
 from drumline.errors import ConfigError, Preempted, TrainingStopped
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.strategies.engine import FakeEngine
 from drumline.train.loop import Loop
+from drumline.train.measure import Measure
 from drumline.train.state import Goodput, TrainState
 
 STEPS = 6
@@ -58,20 +60,25 @@ def loop(
     tmp_path: Path, engine: FakeEngine | None = None, steps: range = range(STEPS), held_out: bool = True, **sections: Any
 ) -> tuple[Loop, list[dict]]:
     said: list[dict] = []
-    made = plan(tmp_path, **sections)
+    made, engine, gather = plan(tmp_path, **sections), engine or FakeEngine(), Gather(0, 1, "cpu")
+
+    def emit(kind: str, **fields: Any) -> None:
+        said.append({"kind": kind, **fields})
+
     built = Loop(
         plan=made,
-        engine=engine or FakeEngine(),
+        engine=engine,
         algorithm=NextToken(0, answers=False),
         stream=(batch(s) for s in steps),
         held_out=(lambda: iter([batch(0)])) if held_out else None,
         checkpointer=Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False),
-        emit=lambda kind, **fields: said.append({"kind": kind, **fields}),
-        gather=Gather(0, 1, "cpu"),
+        emit=emit,
+        gather=gather,
         asked=Flag(),
         memory_bytes=lambda: 7,
         state=TrainState(),
         goodput=Goodput(time.time()),
+        measure=Measure(made, engine, gather, emit, Traffic(lambda step: "whole", "cpu")),
     )
     return built, said
 

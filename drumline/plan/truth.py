@@ -1,0 +1,115 @@
+"""What a run was said to need, against what it took, by category. Pure.
+
+`train.measure` fills a Measurement in, which is the event `measured`; `compare` holds it against the Estimate of plan.json.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from drumline.plan.explain import size
+from drumline.plan.figures import Estimate
+from drumline.plan.frozen import Frozen
+
+OFF = 0.15  # of the prediction: beyond it, a category is warned of
+# Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan says.
+HOST_SLACK = 2**29
+MEMORY = ("parameters", "gradients", "optimizer", "peak", "reserved")
+
+
+class Measurement(Frozen):
+    """What was measured so far; what could not be is left out (of a dict) or null."""
+
+    step: int = Field(description="Steps done.")
+    final: bool = Field(description="At the end of the run; before it, as soon as a step was counted and some were timed.")
+    by: Literal["allocator", "tracker"] | None = Field(
+        description="What saw the peak: torch's allocator on a GPU, over the whole run; on a CPU a tracker of tensors, in one step."
+    )
+    memory: dict[str, int] = Field(
+        description="Bytes on the rank with the highest peak: parameters, gradients, optimizer, peak; on a GPU reserved too."
+    )
+    by_rank: dict[str, list[int]] = Field(description="The same of each rank.")
+    host: dict[str, int] = Field(
+        description="Bytes: resident sets of a host's ranks at their largest, added up, of the fullest host: load, train, save. Libraries"
+        " that ranks share count once for each."
+    )
+    ranks_per_host: int = Field(description="Ranks of the fullest host.")
+    seconds: dict[str, float] = Field(
+        description="Of a step, the slowest rank's median over the timed ones: total (without waiting for data), data (mean), communication"
+        " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the one step under the tracker)."
+    )
+    timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
+    traffic: float | None = Field(description="Bytes that a rank sends in a step of the most frequent kind, mean over ranks.")
+    width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
+
+
+class Row(Frozen):
+    """One category. `off`: measured / predicted − 1, inf where nothing was predicted. `note`: why it is shown, but not warned of."""
+
+    category: str
+    unit: Literal["bytes", "s"]
+    predicted: float
+    measured: float
+    note: str = ""
+    slack: float = Field(0.0, description="A smaller difference, in the same unit, is nothing to speak of.")
+
+    @property
+    def off(self) -> float:
+        return self.measured / self.predicted - 1 if self.predicted else math.inf if self.measured else 0.0
+
+    @property
+    def warns(self) -> bool:
+        return not self.note and abs(self.off) > OFF and abs(self.measured - self.predicted) > self.slack
+
+    def line(self) -> str:
+        """`peak: predicted 1.20 GiB, measured 1.50 GiB, 25% more`"""
+        return f"{self.category}: predicted {self.show(self.predicted)}, measured {self.show(self.measured)}, {self.by_how_much()}"
+
+    def show(self, value: float) -> str:
+        return size(value) if self.unit == "bytes" else f"{value:.3g} s"
+
+    def by_how_much(self) -> str:
+        if math.isinf(self.off):
+            return "none predicted"
+        return "as predicted" if abs(self.off) < 5e-5 else f"{abs(self.off):.3g}x more" if self.off > 9 else _percent(self.off)
+
+
+def _percent(off: float) -> str:
+    return f"{abs(off) * 100:.2g}% {'more' if off > 0 else 'less'}"
+
+
+def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
+    """A row for each category that both know."""
+    memory, seconds = estimate.memory, estimate.seconds
+    predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
+    # What grows with the tokens of a micro-batch is planned for the longest rows; shorter ones came.
+    spared = (memory.activations + memory.logits) * max(0.0, 1.0 - measured.width)
+    predicted |= {"peak": memory.peak - spared, "reserved": memory.reserved - memory.overhead - spared}
+    rows = [Row(category=name, unit="bytes", predicted=predicted[name], measured=value) for name, value in measured.memory.items()]
+    slack = float(HOST_SLACK * measured.ranks_per_host)
+    for phase, value in measured.host.items():
+        rows.append(Row(category=f"host {phase}", unit="bytes", predicted=getattr(estimate.host, phase), measured=value, slack=slack))
+    if measured.traffic is not None:
+        rows.append(Row(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic))
+    rate = "" if estimate.calibrated else "the rates of this machine are not measured: `drumline calibrate`"
+    parts = {"total": seconds.total - seconds.rollout, "communication": seconds.communication, "optimizer": seconds.optimizer}
+    for name in [name for name in parts if name in measured.seconds]:
+        note = rate or ("" if name == "total" else "a part of the step's seconds")
+        category = "seconds" if name == "total" else f"seconds, {name}"
+        rows.append(Row(category=category, unit="s", predicted=parts[name], measured=measured.seconds[name], note=note))
+    return rows
+
+
+def notes(measured: Measurement) -> list[str]:
+    """What is missing, and why."""
+    said = []
+    if not measured.memory:
+        said.append("too short to be measured: a step is counted after the first two")
+    elif measured.by == "tracker" and measured.width < 1.0:
+        said.append(f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them")
+    if measured.memory and not measured.timed:
+        said.append("too short to be timed: seconds are those of steps after the counted one")
+    return said
