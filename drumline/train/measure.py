@@ -26,7 +26,6 @@ from drumline.plan.figures import Estimate
 from drumline.plan.plan import Plan
 from drumline.plan.truth import Measurement, compare, notes
 from drumline.strategies.engine import Engine
-from drumline.strategies.held import engine_bytes
 from drumline.train.host import HostPeak
 
 # Steps that are timed before the first word; the median of three passes over one that something else disturbed.
@@ -70,7 +69,7 @@ class Measure:
         """Around the parts of a step: None for forward and backward, then `clip` for the norm, and `step`."""
         counts, began = self.traffic.due(step), time.time()
         if counts and phase == "step":
-            self.held = engine_bytes(self.engine)._asdict()  # gradients are whole now, and not yet forgotten
+            self.held = self.engine.held()._asdict()  # gradients are whole now, and not yet forgotten
         if counts and self.plan.device == "cpu":
             self._tracker = self._tracker or LiveBytes()
             self._tracker.phase = phase
