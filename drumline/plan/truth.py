@@ -38,7 +38,7 @@ class Measurement(Frozen):
     )
     ranks_per_host: int = Field(description="Ranks of the fullest host.")
     seconds: dict[str, float] = Field(
-        description="Of a step, the slowest rank's median over the timed ones: total (without waiting for data), data (mean), communication"
+        description="Of a step, the slowest rank's median over the timed ones: total (without waiting for data), data, communication"
         " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the one step under the tracker)."
     )
     timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")

@@ -30,6 +30,7 @@ from drumline.train.host import HostPeak
 
 # Steps that are timed before the first word; the median of three passes over one that something else disturbed.
 TIMED = 3
+SECONDS = ("total", "data", "communication", "optimizer", "counted")
 HELD = ("parameters", "gradients", "optimizer")
 log = logging.getLogger(__name__)
 
@@ -125,9 +126,7 @@ class Measure:
         mine = {name: math.nan if value is None else float(value) for name, value in self._figures().items()}
         _, values = self.gather({}, *mine.values())
         ranks = dict(zip(mine, values, strict=True))
-        seconds = {name: max(ranks[name]) for name in ("total", "communication", "optimizer", "counted") if _known(ranks[name])}
-        if _known(ranks["data"]):
-            seconds["data"] = statistics.fmean(ranks["data"])
+        seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
         memory = {name: [int(v) for v in ranks[name]] for name in (*HELD, "peak", "reserved") if _known(ranks[name])}
         fullest = max(range(self.gather.world_size), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
         hosts = [[r for r in range(self.gather.world_size) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
@@ -158,9 +157,8 @@ class Measure:
             "peak": torch.cuda.max_memory_allocated() if cuda else self.peak or None,
             "reserved": torch.cuda.max_memory_reserved() if cuda else None,
             "width": self.width,
-            **{name: medians.get(name) for name in ("total", "data", "communication", "counted")},
-            # A GPU's step is still under way when it returns.
-            "optimizer": medians.get("optimizer") if self.plan.device == "cpu" else None,
+            # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
+            **{f"{name}_s": None if name == "optimizer" and self.plan.device == "cuda" else medians.get(name) for name in SECONDS},
             "host": zlib.crc32(socket.gethostname().encode()),
             **{phase: bytes_ or None for phase, bytes_ in self.host.bytes_.items()},
         }

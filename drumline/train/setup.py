@@ -10,7 +10,6 @@ from typing import Any
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect, free_bytes
-from drumline.cluster.found import found
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
@@ -23,6 +22,7 @@ from drumline.models import load as models
 from drumline.models.classes import LM, with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
+from drumline.plan.cluster import cluster_of
 from drumline.plan.estimate import estimate
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
@@ -96,7 +96,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
-    return predict(plan, facts, role_facts, found(machine, plan.mesh.world_size))
+    return predict(plan, facts, role_facts, cluster_of(None, machine, plan.mesh.world_size))
 
 
 def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cluster: Cluster) -> Plan:
