@@ -70,6 +70,8 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of a device for an hour, in any currency.")] = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="NAME", help="One plan in words, by name or row.")] = None,
+    devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
 ) -> None:
     """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
     from drumline.planning.asked import Flags
@@ -77,7 +79,9 @@ def plan(
     from drumline.planning.command import plan as run
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    raise typer.Exit(run(Options(config, overrides or [], flags, tokens=tokens, as_json=as_json, top=top)))
+    raise typer.Exit(
+        run(Options(config, overrides or [], flags, tokens=tokens, as_json=as_json, top=top, explain=explain, devices=devices))
+    )
 
 
 @app.command()

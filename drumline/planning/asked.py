@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from drumline.config.cluster import cluster_from_string
 from drumline.config.load import Loaded, load, load_text
 from drumline.errors import UserError
 from drumline.models.shapes import hub_id
@@ -34,7 +35,7 @@ class Flags:
             raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
         said = {
             "model.id": None if self.model is None else json.dumps(hub_id(self.model)),
-            "cluster": None if self.cluster is None else json.dumps(self.cluster),
+            "cluster": None if self.cluster is None else _cluster(self.cluster),
             "data.max_length": self.length,
             "adapter": None if self.adapter is None else ADAPTERS[self.adapter],
             "batch.global_samples": self.batch,
@@ -62,3 +63,9 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
             fix="name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096",
         )
     return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
+
+
+def _cluster(said: str) -> str:
+    """A cluster's short form written out, so that further keys can be laid over it."""
+    made = cluster_from_string(said)
+    return json.dumps(made) if isinstance(made, dict) and not said.lstrip().startswith("{") else said

@@ -25,14 +25,25 @@ class Options:
     tokens: float | None = None
     as_json: bool = False
     top: int = 8
+    explain: str | None = None
+    devices: bool = False
 
 
 def plan(options: Options) -> int:
     """`drumline plan`. Returns the exit code: 0 where something fits, 1 where nothing does."""
-    loaded = asked(options.config, options.overrides, options.flags)
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+    if options.devices:
+        from drumline.planning.devices import show_devices
+
+        show_devices(console)
+        return 0
+    loaded = asked(options.config, options.overrides, options.flags)
     answer = _answer(loaded, aside)
-    if options.as_json:
+    if options.explain is not None:
+        from drumline.planning.words import explain
+
+        console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
+    elif options.as_json:
         from drumline.planning.as_json import as_json
 
         print(json.dumps(as_json(answer, options.tokens), indent=2))

@@ -9,11 +9,11 @@ from typing import Any
 
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect
-from drumline.cluster.found import found
 from drumline.config.load import Loaded
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.errors import DataError, ModelError
+from drumline.plan.cluster import cluster_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.roles import wanted_roles
@@ -59,7 +59,8 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
     with_classes(policy.hf_config, config.head, labels)
     facts = models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze)
     roles, role_facts = _roles(config, on_progress)
-    return Asked(Question(config, _cluster(config), facts, data, roles, role_facts), tuple(notes))
+    cluster = _cluster(config)
+    return Asked(Question(config, cluster, facts, data, roles, role_facts), (*notes, *cluster.notes))
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
@@ -126,4 +127,4 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
 
 def _cluster(config: Config) -> Cluster:
     machine = detect()
-    return found(machine, config.launch.nproc or max(1, len(machine.devices)))
+    return cluster_of(config.cluster, machine, config.launch.nproc or max(1, len(machine.devices)))

@@ -32,6 +32,9 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
     console.print(headline(answer.question), end="\n\n")
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
+        if table.title:  # not by the table, which would wrap it to its own width
+            console.print(table.title, style="italic")
+            table.title = None
         console.print(table)
         console.print()
     if len(answer.ranked) > top:
@@ -88,7 +91,7 @@ def _fits(table: Table, console: Console) -> bool:
 def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
     about = "; ".join(group.about for group in groups if group.about)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    table.title, table.title_justify, table.title_style = about or None, "left", "italic"
+    table.title = about or None
     table.add_column("#", justify="right", no_wrap=True, style="dim")
     columns = [*([name] if name else []), *(column for group in groups for column in group.columns)]
     for head, _ in columns:
@@ -117,6 +120,8 @@ def _main(question: Question, ranked: Sequence[Candidate], tokens: float | None)
     ]
     if any(time is not None for time in times):
         columns.append(("hours", [number(time) for time in times]))
+    else:
+        columns.append(("h / 1B tokens", [number(hours(c, 1e9)) for c in ranked]))
     if any(price is not None for price in costs):
         columns.append(("cost", [number(price) for price in costs]))
     if len({devices(c) for c in ranked}) > 1:
