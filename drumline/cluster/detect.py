@@ -85,6 +85,18 @@ class Groups:
             limits += _numbers(folder / "memory.max") + _numbers(folder / "memory.limit_in_bytes")
         return min(limits)
 
+    def oom_kills(self) -> int | None:
+        """Processes of this group that the kernel has killed for want of memory so far; None where nothing counts them."""
+        counts = []
+        for folder in self._folders("memory"):
+            for name in ("memory.events", "memory.oom_control"):
+                try:
+                    lines = (folder / name).read_text().splitlines()
+                except OSError:
+                    continue
+                counts += [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+        return max(counts, default=None)
+
     def _folders(self, controller: str) -> Iterator[Path]:
         """The group's own folder and those above it. Inside a container they may be missing, and the limits lie in the mount's root."""
         for line in self.listing.splitlines():

@@ -104,6 +104,11 @@ class MemoryConfig(Section):
         description="full: keep each block's input only and compute the block again in backward. selective: keep the results of attention"
         " and of every other matrix product as well.",
     )
+    on_oom: Literal["stop", "replan"] = Field(
+        "stop",
+        description="Out of memory: stop and name the nearest plan that fits; or replan: go on with it from the newest checkpoint, the"
+        " global batch unchanged (smaller micro-batch, checkpointing, sharding, offload). Where our own launcher started the ranks.",
+    )
 
 
 class CompileConfig(Section):

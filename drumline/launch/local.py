@@ -9,24 +9,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drumline.cluster.detect import Groups
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
-from drumline.launch.postmortem import RankEnd, report, root_cause
+from drumline.launch.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launch.restarts import Restarts
+from drumline.plan.exhausted import Exhausted
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
 from drumline.report.tail import Tail
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = ("restore", "step", "eval", "save")
+# (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
+OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
 
 
 def launch(
-    plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[dict[str, Any]], None], worker: str = "drumline.train.entry"
+    plan: Plan,
+    plan_path: Path,
+    resume: str | None,
+    on_event: Callable[[dict[str, Any]], None],
+    worker: str = "drumline.train.entry",
+    on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
-    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`.
+    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is asked when a rank
+    ran out of memory; such an end is never tried again with the same plan.
     Raises EnvironmentFault for a port that is held.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
@@ -36,9 +46,10 @@ def launch(
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     restarts = Restarts(options.max_restarts)
+    groups = Groups.of_this_process()
     with Asked() as asked, Tail(events_path, on_event):
         while True:
-            started, attempt = time.time(), _next_attempt(run_dir)
+            started, attempt, kills = time.time(), _next_attempt(run_dir), groups.oom_kills()
             rank = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), worker]
             command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
             logs = run_dir / "logs" / f"attempt-{attempt}"
@@ -49,8 +60,16 @@ def launch(
                 return code
             cause = root_cause(ends)
             reached, failed_at = _progress(events_path, started)
-            reason = "asked to stop" if asked.number else restarts.decide(reached, failed_at, cause.rank, cause.message)
-            _tell(cause, ends, attempt, max(failed_at, 0), reason, restarts, events_path)
+            out, said = exhausted(cause, (kills, groups.oom_kills())), None
+            again = f"{restarts.left} restarts left until the next progress"
+            if asked.number:
+                reason: str | None = "asked to stop"
+            elif out is not None:
+                advice, reason = on_oom(out, max(failed_at, 0))
+                said, again = out.words() + (f"; {advice}" if advice else ""), "with that plan"
+            else:
+                reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+            _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, said)
             if reason is not None:
                 return 1
             resume, listener = "newest", listen(options.port)
@@ -101,23 +120,25 @@ def _last_words(ends: list[RankEnd], code: int, asked: int) -> None:
         print(f"error: rank {cause.rank} {cause.message}; see {cause.log}", file=sys.stderr)
 
 
-def _tell(cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, restarts: Restarts, events_path: Path) -> None:
-    print(f"\n{report(cause, ends)}\n", file=sys.stderr)
-    if reason is None:
-        print(f"starting again from the newest checkpoint ({restarts.left} restarts left until the next progress)", file=sys.stderr)
+def _tell(
+    cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, said: str | None
+) -> None:
+    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `said`: the one line that tells of memory."""
+    if said is None:
+        print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+    first = f"error: rank {cause.rank} failed after step {step}: {said or cause.message.splitlines()[0]}"
+    if reason is not None:
+        print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
     else:
-        print(
-            f"error: rank {cause.rank} failed after step {step}: {cause.message.splitlines()[0]} — {reason}; see {cause.log}",
-            file=sys.stderr,
-        )
+        print(*([first] if said else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
     EventLog(events_path).emit(
         "fault",
         attempt=attempt,
         rank=cause.rank,
         signal=cause.signal,
         exitcode=cause.exitcode,
-        error=cause.message,
+        error=said or cause.message,
         log=str(cause.log),
         step=step,
-        action="restart" if reason is None else f"stop: {reason}",
+        action=f"stop: {reason}" if reason else "replan" if said else "restart",
     )

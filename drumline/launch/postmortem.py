@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.plan.exhausted import Exhausted
 from drumline.report.redact import redact
 
 # What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
@@ -48,6 +49,12 @@ class RankEnd:
         return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
 
     @property
+    def exhausted(self) -> Exhausted | None:
+        """What it knew of memory when that ran out; None where it ended of something else."""
+        told = (self.error or {}).get("exhausted")
+        return None if told is None else Exhausted.model_validate(told)
+
+    @property
     def is_consequence(self) -> bool:
         """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
         if self.ours and not self.error:
@@ -70,6 +77,14 @@ def root_cause(ends: list[RankEnd]) -> RankEnd:
     failed = [end for end in ends if end.exitcode != 0]
     own = [end for end in failed if not end.is_consequence] or [end for end in failed if not end.ours] or failed
     return min(own, key=lambda end: (end.signal in (None, "SIGABRT"), end.at, end.rank))
+
+
+def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted | None:
+    """Whether memory ran out; `kills`: how many processes the kernel had killed for that before the attempt, and after it."""
+    before, after = kills
+    if cause.signal == "SIGKILL" and before is not None and after is not None and after > before:
+        return Exhausted(rank=cause.rank, during="", killed=True)
+    return cause.exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:

@@ -132,7 +132,15 @@ KINDS: dict[str, dict[str, str]] = {
         "error": "in one line",
         "log": "file with what the rank printed",
         "step": "the last one done",
-        "action": "restart, or stop and why",
+        "action": "restart, replan, or stop and why",
+    },
+    "replan": {
+        "from": "what is left behind, as keys of the YAML",
+        "to": "what the run goes on with, as keys of the YAML",
+        "why": "which memory ran out, and what was wrong of the plan",
+        "predicted_bytes": "of a device: {from, to}, peak of tensors",
+        "plan": "file of the plan that was left; plan.json is the new one",
+        "step": "the last one done",
     },
     "preempt": {"step": "saved", "signal": "that asked for it"},
     "export": {

@@ -52,10 +52,11 @@ def train(
     listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
     plan_path, start = claim_run_dir(plan, request)
     from drumline.launch.local import launch
+    from drumline.train.replan import Replanner
 
     events = Path(plan.run_dir) / "events.jsonl"
     with Progress(Console(), read(events) if events.exists() else []) as progress:
-        return launch(plan, plan_path, start, progress.on_event)
+        return launch(plan, plan_path, start, progress.on_event, on_oom=Replanner(plan, plan_path))
 
 
 def _tell(notes: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from drumline.errors import DrumlineError, Preempted, TrainingStopped
 from drumline.plan.explain import plan_line, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
+from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
 from drumline.train.loop import Asked
 from drumline.train.signals import StopFlag
@@ -79,7 +80,10 @@ def train_on(
     )
     if plan.predicted.estimate is not None:
         emit("planned", **planned(plan.predicted.estimate))
-    build(plan, ranks, resume, emit, asked, past, goodput).run()
+    with watched(plan, ranks.rank) as watch:
+        loop = build(plan, ranks, resume, emit, asked, past, goodput)
+        watch.engine = loop.engine
+        loop.run()
 
 
 def silent(kind: str, **fields: Any) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drumline.errors import DrumlineError, Preempted
+from drumline.train.exhausted import OutOfMemory
 
 _noted = False
 
@@ -20,12 +21,16 @@ def note(error: BaseException) -> None:
     """Print an exception to the rank's log and write it to the file that the elastic agent reads; the first one of a process only.
 
     What comes after the first is a consequence of it. A DrumlineError is its line and its exit code; anything else comes with its
-    traceback.
+    traceback, and so does an OutOfMemory: in the log, besides its line.
     """
     global _noted
     if _noted:
         return
     _noted = True
+    more: dict[str, object] = {}
+    if isinstance(error, OutOfMemory):
+        more = {"exhausted": error.exhausted.model_dump()}
+        print("".join(traceback.format_exception(error.__cause__)), file=sys.stderr)
     if isinstance(error, DrumlineError):
         message, text, code = error.line(), "", error.exit_code
         print(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}", file=sys.stderr)
@@ -33,7 +38,7 @@ def note(error: BaseException) -> None:
         message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
         print(text, file=sys.stderr)
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write(Path(named), {"message": message, "traceback": text, "time": time.time(), "exit_code": code})
+        _write(Path(named), {"message": message, "traceback": text, "time": time.time(), "exit_code": code, **more})
 
 
 def _write(path: Path, noted: dict[str, object]) -> None:

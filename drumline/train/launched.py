@@ -15,7 +15,9 @@ from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.report.progress import Progress
 from drumline.train.entry import run
+from drumline.train.exhausted import OutOfMemory
 from drumline.train.failure import recording
+from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, make_plan
 
 
@@ -40,11 +42,16 @@ def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
             if "error" in told:
                 raise SystemExit(told["exit_code"])
             plan, start = Plan.model_validate(told["plan"]), told["resume"]
-        if ranks.rank != 0:
-            run(plan, start)
-            return 0
-        with Progress(Console()) as progress:
-            run(plan, start, progress.on_event)
+        try:
+            if ranks.rank != 0:
+                run(plan, start)
+                return 0
+            with Progress(Console()) as progress:
+                run(plan, start, progress.on_event)
+        except OutOfMemory as error:
+            # Another launcher decides whether it goes on; what to change is said all the same.
+            print(f"error: rank {ranks.rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
+            raise
     return 0
 
 

@@ -20,7 +20,7 @@ MAY: dict[str, set[str]] = {
     "cluster": set(),
     "report": set(),
     "plan": {"config", "cluster"},
-    "launch": {"config", "plan", "report"},
+    "launch": {"config", "cluster", "plan", "report"},  # the control groups that tell of kills for want of memory
     "dist": {"config", "plan"},
     "data": {"config", "plan", "models"},  # tokenizers come from models.load
     "checkpoint": {"config", "plan"},

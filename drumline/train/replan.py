@@ -1,0 +1,137 @@
+"""After memory ran out: what the plan says to it, the nearest plan that fits, and, where that is wanted, a run that goes on with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.cluster.detect import detect
+from drumline.cluster.found import found
+from drumline.config.schema import BatchConfig, Config
+from drumline.models import load as models
+from drumline.models.classes import with_classes
+from drumline.plan.estimate import estimate
+from drumline.plan.exhausted import Exhausted, limit, verdict
+from drumline.plan.explain import size
+from drumline.plan.figures import Estimate
+from drumline.plan.layout import Layout
+from drumline.plan.lighter import changed, lighter
+from drumline.plan.plan import Plan
+from drumline.plan.resolve import resolve
+from drumline.plan.search import Candidate, Question
+from drumline.report.events import EventLog
+from drumline.train.roles import find_roles
+
+MOST_REPLANS = 4
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`line`: what the plan says to it, for the user. `nearest`: the plan to go on with, None where none fits."""
+
+    line: str
+    nearest: Candidate | None
+    predicted: Estimate
+
+
+def question(plan: Plan) -> Question:
+    """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine."""
+    config = plan.config
+    hf_config = with_classes(models.load_config(plan.model_path, config.model), config.head, plan.labels)
+    _, role_facts = find_roles(config, plan.model_path, lambda *_: None)
+    facts = models.facts(hf_config, config.data.max_length, config.adapter, config.head, config.model.freeze)
+    cluster = found(detect(), plan.mesh.world_size)
+    return Question(config, cluster, facts, plan.data, plan.roles, role_facts)
+
+
+def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
+    """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
+    `said`: the human's config, where the plan's is not."""
+    asked = question(plan)
+    predicted = plan.predicted.estimate or estimate(Layout.of(plan, asked.role_facts), asked.facts, asked.cluster)
+    if out.killed and plan.device == "cuda":
+        host = predicted.host
+        needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
+        return Advice(f"the plan said of the host's memory: {needs}, of {size(detect().memory_bytes)}", None, predicted)
+    there = limit(out, predicted.memory, predicted.limit)
+    device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
+    smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
+    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, said or plan.config)
+    line = verdict(out, predicted.memory)
+    if fitting:
+        best = fitting[0]
+        needs = size(best.estimate.memory.peak)
+        return Advice(f"{line} — nearest plan that fits: {best.name} ({needs} at its peak)", best, predicted)
+    least = "" if leanest is None else f"; the leanest, {leanest.name}, needs {size(leanest.estimate.memory.reserved)} of {size(there)}"
+    return Advice(f"{line} — no plan that takes the same steps fits{least}", None, predicted)
+
+
+class Replanner:
+    """What the launcher asks when a rank of its run is out of memory."""
+
+    def __init__(self, plan: Plan, plan_path: Path) -> None:
+        self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
+        self.said = plan.config
+
+    def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
+        """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
+        advice = advise(self.plan, out, self.said)
+        if self.plan.config.memory.on_oom == "stop":
+            return advice.line, "memory.on_oom is stop"
+        if advice.nearest is None:
+            return advice.line, "nothing to go on with"
+        if not self.left:
+            return advice.line, f"{MOST_REPLANS} other plans did not fit either"
+        self.left -= 1
+        self._take(advice, out, step)
+        return advice.line, None
+
+    def _take(self, advice: Advice, out: Exhausted, step: int) -> None:
+        assert advice.nearest is not None
+        old, taken = self.plan, advice.nearest
+        # The batch stays as it was said: it is what a resumed run is held against, and micro-batches do not change its numbers.
+        plan = self._resolved(taken)
+        self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.said.batch})})
+        kept = self._keep()
+        self.plan.save(self.plan_path)
+        EventLog(Path(old.run_dir) / "events.jsonl").emit(
+            "replan",
+            **{"from": changed(taken.config, self._batched(old)), "to": taken.name},
+            why=f"rank {out.rank} {out.words()}; {verdict(out, advice.predicted.memory)}",
+            predicted_bytes={"from": advice.predicted.memory.peak, "to": taken.estimate.memory.peak},
+            plan=str(kept),
+            step=step,
+        )
+
+    @staticmethod
+    def _batched(plan: Plan) -> Config:
+        """A plan's config with its batch written out."""
+        b = plan.batch
+        batch = BatchConfig(global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation)
+        return plan.config.model_copy(update={"batch": batch})
+
+    def _resolved(self, taken: Candidate) -> Plan:
+        old = self.plan
+        asked = question(old)
+        plan = resolve(
+            taken.config,
+            run_dir=old.run_dir,
+            machine=detect(),
+            world_size=old.mesh.world_size,
+            facts=asked.facts,
+            model_path=old.model_path,
+            data=old.data,
+            base_dir=old.base_dir,
+            roles=old.roles,
+            role_facts=dict(asked.role_facts),
+        )
+        predicted = plan.predicted.model_copy(update={"estimate": taken.estimate})
+        return plan.model_copy(update={"predicted": predicted, "why": [*plan.why, f"out of memory before: {taken.name}"]})
+
+    def _keep(self) -> Path:
+        """The plan that is left, under the first free name: plan-0.json, plan-1.json, …"""
+        number = 0
+        while (kept := self.plan_path.with_name(f"plan-{number}.json")).exists():
+            number += 1
+        return self.plan_path.rename(kept)

@@ -1,0 +1,101 @@
+"""Memory that runs out, for real: the whole command under a limit of the kernel, held against a run that had enough."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from drumline.plan.plan import Plan
+from tests.harness import ENV, events, losses, survivors, write_config
+from tests.tiny import tiny_model_dir
+
+MiB = 2**20
+TAKEN = 120 * MiB  # what a rank may have less than it took in the run that had enough
+
+
+def train(config: Path, run: Path, *overrides: str, limit: int | None = None) -> tuple[int, str, int]:
+    """(exit code, stderr, the most bytes of writable memory that a rank had) of `drumline train`, each process limited to `limit`."""
+    prefix = ["prlimit", f"--data={limit}"] if limit else []
+    command = [*prefix, sys.executable, "-m", "drumline", "train", str(config), f"run.dir={run}", *overrides]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True)
+    most, until = 0, time.time() + 150
+    try:
+        while process.poll() is None and time.time() < until:
+            most = max([most, *(data_bytes(pid) for pid in survivors(f"{run}/plan.json"))])
+            time.sleep(0.01)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    _, err = process.communicate()
+    return process.returncode, err, most
+
+
+def data_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")), 0)
+
+
+@dataclass(frozen=True)
+class Enough:
+    """A run with all the memory it wanted, and what it took."""
+
+    config: Path
+    run: Path
+    most: int
+
+
+@pytest.fixture(scope="module")
+def enough(tmp_path_factory: pytest.TempPathFactory) -> Enough:
+    """Its micro-batch's activations are most of what a rank has."""
+    folder = tmp_path_factory.mktemp("memory")
+    config = write_config(
+        folder,
+        tiny_model_dir(folder / "model", layers=4, hidden=128),
+        rows=300,
+        data={"max_length": 256, "packing": True},
+        batch={"global_samples": 16, "micro_batch": 16},
+        optimizer={"lr": 1e-3},
+        run={"steps": 3},
+        checkpoint={"every": 1, "keep": 1},
+        eval={"at_start": False},
+    )
+    code, err, most = train(config, folder / "run")
+    assert code == 0, err
+    return Enough(config, folder / "run", most)
+
+
+def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(enough: Enough, tmp_path: Path) -> None:
+    code, err, _ = train(enough.config, tmp_path / "run", limit=enough.most - TAKEN)
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 1
+    assert re.search(r"ran out of memory in (forward|backward|the loss): .* held, .* asked for, room for ", line), err
+    assert re.search(r"the plan said .* — nearest plan that fits: batch: {micro_batch: ", line), err
+    assert "Traceback" not in err
+    (fault,) = events(tmp_path / "run", "fault")
+    assert fault["action"] == "stop: memory.on_oom is stop"
+    assert not survivors(str(tmp_path))
+
+
+def test_replan_goes_on_with_the_same_global_batch(enough: Enough, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, err, _ = train(enough.config, run, "memory.on_oom=replan", limit=enough.most - TAKEN)
+    assert code == 0, err
+    assert losses(run) == pytest.approx(losses(enough.run), rel=1e-5)
+    replans = events(run, "replan")
+    assert replans and all(r["predicted_bytes"]["to"] < r["predicted_bytes"]["from"] for r in replans)
+    first, last = Plan.load(run / "plan-0.json"), Plan.load(run / "plan.json")
+    assert replans[0]["plan"] == str(run / "plan-0.json")
+    assert first.batch.micro_batch == 16 and last.batch != first.batch
+    assert last.batch.global_samples == 16
+    assert last.config.batch == first.config.batch
