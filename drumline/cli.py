@@ -176,6 +176,18 @@ def verify(
 
 
 @app.command()
+def calibrate(
+    quick: Annotated[bool, typer.Option("--quick", help="Few and small measurements: seconds instead of minutes.")] = False,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes (default: one per GPU, else one per core, 2 to 8).")] = None,
+    out: Annotated[Path | None, typer.Option(help="A file for it, to plan with elsewhere (cluster.calibration).")] = None,
+) -> None:
+    """Measure this machine once: matrix products, memory, collectives, disk. Planning uses what is stored."""
+    from drumline.bench.calibrate import calibrate as run
+
+    raise typer.Exit(run(quick, nproc, out))
+
+
+@app.command()
 def strategies(
     device: Annotated[str, typer.Option(help="cpu or cuda: some combinations need a GPU.")] = "cuda",
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,19 @@ class Measured:
 
     latency: float
     bandwidth: float
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Measured:
+    """The line through (bytes, seconds) with the least squares of relative errors; neither its latency nor its bandwidth is negative."""
+    rows = [(1 / t**2, s, t) for s, t in points]
+    w, ws, wt = sum(w for w, _, _ in rows), sum(w * s for w, s, _ in rows), sum(w * t for w, _, t in rows)
+    wss, wst = sum(w * s * s for w, s, _ in rows), sum(w * s * t for w, s, t in rows)
+    spread = w * wss - ws * ws
+    slope = (w * wst - ws * wt) / spread if len({s for s, _ in points}) > 1 else 0.0
+    latency = (wt - slope * ws) / w
+    if slope <= 0 or latency < 0:  # of one size, or noise: the mean rate, as if nothing had to be waited for
+        return Measured(0.0, wss / wst)
+    return Measured(latency, 1 / slope)
 
 
 @dataclass(frozen=True)
@@ -58,3 +71,12 @@ class Calibration:
         kind = "all_gather" if kind == "broadcast" else kind
         sizes = [size for name, size in self.collectives if name == kind]
         return self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))] if sizes else None
+
+    def shared(self, processes: int) -> Calibration:
+        """What each of several processes has of a processor that was measured whole."""
+        return replace(
+            self,
+            matmul={precision: rate / processes for precision, rate in self.matmul.items()},
+            memory=self.memory and self.memory / processes,
+            products={precision: tuple(replace(p, rate=p.rate / processes) for p in tried) for precision, tried in self.products.items()},
+        )

@@ -122,3 +122,8 @@ def free_bytes(path: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
+
+
+def cache_dir() -> Path:
+    """What may be thrown away and made again: XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline"

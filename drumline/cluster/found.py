@@ -18,33 +18,23 @@ STAND_IN = "3090"
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
     """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory."""
-    notes: tuple[str, ...] = ()
+    measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
         first = machine.devices[0]
         known = catalog.by_driver(first.name, first.memory_bytes)
-        if known is None:
+        if known is None and not measured.matmul:
             notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
         spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
         if "PCIe" in first.name:
             spec = replace(spec, intra=spec.host_link)
         per_node = len(machine.devices)
     else:
-        spec, per_node = processor(machine, processes), processes
+        spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
     intra, host_link = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link]
     network = catalog.link("100Gb")
     assert network is not None
-    return Cluster(
-        spec,
-        per_node,
-        1,
-        intra,
-        network,
-        host_link,
-        machine.memory_bytes,
-        found=True,
-        calibration=calibration or Calibration(),
-        notes=notes,
-    )
+    host = machine.memory_bytes
+    return Cluster(spec, per_node, 1, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
 
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:

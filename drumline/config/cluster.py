@@ -72,6 +72,9 @@ class ClusterConfig(Section):
     )
     inter: str = Field("100Gb", description="Link between hosts, for each host: 400Gb, 8x400Gb, …")
     host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited.")
+    calibration: str | None = Field(
+        None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
+    )
     price_per_device_hour: float | None = Field(None, ge=0, description="For the cost of a run, in any currency.")
 
     @field_validator("device", mode="before")

@@ -49,6 +49,9 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loade
     if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
         own = read_deepspeed(path.parent / config.strategy.config)
         config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
+    if config.cluster is not None and config.cluster.calibration is not None:
+        measured = str((path.parent / config.cluster.calibration).absolute())
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"calibration": measured})})
     return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or over is not None)
 
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from drumline.cluster.detect import cache_dir
 from drumline.config.data import DigitsSource
 from drumline.data.files import Raw
 from drumline.errors import EnvironmentFault
-from drumline.models.package import cache_dir
 
 TEST = 360  # the last ones
 

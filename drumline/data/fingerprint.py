@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drumline.cluster.detect import cache_dir
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.data import DigitsSource, FileSource, HubSource, Source, TasksSource
 from drumline.config.schema import Config
@@ -16,7 +17,7 @@ from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
-from drumline.models.package import cache_dir, tokenizer_folder
+from drumline.models.package import tokenizer_folder
 from drumline.models.vision import Vision
 
 # Files that decide what a tokenizer does, in any of the formats transformers loads.

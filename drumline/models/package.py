@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from drumline.cluster.detect import cache_dir
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
 
@@ -52,11 +52,6 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
 def tokenizer_folder(name: str) -> str:
     """Where `name` (a folder, a hub id, or `package:NAME`) is read from."""
     return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
-
-
-def cache_dir() -> Path:
-    """XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline"
 
 
 def _refuse_revision(model: ModelConfig, kind: str) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from drumline.cluster import catalog
 from drumline.cluster.calibration import Calibration
-from drumline.cluster.cluster import Cluster
+from drumline.cluster.cluster import Cluster, DeviceSpec
 from drumline.cluster.detect import Machine
 from drumline.cluster.found import found, processor
+from drumline.cluster.stored import read
 from drumline.config.cluster import ClusterConfig
 
 
 def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
     """`processes`: ranks of this machine, where it is the one to plan for; `calibration`: what was measured here (calibration_for).
 
-    What was measured counts where the device is the one that is here, on however many hosts.
+    What was measured here counts where the device is the one that is here, on however many hosts; a file that the YAML names goes before.
+    Raises EnvironmentFault where that file is damaged or not there.
     """
     if said is None:
         return found(machine, processes, calibration)
+    ranks = said.per_node or processes
     spec = said.spec()
-    here = found(machine, processes if said.per_node is None else said.per_node, calibration)
+    here = found(machine, ranks, calibration)
     if spec is None and said.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
-        spec = processor(machine, said.per_node or processes)
+        spec = processor(machine, ranks)
     same = spec is None or spec.name == here.device.name
     device = here.device if spec is None or same else spec
     per_node = said.per_node or (here.per_node if same else 1)
@@ -38,9 +42,17 @@ def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, cal
         host_memory_bytes=bytes_,
         price_per_device_hour=said.price_per_device_hour,
         found=same and said.nodes == 1 and per_node == here.per_node,
-        calibration=here.calibration if same and said.intra is None else Calibration(),
+        calibration=_measured(said, device, ranks, here.calibration if same else Calibration()),
         notes=here.notes if same else _assumed(said),
     )
+
+
+def _measured(said: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
+    """What the named file says, else what was measured here; another link than the one here was not measured."""
+    if said.calibration is not None:
+        named = read(Path(said.calibration))
+        return named.shared(ranks) if device.kind == "cpu" else named
+    return here if said.intra is None else replace(here, collectives={})
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:

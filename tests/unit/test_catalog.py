@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from drumline.cluster import catalog
@@ -163,13 +165,15 @@ def test_what_was_measured_goes_before_the_datasheet() -> None:
         collectives={("all_reduce", 2): Measured(1e-3, 1e9), ("all_reduce", 8): Measured(2e-3, 0.5e9), ("all_gather", 2): Measured(0, 1e8)},
     )
     cluster = found(LAPTOP, 8, measured)
-    assert cluster.rate("fp32") == 7e10 and cluster.rate("fp32", 20, 100) == 1e10 and cluster.rate("fp32", 3000, 2048) == 7e10
+    # a processor was measured whole, and eight ranks share it
+    assert [cluster.rate("fp32"), cluster.rate("fp32", 20, 100), cluster.rate("fp32", 3000, 2048)] == [7e10 / 8, 1e10 / 8, 7e10 / 8]
     assert cluster.rate("bf16") == pytest.approx(0.8 * 32 * 2.5e9 / 2) and cluster.rate("fp8") == 0
     assert cluster.collective_seconds("all_reduce", 1e9, 2) == pytest.approx(1.001)
     assert cluster.collective_seconds("all_reduce", 1e9, 6) == pytest.approx(2.002)
     assert cluster.collective_seconds("broadcast", 1e8, 2) == pytest.approx(1.0)
     assert said("4xh100", LAPTOP, 1, measured).calibration == Calibration()
-    assert said("{device: cpu, per_node: 2, nodes: 2}", LAPTOP, 1, measured).calibration == measured
+    assert said("{device: cpu, per_node: 2, nodes: 2}", LAPTOP, 1, measured).calibration == measured.shared(2)
+    assert said("{device: cpu, per_node: 2, intra: 10Gb}", LAPTOP, 1, measured).calibration == replace(measured.shared(2), collectives={})
 
 
 def test_editors_know_the_short_form() -> None:

@@ -22,9 +22,9 @@ MAY: dict[str, set[str]] = {
     "plan": {"config", "cluster"},
     "launch": {"config", "cluster", "plan", "report"},  # the control groups that tell of kills for want of memory
     "dist": {"config", "plan"},
-    "data": {"config", "plan", "models"},  # tokenizers come from models.load
+    "data": {"config", "cluster", "plan", "models"},  # tokenizers come from models.load; cluster: the cache folder
     "checkpoint": {"config", "plan"},
-    "models": {"config", "plan", "dist", "checkpoint"},
+    "models": {"config", "cluster", "plan", "dist", "checkpoint"},
     "algorithms": {"data"},
     "strategies": {"config", "plan", "dist", "models"},
     "rollout": {"config", "plan", "dist", "data"},
@@ -42,7 +42,7 @@ MAY: dict[str, set[str]] = {
         "strategies",
         "rollout",
     },
-    "bench": {"config", "plan", "launch", "report", "checkpoint", "models", "train"},
+    "bench": {"config", "cluster", "plan", "launch", "report", "dist", "checkpoint", "models", "train"},
     "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},
     "planning": {"config", "cluster", "plan", "models", "report", "data", "train"},
     "cli": {"config", "plan", "planning", "train", "bench", "use"},

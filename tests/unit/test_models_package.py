@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from drumline.cluster.detect import cache_dir
 from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
-from drumline.models.package import cache_dir, resolve
+from drumline.models.package import resolve
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
 from tests.tiny_gguf import install

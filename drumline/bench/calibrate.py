@@ -1,0 +1,130 @@
+"""`drumline calibrate`: measure this machine once, by real ranks, and store it where planning finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from drumline.bench.calibrate_rank import Task, group_sizes
+from drumline.cluster.calibration import Calibration, Measured, Product
+from drumline.cluster.detect import Machine, cache_dir, detect, free_bytes
+from drumline.cluster.stored import hardware, place, software, write
+from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
+from drumline.launch.agent import Agent
+from drumline.launch.asked import Asked
+from drumline.launch.environment import listen
+from drumline.launch.postmortem import root_cause
+
+MOST_CPU_RANKS = 8  # unless --nproc says more
+DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then some
+# Seconds that one collective, and the whole of a rank, may take.
+TIMEOUT, LIMIT, LIMIT_QUICK = 60.0, 900.0, 120.0
+
+
+def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
+    """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
+
+    Raises UserError for more ranks than GPUs, EnvironmentFault where files cannot be written, WorkerFailed where a rank fails.
+    """
+    machine = detect()
+    ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
+    if machine.devices and ranks > len(machine.devices):
+        raise UserError(f"{ranks} ranks on {len(machine.devices)} GPUs", where="--nproc", fix=f"at most {len(machine.devices)}")
+    target = out or place(machine)
+    folder = cache_dir()
+    _require_space(folder)
+    console = Console()
+    sizes = ", ".join(map(str, group_sizes(ranks))) or "none: one rank alone"
+    console.print(f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}", highlight=False, soft_wrap=True)
+    measured = replace(_measure(machine, ranks, quick, folder), hardware=hardware(machine), software=software(machine))
+    write(measured, target, measured=datetime.now().astimezone().isoformat(timespec="seconds"), quick=quick)
+    for table in tables(measured):
+        console.print(table)
+    console.print(f"stored in {target}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
+    """Start the ranks, which die with this process, and read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, Asked() as asked:
+        task = Task(
+            device=machine.device,
+            cores=machine.cores,
+            bf16=machine.bf16,
+            quick=quick,
+            folder=str(folder),
+            out=f"{work}/measured.json",
+            timeout_seconds=TIMEOUT,
+            limit_seconds=LIMIT_QUICK if quick else LIMIT,
+        )
+        said = Path(work, "task.json")
+        said.write_text(json.dumps(asdict(task)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // ranks)))
+        command = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), "drumline.bench.calibrate_rank", str(said)]
+        ends = Agent(command, ranks, listen(None), Path(work, "logs"), asked, grace_seconds=5.0).attempt()
+        if asked.number:
+            raise Preempted("asked to stop: nothing was stored")
+        if any(end.exitcode for end in ends):
+            cause = root_cause(ends)
+            tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []
+            said_last = "" if cause.error else "".join(tail)
+            raise WorkerFailed(
+                f"rank {cause.rank} {cause.message} {said_last}", where="calibrate", fix="fewer ranks with --nproc, or --quick"
+            )
+        return _read(json.loads(Path(task.out).read_text()))
+
+
+def _read(said: dict[str, Any]) -> Calibration:
+    """What rank 0 wrote."""
+    return Calibration(
+        matmul=said["matmul"],
+        products={precision: tuple(Product(**p) for p in tried) for precision, tried in said["products"].items()},
+        memory=said["memory"],
+        collectives={(kind, size): Measured(**line) for kind, size, line in said["collectives"]},
+        host={way: Measured(**line) for way, line in said["host"].items()},
+        disk={way: Measured(**line) for way, line in said["disk"].items()},
+    )
+
+
+def _require_space(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot be made: {error.strerror}", where=str(folder), fix="set XDG_CACHE_HOME to a folder of yours"
+        ) from None
+    if free_bytes(folder) < DISK_BYTES:
+        raise EnvironmentFault("less than 512 MiB are free", where=str(folder), fix="free space, or set XDG_CACHE_HOME to another disk")
+
+
+# ------------------------------------------------------------------------------------------------------------- the tables
+
+
+def tables(measured: Calibration) -> list[Table]:
+    """What was measured, for people: products, then what moves bytes."""
+    products = Table("rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE)
+    shapes = sorted({(p.rows, p.inner) for tried in measured.products.values() for p in tried})
+    for rows, width in shapes:
+        rates = [next((p.rate for p in tried if (p.rows, p.inner) == (rows, width)), None) for tried in measured.products.values()]
+        products.add_row(str(rows), str(width), *("–" if rate is None else f"{rate / 1e9:,.1f}" for rate in rates))
+    moves = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
+    if measured.memory:
+        moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
+    for (kind, ranks), line in sorted(measured.collectives.items(), key=lambda item: (item[0][1], item[0][0])):
+        _row(moves, kind.replace("_", "-"), str(ranks), line)
+    for name, line in {**measured.host, **{f"disk {way}": line for way, line in measured.disk.items()}}.items():
+        _row(moves, name.replace("_", " "), "", line)
+    return [products, moves]
+
+
+def _row(table: Table, name: str, ranks: str, line: Measured) -> None:
+    table.add_row(name, ranks, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")

@@ -1,0 +1,285 @@
+"""One rank of `drumline calibrate`: `python -m drumline.bench.calibrate_rank TASK.json`. Rank 0 writes what all of them measured.
+
+Every rank runs the same collectives in the same order; where one alone measures, the others wait at the next barrier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drumline.cluster.calibration import Calibration, Measured, Product, line_through
+from drumline.dist.start import Ranks, start, stop
+from drumline.dist.traffic import SentBytes
+
+MIB = 2**20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+TOO_SLOW = 0.5  # seconds that one product may be expected to take: larger ones of that precision are left out
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the command asks its ranks: `cores` is the machine's, `folder` on the disk to measure, `out` where rank 0 writes."""
+
+    device: str
+    cores: int
+    bf16: bool
+    quick: bool
+    folder: str
+    out: str
+    timeout_seconds: float
+    limit_seconds: float
+
+    @property
+    def repeats(self) -> int:
+        return 3 if self.quick else 7
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, width) of products (rows × width) · (width × width), from small to large."""
+        rows, widths = {
+            ("cpu", True): ((64, 512), (256, 1024)),
+            ("cpu", False): ((64, 512, 2048), (256, 576, 1024, 2048)),
+            ("cuda", True): ((2048, 8192), (2048, 4096)),
+            ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
+        }[self.device, self.quick]
+        return sorted(((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of tensors that are sent or copied, from small to large."""
+        most = (4 if self.quick else 64) if self.device == "cpu" else (64 if self.quick else 256)
+        return [64 * 1024, MIB, most * MIB]
+
+
+def main() -> None:
+    from drumline.train.failure import note, recording
+
+    with recording():
+        task = Task(**json.loads(Path(sys.argv[1]).read_text()))
+        # A rank that hangs in a call of C ends here, whatever the others do.
+        faulthandler.dump_traceback_later(task.limit_seconds, exit=True)
+        ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", task.timeout_seconds)
+        try:
+            measured = measure(task, ranks)
+        except BaseException as error:
+            note(error)
+            raise
+        finally:
+            stop()
+        if ranks.rank == 0:
+            values = asdict(measured) | {"collectives": [[kind, size, asdict(line)] for (kind, size), line in measured.collectives.items()]}
+            Path(task.out).write_text(json.dumps(values))
+
+
+def measure(task: Task, ranks: Ranks) -> Calibration:
+    """Everything, on every rank; only rank 0's answer is whole."""
+    torch.backends.cuda.matmul.allow_tf32 = True  # precision.tf32's default
+    products, memory, host, disk = dict[str, tuple[Product, ...]](), 0.0, dict[str, Measured](), dict[str, Measured]()
+    if ranks.rank == 0 or task.device == "cuda":
+        with _threads(task.cores):
+            products, memory = multiply(task), copy_rate(task)
+        host = to_and_from_host(task) if task.device == "cuda" else {}
+    if ranks.rank == 0:
+        disk = write_and_read(task)
+    products, memory = _slowest(products, memory) if task.device == "cuda" else (products, memory)
+    lines = collectives(task, ranks)
+    return Calibration(
+        matmul={precision: max(p.rate for p in tried) for precision, tried in products.items()},
+        products=products,
+        memory=memory,
+        collectives=lines,
+        host=host,
+        disk=disk,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------- alone
+
+
+def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
+    """FLOP/s of (rows × width) · (width × width), in each precision that the device has."""
+    found = {}
+    for precision, dtype in DTYPES.items():
+        if precision == "bf16" and task.device == "cuda" and not task.bf16:
+            continue
+        tried: list[Product] = []
+        for rows, width in task.shapes:
+            flop = 2.0 * rows * width * width
+            if tried and flop / tried[-1].rate > TOO_SLOW:
+                break
+            a = torch.randn(rows, width, device=task.device).to(dtype)
+            b = torch.randn(width, width, device=task.device).to(dtype)
+            seconds = _seconds(lambda a=a, b=b: a @ b, task)  # type: ignore[misc]
+            tried.append(Product(rows, width, width, flop / seconds))
+        found[precision] = tuple(tried)
+    return found
+
+
+def copy_rate(task: Task) -> float:
+    """Bytes/s of a copy within the device's memory, read and write counted; the tensor is larger than caches are."""
+    size = (64 if task.device == "cpu" else 1024) * MIB
+    a, b = (torch.ones(size // 4, device=task.device) for _ in range(2))
+    return 2 * size / _seconds(lambda: b.copy_(a), task)
+
+
+def to_and_from_host(task: Task) -> dict[str, Measured]:
+    """Lines of copies between pinned memory and the device."""
+    points: dict[str, list[tuple[float, float]]] = {"to_device": [], "to_host": []}
+    for size in task.sizes:
+        here = torch.ones(size // 4).pin_memory()
+        there = torch.ones(size // 4, device=task.device)
+        points["to_device"].append((size, _seconds(lambda a=there, b=here: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
+        points["to_host"].append((size, _seconds(lambda a=here, b=there: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
+    return {way: line_through(found) for way, found in points.items()}
+
+
+def write_and_read(task: Task) -> dict[str, Measured]:
+    """Lines of a file written until it is on the disk, and read again after the kernel has let go of it."""
+    points: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
+    for size in (MIB, 16 * MIB, (32 if task.quick else 256) * MIB):
+        data = os.urandom(MIB) * (size // MIB)
+        with tempfile.NamedTemporaryFile(dir=task.folder, prefix="calibrate-") as file:
+            began = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            points["write"].append((size, time.perf_counter() - began))
+            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            began = time.perf_counter()
+            while file.read(4 * MIB):
+                pass
+            points["read"].append((size, time.perf_counter() - began))
+    return {way: line_through(found) for way, found in points.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------- together
+
+
+def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
+    """Lines for each kind among the first 2, 4, … ranks and among all; bytes are counted as a run counts them."""
+    found = {}
+    for size in group_sizes(ranks.world_size):
+        group = dist.new_group(range(size))
+        if ranks.rank < size:
+            for kind in KINDS:
+                points = [_sent(_collective(kind, bytes_, size, group, task.device), group, task) for bytes_ in task.sizes]
+                found[kind, size] = line_through(points)
+        dist.barrier()
+    if ranks.world_size > 1:
+        points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
+        found["p2p", 2] = line_through(points)
+    return found
+
+
+def group_sizes(world: int) -> list[int]:
+    """2, 4, 8, … and all."""
+    return sorted({2**i for i in range(1, world.bit_length()) if 2**i <= world} | ({world} if world > 1 else set()))
+
+
+def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
+    """A call on tensors of so many bytes on the larger side."""
+    whole = torch.zeros(bytes_ // 4 // size * size, device=device)
+    part, other = torch.zeros(len(whole) // size, device=device), torch.zeros_like(whole)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }[kind]
+
+
+def _sent(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
+    """(bytes that a rank sends, median seconds of a call when all start together)."""
+    with SentBytes() as sent:
+        call()
+    times = []
+    for _ in range(task.repeats):
+        dist.barrier(group)
+        _wait(task.device)
+        began = time.perf_counter()
+        call()
+        _wait(task.device)
+        times.append(time.perf_counter() - began)
+    return sent.total, statistics.median(times)
+
+
+def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
+    """(bytes, seconds of one way between ranks 0 and 1); the others only meet at the barrier."""
+    tensor, times = torch.zeros(bytes_ // 4, device=task.device), [1.0]
+    if rank < 2:
+        times = []
+        for _ in range(task.repeats + 1):
+            began = time.perf_counter()
+            for sender in (0, 1):
+                dist.send(tensor, 1 - rank) if rank == sender else dist.recv(tensor, 1 - rank)
+            _wait(task.device)
+            times.append((time.perf_counter() - began) / 2)
+    dist.barrier()
+    return bytes_, statistics.median(times[1:] or times)
+
+
+def _slowest(products: dict[str, tuple[Product, ...]], memory: float) -> tuple[dict[str, tuple[Product, ...]], float]:
+    """Of all GPUs, which were measured at the same time: the slowest sets the pace of a step."""
+    if not dist.is_initialized():
+        return products, memory
+    all_: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_, (products, memory))
+    slowest = {
+        precision: tuple(min(same, key=lambda p: p.rate) for same in zip(*(theirs[precision] for theirs, _ in all_), strict=False))
+        for precision in products
+    }
+    return slowest, min(rate for _, rate in all_)
+
+
+def _seconds(call: Callable[[], Any], task: Task) -> float:
+    """Seconds of a call, each sample long enough for the clock (10 ms). The least of several: what else runs here only adds to it."""
+    call()
+    _wait(task.device)
+    began = time.perf_counter()
+    call()
+    _wait(task.device)
+    once = time.perf_counter() - began
+    calls, times = max(1, int(0.01 / max(once, 1e-7))), []
+    for _ in range(task.repeats):
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _wait(task.device)
+        times.append((time.perf_counter() - began) / calls)
+    return min(times)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _threads(cores: int) -> Iterator[None]:
+    """All cores for this rank, while the others wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()

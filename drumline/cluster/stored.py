@@ -1,0 +1,149 @@
+"""Where measurements of a machine lie: one file for each kind of device and version of the software, below the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from drumline.cluster.calibration import Calibration, Measured, Product
+from drumline.cluster.detect import Machine, cache_dir
+from drumline.errors import EnvironmentFault
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Line(_Part):
+    latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bandwidth: Rate
+
+
+class _Product(_Part):
+    rows: Annotated[int, Field(gt=0)]
+    inner: Annotated[int, Field(gt=0)]
+    columns: Annotated[int, Field(gt=0)]
+    rate: Rate
+
+
+class _File(_Part):
+    """The file's own form. `measured`: when, in words; `quick`: with --quick."""
+
+    version: Annotated[int, Field(ge=1, le=1)]
+    hardware: str
+    software: str
+    measured: str
+    quick: bool
+    matmul: dict[str, Rate]
+    products: dict[str, list[_Product]]
+    memory: Rate | None
+    collectives: dict[str, dict[Annotated[int, Field(ge=2)], _Line]]
+    host: dict[str, _Line]
+    disk: dict[str, _Line]
+
+
+def hardware(machine: Machine) -> str:
+    """The kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
+    return machine.devices[0].name if machine.devices else f"{_processor()}, {machine.cores} cores"
+
+
+def software(machine: Machine) -> str:
+    """torch's version and what its ranks talk through."""
+    return f"torch {metadata.version('torch')}, {'nccl' if machine.devices else 'gloo'}"
+
+
+def place(machine: Machine) -> Path:
+    """The file of this machine's measurements, be it there or not."""
+    kind, versions = hardware(machine), software(machine)
+    key = hashlib.sha256(f"{kind}\n{versions}".encode()).hexdigest()[:8]
+    slug = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+    return cache_dir() / "calibration" / f"{slug}-{key}.json"
+
+
+def calibration_for(machine: Machine) -> Calibration | None:
+    """What `drumline calibrate` measured of machines like this one with this software; None where it did not run.
+
+    Raises EnvironmentFault for a damaged file.
+    """
+    path = place(machine)
+    if not path.exists():
+        return None
+    calibration = read(path)
+    return calibration if (calibration.hardware, calibration.software) == (hardware(machine), software(machine)) else None
+
+
+def read(path: Path) -> Calibration:
+    """Raises EnvironmentFault for a file that is not there, cannot be read, or does not say what a calibration says."""
+    fix = (
+        "give the path of a file that `drumline calibrate` wrote" if not path.exists() else "remove it, and run `drumline calibrate` again"
+    )
+    try:
+        said = _File.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise EnvironmentFault(f"no calibration can be read: {error.strerror}", where=str(path), fix=fix) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        inside = ".".join(str(part) for part in first["loc"])
+        what = first["msg"][0].lower() + first["msg"][1:]
+        raise EnvironmentFault(
+            f"is no calibration: {inside}: {what}" if inside else f"is no calibration: {what}", where=str(path), fix=fix
+        ) from None
+    return Calibration(
+        hardware=said.hardware,
+        software=said.software,
+        matmul=said.matmul,
+        memory=said.memory,
+        collectives={(kind, ranks): _line(line) for kind, lines in said.collectives.items() for ranks, line in lines.items()},
+        host={way: _line(line) for way, line in said.host.items()},
+        disk={way: _line(line) for way, line in said.disk.items()},
+        products={precision: tuple(Product(**p.model_dump()) for p in tried) for precision, tried in said.products.items()},
+    )
+
+
+def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
+    """Whole or not at all. Raises EnvironmentFault where it cannot be written."""
+    collectives: dict[str, dict[str, Any]] = {}
+    for (kind, ranks), line in sorted(calibration.collectives.items()):
+        collectives.setdefault(kind, {})[str(ranks)] = vars(line)
+    values = {
+        "version": 1,
+        "hardware": calibration.hardware,
+        "software": calibration.software,
+        "measured": measured,
+        "quick": quick,
+        "matmul": dict(calibration.matmul),
+        "products": {precision: [vars(p) for p in tried] for precision, tried in calibration.products.items()},
+        "memory": calibration.memory,
+        "collectives": collectives,
+        "host": {way: vars(line) for way, line in calibration.host.items()},
+        "disk": {way: vars(line) for way, line in calibration.disk.items()},
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(values, indent=1) + "\n")
+        part.replace(path)
+    except OSError as error:
+        if part.exists():
+            part.unlink()
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
+
+
+def _line(line: _Line) -> Measured:
+    return Measured(line.latency, line.bandwidth)
+
+
+def _processor() -> str:
+    """As the kernel names it."""
+    listing = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
+    return names[0].strip() if names else os.uname().machine
