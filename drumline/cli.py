@@ -72,8 +72,13 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="NAME", help="One plan in words, by name or row.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
+    check: Annotated[Path | None, typer.Option(metavar="RUN", help="Hold what a run took against what was predicted of it.")] = None,
 ) -> None:
     """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
+    if check is not None:
+        from drumline.planning.check import check as run_check
+
+        raise typer.Exit(run_check(check, as_json))
     from drumline.planning.asked import Flags
     from drumline.planning.command import Options
     from drumline.planning.command import plan as run

@@ -120,9 +120,9 @@ class Checkpointer:
             self._run(job)
 
     @property
-    def saving(self) -> bool:
-        """Whether a save is in flight, as far as this rank sees."""
-        return self._thread is not None
+    def copies_bytes(self) -> int:
+        """Of host memory that copies take, from the first save in the background on."""
+        return self.staging.bytes_
 
     def poll(self) -> list[SaveResult]:
         """The saves that ended since the last call, oldest first. Does not wait."""

@@ -41,6 +41,11 @@ class Staging:
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
+    @property
+    def bytes_(self) -> int:
+        """Of host memory that the buffers take."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies of plain tensors, and of DTensors' local shards (as DTensors of the same layout). Done when it returns."""
         staged = {}

@@ -33,8 +33,8 @@ class Measurement(Frozen):
     )
     by_rank: dict[str, list[int]] = Field(description="The same of each rank.")
     host: dict[str, int] = Field(
-        description="Bytes: resident sets of a host's ranks at their largest, added up, of the fullest host: load, train, save. Libraries"
-        " that ranks share count once for each."
+        description="Bytes: resident sets of a host's ranks at their largest, added up, of the fullest host: load, train (until the"
+        " first save), save (from then on). Libraries that ranks share count once for each."
     )
     ranks_per_host: int = Field(description="Ranks of the fullest host.")
     seconds: dict[str, float] = Field(
@@ -72,13 +72,15 @@ class Row(Frozen):
         return size(value) if self.unit == "bytes" else f"{value:.3g} s"
 
     def by_how_much(self) -> str:
-        if math.isinf(self.off):
+        """`12% more`, `as predicted`, `37 times as much`."""
+        off = self.off
+        if abs(off) < 5e-5:
+            return "as predicted"
+        if math.isinf(off):
             return "none predicted"
-        return "as predicted" if abs(self.off) < 5e-5 else f"{abs(self.off):.3g}x more" if self.off > 9 else _percent(self.off)
-
-
-def _percent(off: float) -> str:
-    return f"{abs(off) * 100:.2g}% {'more' if off > 0 else 'less'}"
+        if off > 9:
+            return f"{1 + off:.0f} times as much"
+        return f"{abs(off) * 100:.{0 if abs(off) >= 0.1 else 2}f}% {'more' if off > 0 else 'less'}"
 
 
 def compare(estimate: Estimate, measured: Measurement) -> list[Row]:

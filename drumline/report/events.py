@@ -18,7 +18,8 @@ MEASURED = {
     "by": "what saw the peak: `allocator` (a GPU, the whole run) or `tracker` (a CPU, one step); null where the run was too short",
     "memory": "bytes on the rank with the highest peak: {parameters, gradients, optimizer, peak, reserved}; what is not known is left out",
     "by_rank": "the same of each rank: category → list",
-    "host": "bytes: largest resident sets of a host's ranks added up, of the fullest host: {load, train, save}",
+    "host": "bytes: largest resident sets of a host's ranks added up, of the fullest host: {load, train, save}; train: until"
+    " the first save, save: from then on",
     "ranks_per_host": "of the fullest host",
     "seconds": "of a step, median: {total, data, communication, optimizer, counted}; `total` without waiting for data; `counted`: of the"
     " one step under the tracker",
@@ -50,7 +51,8 @@ KINDS: dict[str, dict[str, str]] = {
     "measured": {
         **MEASURED,
         "off": "category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction",
-        "warnings": "a line for each category that is off by more than 15%",
+        "warned": "categories that are off by more than 15%, of those that count (notes say which do not)",
+        "warnings": "a line for each of them: predicted, measured, by how much",
         "notes": "lines: what could not be measured or compared, and why",
     },
     "step": {

@@ -64,6 +64,7 @@ class Progress:
         self.export: dict[str, Any] = {}
         self.end: dict[str, Any] = {}
         self.fault: dict[str, Any] = {}
+        self.measured: dict[str, Any] = {}
         self.evals = [event for event in past if event["kind"] == "eval"]
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
@@ -141,6 +142,17 @@ class Progress:
     def _on_reference(self, event: dict[str, Any]) -> None:
         if not event["found"]:
             self._say(f"reference: {event['pairs']} pairs of {event['data']} scored in {event['seconds']:.1f} s")
+
+    def _on_measured(self, event: dict[str, Any]) -> None:
+        if self.measured or not event["memory"]:
+            return
+        self.measured = event
+        off = f"off by more than 15%: {', '.join(event['warned'])}" if event["warned"] else "as planned"
+        told = [f"peak {size(event['memory']['peak'])} a rank"]
+        if "total" in event["seconds"]:
+            told.append(f"step {event['seconds']['total']:.3g} s")
+        run_dir = shlex.quote(self.start.get("run_dir", "RUN"))
+        self._say(f"measured: {' · '.join(told)} · {off} (drumline plan --check {run_dir})", "yellow" if event["warned"] else "")
 
     def _on_save(self, event: dict[str, Any]) -> None:
         if event["error"]:

@@ -9,7 +9,7 @@ RESET_PEAK = "5"  # proc(5): "reset the peak resident set size to the process's 
 
 
 class HostPeak:
-    """Bytes of host memory at their largest while weights are loaded, in training, and while a checkpoint is written."""
+    """Bytes of host memory at their largest while weights are loaded, in training, and from the first checkpoint on."""
 
     def __init__(self) -> None:
         """What was before counts as loading."""

@@ -129,10 +129,8 @@ class Loop:
         self.settled = batch.settled
         self.state.tokens += int(agreed["tokens"])
         seconds = time.time() - started
-        saving = self.checkpointer.saving
-        sent = self.measure.end_step(
-            step, batch.micro_batches, whole=finite, saving=saving, seconds=seconds, data=data_s, communication=comm_s
-        )
+        copies = self.checkpointer.copies_bytes
+        sent = self.measure.end_step(step, batch.micro_batches, copies, whole=finite, seconds=seconds, data=data_s, communication=comm_s)
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
             self._log_step(batch, loss, lr, grad_norm, self.algorithm.figures(total), agreed["tokens"], seconds + data_s, sent, *clocks)

@@ -79,17 +79,18 @@ class Measure:
         if phase == "step":
             self._optimizer = time.time() - began
 
-    def end_step(self, step: int, micro_batches: list[Any], *, whole: bool, saving: bool, seconds: float, **waits: float) -> int | None:
-        """Bytes that the step sent, where that is known. `whole` False: it was broken off; `saving`: a checkpoint is being written;
-        `seconds`: without waiting for data; `waits`: seconds of waiting for `data` (before it) and for other ranks (`communication`, NaN
-        where it is not measured). Collective."""
+    def end_step(self, step: int, micro_batches: list[Any], copies: int, *, whole: bool, seconds: float, **waits: float) -> int | None:
+        """Bytes that the step sent, where that is known. `copies`: bytes of host memory that checkpoints are written from; `whole` False:
+        it was broken off; `seconds`: without waiting for data; `waits`: seconds of waiting for `data` (before it) and for other ranks
+        (`communication`, NaN where it is not measured). Collective."""
         counted, early = self.traffic.due(step), self.traffic.steps < self.traffic.FIRST
         sent = self.traffic.end_step(step, whole)
         if counted or self.plan.device == "cuda":
             self.width = max([self.width, *map(_tokens, micro_batches)])
-        self.host.end("save" if saving else "train")
+        self.host.end("save" if copies else "train")
         if self._tracker is not None:
-            self.peak, self._tracker = max(self.peak, self._tracker.peak), None
+            # The copies are host memory wherever the model lies; on a CPU the tracker cannot tell.
+            self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
         self.kinds[self.traffic.kind(step)] += 1
         if counted:
             self.seconds["counted"].append(seconds)
@@ -97,7 +98,6 @@ class Measure:
             for name, value in {"total": seconds, "optimizer": self._optimizer, **waits}.items():
                 self.seconds[name].append(value)
         if not self.told and self.held and len(self.seconds["total"]) == TIMED:
-            self.told = True
             self._tell(step + 1, final=False)
         return sent
 
@@ -112,14 +112,20 @@ class Measure:
         found = self._measurement(step, final)
         estimate = self.plan.predicted.estimate
         rows = compare(estimate, found) if estimate is not None else []
-        warnings = [row.line() for row in rows if row.warns]
-        reasons = sorted({row.note for row in rows if row.note and abs(row.off) > 0})
+        wrong = [row for row in rows if row.warns]
+        reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
         self.emit(
-            "measured", **found.model_dump(), off={row.category: row.off for row in rows}, warnings=warnings, notes=notes(found) + reasons
+            "measured",
+            **found.model_dump(),
+            off={row.category: row.off for row in rows},
+            warned=[row.category for row in wrong],
+            warnings=[row.line() for row in wrong],
+            notes=notes(found) + reasons,
         )
-        if self.gather.rank == 0 and not final:
-            for line in warnings:
-                log.warning("the plan was wrong: %s", line)
+        if self.gather.rank == 0 and not self.told:
+            for row in wrong:
+                log.warning("the plan was wrong: %s", row.line())
+        self.told = True
 
     def _measurement(self, step: int, final: bool) -> Measurement:
         """All ranks' figures, the same on every rank. Collective."""

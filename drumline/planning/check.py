@@ -1,0 +1,91 @@
+"""`drumline plan --check RUN`: what a run was said to need, against what it took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from drumline.errors import UserError
+from drumline.plan.explain import plan_line
+from drumline.plan.plan import Plan
+from drumline.plan.truth import OFF, Measurement, Row, compare, notes
+from drumline.report.events import read
+
+TRAIN = "train with this version: drumline train CONFIG.yaml"
+
+
+def check(run: Path, as_json: bool = False) -> int:
+    """Print the table; 0, however far they lie apart. Raises UserError for a folder that is no run, or a run that measured nothing."""
+    plan, measured = read_run(run)
+    assert plan.predicted.estimate is not None
+    rows = compare(plan.predicted.estimate, measured)
+    if as_json:
+        print(
+            json.dumps({"rows": [_row(row) for row in rows], "notes": remarks(rows, measured), "measured": measured.model_dump()}, indent=2)
+        )
+        return 0
+    console = Console(highlight=False)
+    console.print(plan_line(plan), soft_wrap=True, markup=False)
+    console.print(table(rows))
+    for note in remarks(rows, measured):
+        console.print(f"  {note}", soft_wrap=True, markup=False)
+    off = [row.category for row in rows if row.warns]
+    console.print(f"off by more than {OFF:.0%}: {', '.join(off)}" if off else f"nothing that counts is off by more than {OFF:.0%}")
+    return 0
+
+
+def read_run(run: Path) -> tuple[Plan, Measurement]:
+    """The plan of a run folder, with its estimate, and the last that was measured. Raises UserError."""
+    try:
+        plan = Plan.load(run / "plan.json")
+        events = read(run / "events.jsonl") if (run / "events.jsonl").exists() else []
+    except OSError as error:
+        raise UserError(f"no run: plan.json {(error.strerror or 'is missing').lower()}", where=str(run), fix="name a run folder") from None
+    except (ValidationError, ValueError):
+        raise UserError("plan.json is not one of this version", where=str(run), fix=TRAIN) from None
+    found = [event for event in events if event["kind"] == "measured" and event.get("memory")]
+    if plan.predicted.estimate is None:
+        raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
+    if not found:
+        steps = max((event["step"] for event in events if event["kind"] == "step"), default=0)
+        raise UserError(
+            f"the run measured nothing in {steps} steps", where=str(run), fix="train for four steps or more: a step is counted after two"
+        )
+    return plan, Measurement.model_validate({name: value for name, value in found[-1].items() if name in Measurement.model_fields})
+
+
+def table(rows: list[Row]) -> Table:
+    """Predicted, measured, off by: in yellow beyond 15%, dim where it is only shown."""
+    made = Table(box=box.SIMPLE_HEAD)
+    for column in ("", "predicted", "measured", "off by"):
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows:
+        style = "yellow" if row.warns else "dim" if only_shown(row) else ""
+        made.add_row(row.category, row.show(row.predicted), row.show(row.measured), row.by_how_much(), style=style)
+    return made
+
+
+def only_shown(row: Row) -> str:
+    """Why a category that is off is not warned of; empty where it is, or is not off."""
+    if row.warns or (abs(row.off) <= OFF and not row.note):
+        return ""
+    return row.note or f"less than {row.show(row.slack)} apart, which the interpreter and its libraries may take"
+
+
+def remarks(rows: list[Row], measured: Measurement) -> list[str]:
+    """Lines under the table."""
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if only_shown(row):
+            why.setdefault(only_shown(row), []).append(row.category)
+    return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items()]
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {**row.model_dump(), "off": row.off if row.predicted or not row.measured else None, "warns": row.warns}

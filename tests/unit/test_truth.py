@@ -1,0 +1,207 @@
+"""Predicted against measured: what a difference is, what is warned of, what the loop measures, and `drumline plan --check`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.errors import UserError
+from drumline.plan.figures import Estimate, HostMemory, Memory, Seconds, Traffic
+from drumline.plan.plan import Plan, Predicted
+from drumline.plan.truth import Measurement, Row, compare, notes
+from drumline.planning.check import check
+from drumline.report.events import EventLog
+from drumline.train.host import HostPeak
+from drumline.train.measure import planned
+from tests.unit.test_loop import loop, of, plan
+from tests.unit.test_report_progress import START, told
+
+GIB = 2**30
+ESTIMATE = Estimate(
+    memory=Memory(
+        parameters=100, gradients=100, optimizer=200, activations=400, logits=200, buffers=0, overhead=50, peak=1000, reserved=1150,
+        phase="backward",
+    ),
+    host=HostMemory(load=GIB, train=GIB, save=GIB),
+    traffic=Traffic(all_reduce=80, p2p=20),
+    seconds=Seconds(compute=1.0, optimizer=0.5, rollout=3.0),
+    tokens_per_s=1.0,
+    mfu=None,
+    limit=2000,
+    calibrated=True,
+)  # fmt: skip
+MEASURED = Measurement(
+    step=9,
+    final=True,
+    by="tracker",
+    memory={"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 1000},
+    by_rank={},
+    host={"load": GIB, "train": GIB},
+    ranks_per_host=1,
+    seconds={"total": 1.5},
+    timed=3,
+    traffic=100.0,
+    width=1.0,
+)
+
+
+def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
+    return [row.category for row in compare(estimate, MEASURED.model_copy(update=changes)) if row.warns]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"memory": {"peak": 1150}}, []),
+        ({"memory": {"peak": 1151}}, ["peak"]),
+        ({"memory": {"peak": 840}}, ["peak"]),
+        ({"memory": {"optimizer": 0, "gradients": 200}}, ["optimizer", "gradients"]),
+        ({"memory": {"reserved": 1100}}, []),  # what torch does not own is not in it
+        ({"memory": {"peak": 700}, "width": 0.5}, []),  # half of what grows with tokens
+        ({"memory": {"peak": 1000}, "width": 0.5}, ["peak"]),
+        ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
+        ({"host": {"train": 2 * GIB}}, ["host train"]),
+        ({"host": {"train": 2 * GIB}, "ranks_per_host": 4}, []),
+        ({"traffic": 116.0}, ["traffic"]),
+        ({"traffic": None}, []),
+        ({"seconds": {"total": 1.8}}, ["seconds"]),  # the rollout is no part of a step
+        ({"seconds": {"total": 1.5, "optimizer": 5.0}}, []),  # a part is only shown
+    ],
+)
+def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None:
+    assert warned(**changes) == expected
+
+
+def test_seconds_count_only_by_rates_that_were_measured() -> None:
+    guessed = ESTIMATE.model_copy(update={"calibrated": False})
+    assert warned(guessed, seconds={"total": 99.0}) == []
+    (row,) = [r for r in compare(guessed, MEASURED) if r.unit == "s"]
+    assert "calibrate" in row.note
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "words"),
+    [
+        (100, 100, "as predicted"),
+        (100, 112, "12% more"),
+        (100, 40, "60% less"),
+        (100, 100.5, "0.50% more"),
+        (1, 37, "37 times as much"),
+        (0, 5, "none predicted"),
+        (0, 0, "as predicted"),
+    ],
+)
+def test_by_how_much(predicted: float, measured: float, words: str) -> None:
+    row = Row(category="peak", unit="bytes", predicted=predicted, measured=measured)
+    assert row.by_how_much() == words and row.line().endswith(words) and "peak: predicted" in row.line()
+    assert math.isinf(row.off) == (words == "none predicted")
+
+
+def test_notes_say_what_is_missing() -> None:
+    assert notes(MEASURED) == []
+    assert "too short to be measured" in notes(MEASURED.model_copy(update={"memory": {}}))[0]
+    assert "too short to be timed" in notes(MEASURED.model_copy(update={"timed": 0}))[0]
+    assert "50% of the planned tokens" in notes(MEASURED.model_copy(update={"width": 0.5}))[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- the loop
+
+
+def test_a_loop_tells_twice_and_the_display_once(tmp_path: Path) -> None:
+    built, said = loop(tmp_path)
+    built.run()
+    first, last = of(said, "measured")
+    assert (first["step"], first["final"], first["timed"]) == (6, False, 3)
+    assert (last["step"], last["final"], last["by"]) == (6, True, "tracker")
+    assert first["seconds"].keys() == {"total", "data", "communication", "optimizer", "counted"}
+    assert first["host"]["load"] > 0 and last["host"]["save"] > 0 and first["ranks_per_host"] == 1
+    assert last["memory"]["peak"] >= built.engine.weight.nbytes
+    assert last["off"] == {} and last["warned"] == []  # nothing was predicted
+    _, out = told(START, {"t": 0.0, **first}, {"t": 0.0, **last})
+    (line,) = [line for line in out.splitlines() if "measured" in line]
+    assert "drumline plan --check 'runs/my run'" in line
+
+
+@pytest.mark.parametrize(("steps", "words"), [(2, "too short to be measured"), (3, "too short to be timed")])
+def test_a_short_run_says_that_it_is(tmp_path: Path, steps: int, words: str) -> None:
+    built, said = loop(tmp_path, steps=range(steps))
+    built.run()
+    (event,) = of(said, "measured")
+    assert event["final"] and words in " ".join(event["notes"]) and bool(event["memory"]) == (steps > 2)
+
+
+def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    built, said = loop(tmp_path)
+    built.measure.plan = built.plan.model_copy(update={"predicted": Predicted(estimate=ESTIMATE)})
+    built.run()
+    first, last = of(said, "measured")
+    assert "optimizer" in first["warned"] and "traffic" in last["warned"]  # the fake engine has neither
+    assert any("optimizer: predicted 200 B, measured 0 B, 100% less" in line for line in first["warnings"])
+    assert sum("optimizer" in record.message for record in caplog.records) == 1
+
+
+def test_the_peak_of_each_phase_is_its_own() -> None:
+    host = HostPeak()
+    block = bytearray(64 * 2**20)
+    block[::4096] = b"1" * len(block[::4096])
+    host.end("train")
+    with_block = host.bytes_["train"]
+    del block
+    host.end("train")
+    host.end("save")
+    assert host.bytes_["train"] == with_block
+    assert host.bytes_["save"] <= with_block - 32 * 2**20
+
+
+# ---------------------------------------------------------------------------------------------------------------- check
+
+
+def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any]) -> Path:
+    made: Plan = plan(folder).model_copy(update={"predicted": Predicted(estimate=estimate)})
+    made.save(folder / "plan.json")
+    log = EventLog(folder / "events.jsonl")
+    log.emit("planned", **planned(ESTIMATE))
+    for changes in measured:
+        log.emit("measured", **{**MEASURED.model_dump(), "off": {}, "warned": [], "warnings": [], "notes": [], **changes})
+    return folder
+
+
+def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path, ESTIMATE, {"memory": {"peak": 7}}, {"memory": {"parameters": 100, "peak": 2000}})
+    assert check(run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {words[0]: " ".join(words) for line in lines if (words := line.split())}
+    assert rows["parameters"] == "parameters 100 B 100 B as predicted"
+    assert rows["peak"] == "peak 1000 B 1.95 KiB 100% more"
+    assert lines[-1] == "off by more than 15%: peak"
+    assert check(run, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {row["category"]: row["warns"] for row in told["rows"]} == {
+        "parameters": False, "peak": True, "host load": False, "host train": False, "traffic": False, "seconds": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("estimate", "events", "words"),
+    [
+        (None, [{}], "no estimate"),
+        (ESTIMATE, [], "measured nothing in 0 steps"),
+        (ESTIMATE, [{"memory": {}}], "measured nothing"),
+    ],
+)
+def test_check_of_runs_that_cannot_be_checked(tmp_path: Path, estimate: Estimate | None, events: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(run_folder(tmp_path, estimate, *events))
+
+
+def test_check_of_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run"):
+        check(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match="not one of this version"):
+        check(tmp_path)
