@@ -8,7 +8,8 @@ from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, HostMemory, Memory
 from drumline.plan.layout import Layout
-from drumline.plan.states import part_of, state_of
+from drumline.plan.states import Part, State, native_state, part_of
+from drumline.plan.zero_states import zero_state
 
 
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
@@ -40,6 +41,12 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         reserved=total,
         phase="backward",
     )
+
+
+def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """What a rank keeps, by the engine that the layout runs on."""
+    state = zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
+    return state if layout.device == "cuda" else state.here()
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemory:

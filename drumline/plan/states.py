@@ -138,13 +138,26 @@ def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of one rank: what lies on its device, and by the same words `host`, what lies in host memory, and `disk`, on NVMe."""
+    """Bytes of one rank: on its device, and what offloading keeps in host memory or on NVMe. On a CPU all is on the device."""
 
     parameters: int
     gradients: int
     optimizer: int
-    host: int = 0
-    disk: int = 0
+    host_parameters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        return self.host_parameters + self.host_gradients + self.host_optimizer
+
+    def here(self) -> State:
+        """Where device and host are one."""
+        return State(self.parameters + self.host_parameters, self.gradients + self.host_gradients, self.optimizer + self.host_optimizer)
 
 
 def shards_of(layout: Layout) -> int:
@@ -172,20 +185,6 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     if isinstance(layout.strategy, s.DiLoCoStrategy):
         kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.learned
     state = State(weight_bytes(layout, has), 4 * has.learned, kept)
-    if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu" and layout.device == "cuda":
-        return State(0, 0, 0, host=state.parameters + state.gradients + state.optimizer)
+    if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu":
+        return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
     return state
-
-
-def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """By the engine that the layout runs on."""
-    return zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
-
-
-def zero_state(layout: Layout, facts: ModelFacts) -> State:
-    """ZeRO 1, 2, 3 (Rajbhandari et al. 2020) by DeepSpeed."""
-    has, ranks, low = held(facts, part_of(facts, (), 1, 0)), layout.mesh.world_size, layout.precision != "fp32"
-    stage = {"zero1": 1, "zero2": 2, "zero3": 3}[layout.strategy.kind]
-    weights, share = has.entries * (2 if low else 4), math.ceil(has.learned / ranks)
-    kept = share * 4 * (1 + slots(layout.config.optimizer))
-    return State(math.ceil(weights / ranks) if stage == 3 else weights, 4 * (has.learned if stage == 1 else share), kept)

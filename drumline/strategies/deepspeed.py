@@ -250,9 +250,10 @@ class DeepSpeedEngine:
     def held(self) -> Held:
         """ZeRO 3 counts what it has cut, not what it has gathered."""
         weights = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
-        masters = tensors_in(*(group["params"] for group in self.zero.param_groups))
+        # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
+        masters = tensors_in(getattr(self.zero, "fp32_partitioned_groups_flat", None) or [g["params"] for g in self.zero.param_groups])
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
-        kept = tensors_in(*(getattr(self.zero, name, None) for name in GRADIENTS))
+        kept = tensors_in(*(_plain(getattr(self.zero, name, None)) for name in GRADIENTS))
         return Held.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
     def exposed_communication(self) -> float | None:
@@ -348,6 +349,11 @@ class DeepSpeedEngine:
         """The weights that forward uses, from the fp32 ones."""
         if not self.sharded:
             self.zero.update_lp_params()
+
+
+def _plain(kept: Any) -> Any:
+    """Dicts of lists of a class of DeepSpeed's own, whose insides torch does not look into, as lists."""
+    return [[*group] if isinstance(group, list) else group for group in kept.values()] if isinstance(kept, dict) else kept
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -1,0 +1,61 @@
+"""One rank of test_memory: `python -m tests.distributed.memory_worker PLAN...` runs three steps of each plan on full rows and writes
+held-RANK.json into its run folder: what the engine holds, and the peak of the third step by phase above what was there before."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def measure(plan: Any, rank: int) -> dict[str, Any]:
+    """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
+    from drumline.data.batches import TokenBatch
+    from drumline.dist.live import LiveBytes
+    from drumline.strategies.build import build_engine
+    from drumline.train.build import build_algorithm
+
+    gc.collect()
+    nothing = LiveBytes()
+    with nothing:
+        pass
+    engine = build_engine(plan, "cpu")
+    objective = build_algorithm(plan.config).objective
+    rows, length = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
+    generator = torch.Generator().manual_seed(plan.mesh.data_rank(rank))
+    batches = []
+    for _ in range(plan.batch.accumulation):
+        ids_BT = torch.randint(3, 300, (rows, length), generator=generator)
+        batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), torch.arange(length).expand(rows, length).contiguous(), rows * length))
+    for _ in range(2):  # DDP lays out its buckets in the first step, DeepSpeed keeps some of it
+        engine.forward_backward(batches, objective, 100.0)
+        engine.step(1e-3, engine.grad_norm())
+    live = LiveBytes()
+    with live:
+        engine.forward_backward(batches, objective, 100.0)
+    held = engine.held()
+    with live:
+        live.phase = "clip"
+        norm = engine.grad_norm()
+        live.phase = "step"
+        engine.step(1e-3, norm)
+    before = nothing.base
+    return {"held": list(held), "base": live.base - before, "peaks": {phase: peak - before for phase, peak in live.peaks.items()}}
+
+
+def main(paths: list[str]) -> None:
+    from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+
+    ranks = start("cpu", "gloo", 60.0)
+    for path in map(Path, paths):
+        (path.parent / f"held-{ranks.rank}.json").write_text(json.dumps(measure(Plan.load(path), ranks.rank)))
+    stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
