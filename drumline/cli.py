@@ -90,6 +90,27 @@ def plan(
 
 
 @app.command()
+def init(
+    config: Annotated[Path, typer.Argument(metavar="[NEW.yaml]", help="The file to write; one that is there is left alone.")] = Path(
+        "drumline.yaml"
+    ),
+    model: Annotated[str | None, typer.Option(help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an optimizer step.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what no flag says is as by default.")] = False,
+) -> None:
+    """Ask five questions, plan, and write a commented YAML."""
+    from drumline.planning.init import Answers
+    from drumline.planning.init import init as run
+
+    raise typer.Exit(run(config, Answers(model, algorithm, data, cluster, adapter, length, batch), yes))
+
+
+@app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Tokenise and pack the data ahead of time; cached by content."""
     from drumline.train.command import prepare as run

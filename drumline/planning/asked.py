@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.config.cluster import cluster_from_string
 from drumline.config.load import Loaded, load, load_text
-from drumline.errors import UserError
+from drumline.errors import ConfigError, UserError
 from drumline.models.shapes import hub_id
 
 FLAGS = "flags"  # the name of a config that was not read from a file
@@ -29,21 +31,34 @@ class Flags:
     precision: str | None = None
     price: float | None = None
 
-    def overrides(self) -> list[str]:
-        """The flags as overrides of a config. Raises UserError for an adapter that there is not."""
+    def overrides(self) -> dict[str, str]:
+        """The flags as overrides of a config, each with the words it was said in. Raises UserError for an adapter that there is not."""
         if self.adapter is not None and self.adapter not in ADAPTERS:
             raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
-        said = {
-            "model.id": None if self.model is None else json.dumps(hub_id(self.model)),
-            "cluster": None if self.cluster is None else _cluster(self.cluster),
-            "data.max_length": self.length,
-            "adapter": None if self.adapter is None else ADAPTERS[self.adapter],
-            "batch.global_samples": self.batch,
-            "algorithm": self.algorithm,
-            "precision": self.precision,
-            "cluster.price_per_device_hour": self.price,
-        }
-        return [f"{key}={value}" for key, value in said.items() if value is not None]
+        cluster = None if self.cluster is None else _cluster(self.cluster)
+        said = [
+            ("model.id", self.model and json.dumps(hub_id(self.model)), f"--model {self.model}"),
+            ("cluster", cluster, f"--cluster {self.cluster}"),
+            ("data.max_length", self.length, f"--length {self.length}"),
+            ("adapter", self.adapter and ADAPTERS[self.adapter], f"--adapter {self.adapter}"),
+            ("batch.global_samples", self.batch, f"--batch {self.batch}"),
+            ("algorithm", self.algorithm, f"--algorithm {self.algorithm}"),
+            ("precision", self.precision, f"--precision {self.precision}"),
+            ("cluster.price_per_device_hour", self.price, f"--price {self.price}"),
+        ]
+        return {f"{key}={value}": words for key, value, words in said if value is not None}
+
+
+@contextmanager
+def in_words(overrides: dict[str, str]) -> Iterator[None]:
+    """A mistake in an override is told as one in the flag that it was made of."""
+    try:
+        yield
+    except ConfigError as error:
+        flag = overrides.get((error.where or "").removeprefix("override "))
+        if flag is None:
+            raise
+        raise ConfigError(error.what, where=flag, fix=error.fix) from None
 
 
 def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
@@ -53,16 +68,19 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
     """
     if path is not None and "=" in path.name and not path.exists():  # no YAML at all: the first word is an override
         path, overrides = None, [str(path), *overrides]
-    overrides = [*flags.overrides(), *overrides]
+    made = flags.overrides()
+    overrides = [*made, *overrides]
     if path is not None:
-        return load(path, overrides)
+        with in_words(made):
+            return load(path, overrides)
     if not any(override.startswith("model") for override in overrides):
         raise UserError(
             "what is to be planned?",
             where="drumline plan",
             fix="name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096",
         )
-    return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
+    with in_words(made):
+        return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
 
 
 def _cluster(said: str) -> str:

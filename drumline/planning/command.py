@@ -10,6 +10,7 @@ from rich.console import Console
 
 from drumline.config.load import Loaded
 from drumline.plan.search import Answer, search
+from drumline.planning.advise import nothing_fits
 from drumline.planning.asked import FLAGS, Flags, asked
 from drumline.planning.written import to_use
 from drumline.report.bars import bars
@@ -30,7 +31,7 @@ class Options:
 
 
 def plan(options: Options) -> int:
-    """`drumline plan`. Returns the exit code: 0 where something fits, 1 where nothing does."""
+    """`drumline plan`. Returns the exit code. Raises PlanError, after the answer was shown, where nothing fits."""
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if options.devices:
         from drumline.planning.devices import show_devices
@@ -54,7 +55,9 @@ def plan(options: Options) -> int:
         if answer.ranked:
             config = None if loaded.path == Path(FLAGS) else loaded.path
             console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
-    return 0 if answer.ranked else 1
+    if not answer.ranked:
+        raise nothing_fits(answer)
+    return 0
 
 
 def _answer(loaded: Loaded, aside: Console) -> Answer:
