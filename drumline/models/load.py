@@ -195,6 +195,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         hidden=hidden,
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=width // heads,
         batch_norms=sum(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()),
         frozen=frozen,
         frozen_bytes=frozen_bytes,

@@ -58,6 +58,7 @@ class ModelFacts:
     hidden: int
     heads: int = 1
     kv_heads: int = 1
+    head_dim: int = 0  # entries of an attention head
     tp_styles: frozenset[str] = frozenset()
     tp_cuts_heads: bool = False
     batch_norms: int = 0

@@ -151,6 +151,12 @@ def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:
     return _merge(strategy.config or {}, strategy.options)
 
 
+def user_config(strategy: s.ZeroStrategy, facts: ModelFacts | None) -> dict[str, Any]:
+    """Dotted path → what the user's own DeepSpeed config says, `auto` for sizes filled in."""
+    own = _own(strategy)
+    return _flat(_without_auto(own, _sizes(facts))) if own else {}
+
+
 def _ruled(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Ruled]:
     """What the YAML says, by DeepSpeed's names. Where it says nothing of offloading and ZeRO++, the user's file has its way."""
     config, fp16 = decided.config, decided.precision == "fp16"

@@ -1,0 +1,117 @@
+"""Bytes that leave a rank, added up by kind of collective; and what each rank holds of a model. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.figures import Traffic
+from drumline.plan.states import Part, end_weights
+
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
+ROWS_CUT = ("colwise", "colwise_gather_output", "colwise_rep", "embedding", "head")
+COLUMNS_CUT = ("rowwise", "rowwise_split_input", "rowwise_rep")
+
+
+@dataclass
+class Sent:
+    """The ring algorithm's shares, as `dist.traffic` has them. `part`: of the ranks, those that the calls which follow are of."""
+
+    part: float = 1.0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def all_reduce(self, bytes_: float, ranks: int) -> None:
+        self._add("all_reduce", bytes_ * 2 * (ranks - 1) / ranks)
+
+    def all_gather(self, bytes_: float, ranks: int) -> None:
+        """`bytes_`: of what this rank has."""
+        self._add("all_gather", bytes_ * (ranks - 1))
+
+    def reduce_scatter(self, bytes_: float, ranks: int) -> None:
+        """`bytes_`: of the whole."""
+        self._add("reduce_scatter", bytes_ * (ranks - 1) / ranks)
+
+    def all_to_all(self, bytes_: float, ranks: int) -> None:
+        self._add("all_to_all", bytes_ * (ranks - 1) / ranks)
+
+    def broadcast(self, bytes_: float, ranks: int) -> None:
+        self._add("broadcast", bytes_ * (ranks - 1) / ranks)
+
+    def p2p(self, bytes_: float) -> None:
+        self._add("p2p", bytes_)
+
+    def _add(self, kind: str, bytes_: float) -> None:
+        self.sums[kind] = self.sums.get(kind, 0.0) + self.part * bytes_
+
+    def traffic(self) -> Traffic:
+        return Traffic(**self.sums)
+
+
+def share(length: int, ranks: int, rank: int) -> int:
+    """Of `length` rows, those on a rank, as DTensor's Shard deals them: the last ones have fewer."""
+    each = -(-length // ranks)
+    return max(0, min(each, length - rank * each))
+
+
+def cut_dimension(weight: Weight) -> int | None:
+    """The dimension that tensor parallelism cuts; None: each rank has the whole."""
+    if weight.style in ROWS_CUT:
+        return 0
+    return 1 if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
+    the rest; `…_learned`: of these, of weights that learn. `learned`: without FSDP2's cut; `tied`: of these, what lies on both ends.
+    `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts some of them, and not others."""
+
+    units: int = 0
+    root: int = 0
+    units_learned: int = 0
+    root_learned: int = 0
+    learned: int = 0
+    tensors: int = 0
+    tied: int = 0
+    is_cut: bool = False
+    is_whole: bool = False
+
+
+@lru_cache(maxsize=4096)
+def held(facts: ModelFacts, mine: Part, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Held:
+    """Of rank `rank` of `tp`. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
+    sums, cuts = Counter[str](), set[bool]()
+    for weight, number in weights_of(facts, mine):
+        shape = list(weight.shape)
+        if tp > 1 and (cut := cut_dimension(weight)) is not None:
+            shape[cut] = share(shape[cut], tp, rank)
+        whole = math.prod(shape)
+        part = whole if not shape else -(-shape[0] // shards) * math.prod(shape[1:])
+        is_unit = weight.place == "block" if wrap is None else any(owner in wrap for owner in weight.owners)
+        sums["units" if is_unit else "root"] += number * part
+        if weight.learned:
+            sums["units_learned" if is_unit else "root_learned"] += number * part
+            sums["learned"] += number * whole
+            sums["tensors"] += number
+            sums["tied"] += whole if weight.place == "both" else 0
+            cuts.add(tp > 1 and cut_dimension(weight) is not None)
+    return Held(**sums, is_cut=True in cuts, is_whole=False in cuts)
+
+
+@lru_cache(maxsize=4096)
+def weights_of(facts: ModelFacts, mine: Part) -> tuple[tuple[Weight, int], ...]:
+    """The weights of a part, and how many equal ones there are of each."""
+    blocks = Counter(facts.first_of_kind[block] for first, stop in mine.stages for block in range(first, stop))
+    some = [(weight, number) for block, number in blocks.items() for weight in facts.block_weights[block]]
+    return (*some, *((weight, 1) for weight in end_weights(facts, mine)))
+
+
+@lru_cache(maxsize=4096)
+def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
+    """Ranks that hold parts of other sizes, and which part of the ranks is like each: one for all where everything divides."""
+    weights = [weight for block, _ in facts.kinds_of_blocks for weight in block] + list(facts.end_weights)
+    even = all(cut is None or w.shape[cut] % tp == 0 for w in weights for cut in (cut_dimension(w),))
+    return ((0, 1.0),) if even else tuple((rank, 1 / tp) for rank in range(tp))

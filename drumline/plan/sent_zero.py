@@ -1,0 +1,65 @@
+"""What DeepSpeed's ZeRO sends, as its source of 0.19.8 does it. Pure.
+
+Stage 1 and 2 add up gradients by all-reduce (`use_multi_rank_bucket_allreduce`), whole, in fp32 (`communication_data_type`): stage 1 after
+the last micro-batch, stage 2 after each. After the step each of the optimizer's groups of parameters (with and without weight decay),
+padded to 2 × ranks entries, is gathered in the type of the weights.
+Stage 3 cuts each parameter by itself into equal parts, padded. It gathers what is not kept whole (`stage3_param_persistence_threshold`)
+for forward, and again for backward where more than `stage3_max_reuse_distance` parameters are used in between; gradients are scattered
+after each micro-batch; what is kept whole is gathered after the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.config import strategies as s
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.layout import Layout
+from drumline.plan.sent import WIDTH, Sent
+from drumline.plan.zero import user_config
+
+PERSISTENT, REUSE = 100_000, 1_000_000_000  # DeepSpeed's defaults: entries
+
+
+def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+    strategy, ranks = layout.strategy, layout.mesh.shard
+    assert isinstance(strategy, s.ZeroStrategy)
+    own, width = user_config(strategy, facts), WIDTH[layout.precision]
+    weights = [weight for block in facts.block_weights for weight in block] + list(facts.end_weights)
+    low = 2 if own.get("communication_data_type", "fp32") in ("fp16", "bfp16", "bf16") else 4
+    offloads = strategy.offload_optimizer.kind != "none"
+    groups: dict[bool, list[Weight]] = {}
+    for weight in weights:
+        if weight.learned:
+            groups.setdefault(len(weight.shape) >= 2, []).append(weight)
+    if not isinstance(strategy, s.Zero3Strategy):
+        reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
+        sent.all_reduce(reductions * low * facts.learned, ranks)
+        for group in groups.values():
+            sent.all_gather(width * 2 * _parts(sum(w.numel for w in group), 2 * ranks), ranks)
+            sent.all_reduce(4, ranks)  # its norm
+        return
+    _stage_3(sent, layout, facts, own, width, low)
+    for _ in groups:
+        sent.all_reduce(4 if offloads else 8, ranks)
+
+
+def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any], width: int, low: int) -> None:
+    ranks, rounds = layout.mesh.shard, layout.batch.accumulation
+    persistent = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
+    reuse = int(own.get("zero_optimization.stage3_max_reuse_distance", REUSE))
+    twice = layout.activation_checkpointing != "none"  # forward of a block runs again right before its backward
+    behind = 0
+    for block in (*reversed(facts.block_weights), facts.end_weights):
+        once = 2 if (3 if twice else 2) * behind >= reuse and block is not facts.end_weights else 1
+        for weight in block:
+            part = _parts(weight.numel, ranks)
+            gathers = 1 if weight.numel <= persistent else rounds * once
+            sent.all_gather(width * gathers * part, ranks)
+            if weight.learned:
+                sent.reduce_scatter(low * rounds * part * ranks, ranks)
+        behind += sum(weight.numel for weight in block)
+
+
+def _parts(length: int, number: int) -> int:
+    return -(-length // number)

@@ -1,0 +1,89 @@
+"""Bytes that the planner says a step sends, held against those that real runs counted at their collectives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.load import load
+from drumline.models.load import facts, load_config
+from drumline.plan.layout import Layout
+from drumline.plan.plan import Plan
+from drumline.plan.traffic import traffic
+from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.ranks import run_plans
+from tests.distributed.rows import ROWS, Row
+from tests.distributed.test_parity import merge
+from tests.harness import WORDS, events, write_config, write_rows
+from tests.tiny import tiny_model_dir
+
+LENGTH = 96
+# Documents that are cut at LENGTH tokens, so that every row is full. Two steps pass before one is counted.
+BASE: dict[str, Any] = {
+    "algorithm": {"kind": "pretrain", "loss_chunk": 0},
+    "data": {"packing": True, "max_length": LENGTH, "eval": []},
+    "rows": 160,
+    "batch": {"global_samples": 8, "micro_batch": 4},
+    "run": {"steps": 3, "log_every": 1},
+    "checkpoint": {"every": None, "asynchronous": False, "keep_best": False},
+    "eval": {"at_start": False, "every": None},
+}
+
+
+# Widths that two and four ranks do not divide.
+MODEL: dict[str, Any] = {"vocab_size": 317, "layers": 4, "hidden": 40}
+DOCUMENT = random.Random(0).choices(WORDS, k=3000)
+EXACT = [row for row in ROWS if row.world_size > 1]
+# In the step that is counted DDP of a static graph tells the others once how it has arranged its buckets: 38 parameters.
+ONCE = {"ddp 2, static graph": 4 * (1 + 39) / 2}
+
+
+def slug(row: Row) -> str:
+    return row.name.replace(" ", "_").replace(",", "")
+
+
+def plan_of(root: Path, row: Row) -> Path:
+    folder = root / slug(row)
+    folder.mkdir()
+    path = write_config(folder, root / "model", **merge(BASE, row.sections))
+    write_rows(folder / "train.jsonl", [{"text": " ".join(DOCUMENT)}])
+    request = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
+    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
+
+
+def predicted(plan: Plan) -> float:
+    config = plan.config
+    hf_config = load_config(plan.model_path, config.model)
+    layout = replace(Layout.of(plan), tokens_per_row=LENGTH)  # of the counted step; the last row of the data is shorter
+    return traffic(layout, facts(hf_config, LENGTH, config.adapter, config.head)).total
+
+
+def run_rows(root: Path, rows: list[Row]) -> None:
+    by_group: dict[tuple[int, str], list[Path]] = {}
+    for row in rows:
+        path = plan_of(root, row)
+        by_group.setdefault((row.world_size, Plan.load(path).engine), []).append(path)
+    for (world_size, _), plans in by_group.items():
+        run_plans(plans, world_size)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rows that are asked for, trained: one process group for each world size and engine."""
+    root = tmp_path_factory.mktemp("traffic")
+    tiny_model_dir(root / "model", **MODEL)
+    chosen = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
+    run_rows(root, [item.callspec.params["row"] for item in chosen if "row" in getattr(item, "callspec", item).params])
+    return root
+
+
+@pytest.mark.parametrize("row", EXACT, ids=lambda row: row.name)
+def test_the_planner_says_what_a_step_sends(runs: Path, row: Row) -> None:
+    folder = runs / slug(row)
+    plan = Plan.load(folder / "run" / "plan.json")
+    sent = events(folder / "run", "step")[-1]["sent_bytes"]
+    assert sent - ONCE.get(row.name, 0) == pytest.approx(predicted(plan), rel=1e-6, abs=1)
