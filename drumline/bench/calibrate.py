@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,59 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.bench.calibrate_rank import Task, group_sizes
 from drumline.cluster.calibration import Calibration, Measured, Product
 from drumline.cluster.detect import Machine, cache_dir, detect, free_bytes
 from drumline.cluster.stored import hardware, place, software, write
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.launch.agent import Agent
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import root_cause
 
+MIB = 2**20
 MOST_CPU_RANKS = 8  # unless --nproc says more
 DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then some
 # Seconds that one collective, and the whole of a rank, may take.
 TIMEOUT, LIMIT, LIMIT_QUICK = 60.0, 900.0, 120.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the command asks its ranks: `cores` is the machine's, `folder` on the disk to measure, `out` where rank 0 writes."""
+
+    device: str
+    cores: int
+    bf16: bool
+    quick: bool
+    folder: str
+    out: str
+    timeout_seconds: float
+    limit_seconds: float
+
+    @property
+    def repeats(self) -> int:
+        return 3 if self.quick else 7
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, width) of products (rows × width) · (width × width), from small to large."""
+        rows, widths = {
+            ("cpu", True): ((64, 512), (256, 1024)),
+            ("cpu", False): ((64, 512, 2048), (256, 576, 1024, 2048)),
+            ("cuda", True): ((2048, 8192), (2048, 4096)),
+            ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
+        }[self.device, self.quick]
+        return sorted(((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of tensors that are sent or copied, from small to large."""
+        most = (4 if self.quick else 64) if self.device == "cpu" else (64 if self.quick else 256)
+        return [64 * 1024, MIB, most * MIB]
+
+
+def group_sizes(world: int) -> list[int]:
+    """2, 4, 8, … and all."""
+    return sorted({2**i for i in range(1, world.bit_length()) if 2**i <= world} | ({world} if world > 1 else set()))
 
 
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
@@ -55,6 +94,8 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
 
 def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
     """Start the ranks, which die with this process, and read what rank 0 wrote."""
+    from drumline.launch.agent import Agent
+
     with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, Asked() as asked:
         task = Task(
             device=machine.device,

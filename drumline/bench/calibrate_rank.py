@@ -13,57 +13,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from drumline.bench.calibrate import MIB, Task, group_sizes
 from drumline.cluster.calibration import Calibration, Measured, Product, line_through
 from drumline.dist.start import Ranks, start, stop
 from drumline.dist.traffic import SentBytes
 
-MIB = 2**20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ENOUGH = 0.2  # seconds of samples, where there is time
 TOO_SLOW = 0.5  # seconds that one product may be expected to take: larger ones of that precision are left out
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the command asks its ranks: `cores` is the machine's, `folder` on the disk to measure, `out` where rank 0 writes."""
-
-    device: str
-    cores: int
-    bf16: bool
-    quick: bool
-    folder: str
-    out: str
-    timeout_seconds: float
-    limit_seconds: float
-
-    @property
-    def repeats(self) -> int:
-        return 3 if self.quick else 7
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, width) of products (rows × width) · (width × width), from small to large."""
-        rows, widths = {
-            ("cpu", True): ((64, 512), (256, 1024)),
-            ("cpu", False): ((64, 512, 2048), (256, 576, 1024, 2048)),
-            ("cuda", True): ((2048, 8192), (2048, 4096)),
-            ("cuda", False): ((512, 2048, 8192, 32768), (1024, 2048, 4096, 8192)),
-        }[self.device, self.quick]
-        return sorted(((r, w) for r in rows for w in widths), key=lambda shape: shape[0] * shape[1] ** 2)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of tensors that are sent or copied, from small to large."""
-        most = (4 if self.quick else 64) if self.device == "cpu" else (64 if self.quick else 256)
-        return [64 * 1024, MIB, most * MIB]
 
 
 def main() -> None:
@@ -99,7 +65,7 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     products, memory = _slowest(products, memory) if task.device == "cuda" else (products, memory)
     lines = collectives(task, ranks)
     return Calibration(
-        matmul={precision: max(p.rate for p in tried) for precision, tried in products.items()},
+        matmul={precision: rate_of_large(tried) for precision, tried in products.items()},
         products=products,
         memory=memory,
         collectives=lines,
@@ -120,7 +86,7 @@ def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
         tried: list[Product] = []
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
-            if tried and flop / tried[-1].rate > TOO_SLOW:
+            if tried and flop / max(p.rate for p in tried) > TOO_SLOW:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
@@ -128,6 +94,12 @@ def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
             tried.append(Product(rows, width, width, flop / seconds))
         found[precision] = tuple(tried)
     return found
+
+
+def rate_of_large(tried: Sequence[Product]) -> float:
+    """The best FLOP/s among products of at least a quarter of the largest one's FLOPs."""
+    flops = [p.rows * p.inner * p.columns for p in tried]
+    return max(p.rate for p, flop in zip(tried, flops, strict=True) if 4 * flop >= max(flops))
 
 
 def copy_rate(task: Task) -> float:
@@ -185,11 +157,6 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
         points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
         found["p2p", 2] = line_through(points)
     return found
-
-
-def group_sizes(world: int) -> list[int]:
-    """2, 4, 8, … and all."""
-    return sorted({2**i for i in range(1, world.bit_length()) if 2**i <= world} | ({world} if world > 1 else set()))
 
 
 def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
@@ -255,8 +222,8 @@ def _seconds(call: Callable[[], Any], task: Task) -> float:
     call()
     _wait(task.device)
     once = time.perf_counter() - began
-    calls, times = max(1, int(0.01 / max(once, 1e-7))), []
-    for _ in range(task.repeats):
+    calls, times = max(1, int(0.01 / max(once, 1e-7))), list[float]()
+    while len(times) < task.repeats or (not task.quick and calls * sum(times) < ENOUGH):
         began = time.perf_counter()
         for _ in range(calls):
             call()

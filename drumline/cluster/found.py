@@ -1,4 +1,4 @@
-"""This machine as a cluster of one host."""
+"""This machine as a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ STAND_IN = "3090"
 
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
-    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory."""
+    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory. Where there
+    are more ranks than GPUs, as many hosts like this one as they need."""
     measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
         first = machine.devices[0]
@@ -27,14 +28,16 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
         spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
         if "PCIe" in first.name:
             spec = replace(spec, intra=spec.host_link)
-        per_node = len(machine.devices)
+        per_node = min(processes, len(machine.devices))
     else:
         spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
     intra, host_link = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link]
     network = catalog.link("100Gb")
     assert network is not None
     host = machine.memory_bytes
-    return Cluster(spec, per_node, 1, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
+    return Cluster(
+        spec, per_node, -(-processes // per_node), intra, network, host_link, host, found=True, calibration=measured, notes=notes
+    )
 
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:

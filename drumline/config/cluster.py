@@ -117,13 +117,12 @@ class ClusterConfig(Section):
             nodes = -(-self.per_node * self.nodes // 8)
             raise ValueError(f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8")
         link = catalog.link(self.intra) if self.intra is not None and self.intra not in self.links else None
-        if spec is None or link is None or self.device in self.devices:
+        if self.device is None or link is None or self.device in self.devices:
             return self
+        name, usual = (spec.name, spec.intra) if spec is not None else (catalog.CPU, "loopback")
         special = link.name.startswith("nvlink") or link.name == "infinity-fabric"
-        if special and link.name != spec.intra:
-            raise ValueError(
-                f"{spec.name} has no {link.name} — its usual link is {spec.intra}; leave intra out, or describe one under links"
-            )
+        if special and link.name != usual:
+            raise ValueError(f"{name} has no {link.name} — its usual link is {usual}; leave intra out, or describe one under links")
         return self
 
     def spec(self) -> DeviceSpec | None:

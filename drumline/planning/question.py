@@ -9,6 +9,7 @@ from typing import Any
 
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect
+from drumline.cluster.stored import calibration_for
 from drumline.config.load import Loaded
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
@@ -127,4 +128,4 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
 
 def _cluster(config: Config) -> Cluster:
     machine = detect()
-    return cluster_of(config.cluster, machine, config.launch.nproc or max(1, len(machine.devices)))
+    return cluster_of(config.cluster, machine, config.launch.nproc or max(1, len(machine.devices)), calibration_for(machine))

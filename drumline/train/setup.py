@@ -10,6 +10,7 @@ from typing import Any
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect, free_bytes
+from drumline.cluster.stored import calibration_for
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
@@ -96,7 +97,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
-    return predict(plan, facts, role_facts, cluster_of(None, machine, plan.mesh.world_size))
+    return predict(plan, facts, role_facts, cluster_of(None, machine, plan.mesh.world_size, calibration_for(machine)))
 
 
 def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cluster: Cluster) -> Plan:

@@ -78,6 +78,7 @@ WRONG = {
     "true": ["true given", "keys and values"],
     "{device: 4090, per_node: 4, intra: nvlink4}": ["4090 has no nvlink4", "its usual link is pcie4"],
     "{device: h100, per_node: 8, intra: infinity-fabric}": ["h100-80g has no infinity-fabric"],
+    "{device: cpu, per_node: 2, intra: nvlink4}": ["cpu has no nvlink4", "its usual link is loopback"],
     "1000xh100": ["no host holds 1000 GPUs", "nodes: 125 and per_node: 8"],
     "{device: h100, intra: nvlink9}": ["cluster.intra", "no link 'nvlink9'", "did you mean nvlink"],
     "{device: h100, nodes: 2, inter: fast}": ["cluster.inter", "no link 'fast'", "100Gb, 8x400Gb"],
@@ -120,9 +121,10 @@ def test_links_by_name(name: str, gb_s: float) -> None:
 
 def test_what_is_here_fills_up_what_is_not_said() -> None:
     a100 = Machine([Device("NVIDIA A100-SXM4-80GB", 85_000_000_000)] * 4, 32, 500 * GIB, "cuda", True)
-    here = cluster_of(None, a100, 1)
+    here = cluster_of(None, a100, 4)
     assert (here.device.name, here.per_node, here.found, here.device.memory_bytes) == ("a100-80g", 4, True, 85_000_000_000)
-    several = said("{nodes: 3, inter: 8x200Gb}", a100)
+    assert [(c.nodes, c.per_node) for c in (found(a100, 2), found(a100, 8))] == [(1, 2), (2, 4)]
+    several = said("{nodes: 3, inter: 8x200Gb}", a100, 4)
     assert (several.device.name, several.world_size, several.found, several.host_memory_bytes) == ("a100-80g", 12, False, 500 * GIB)
     assert with_nodes(several, 5).world_size == 20
     unknown = cluster_of(None, Machine([Device("NVIDIA A10G", 24 * 10**9)], 8, 64 * GIB, "cuda", True), 1)
