@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import Device, Machine
 from drumline.config.schema import Config
-from drumline.config.strategies import AutoStrategy, ZeroStrategy
+from drumline.config.strategies import AnyStrategy, AutoStrategy, ZeroStrategy
 from drumline.errors import PlanError
 from drumline.plan.batch import TOKENS_AT_ONCE
 from drumline.plan.batches import batches
@@ -29,7 +29,7 @@ from drumline.plan.resolve import data_parallel_of, device_of, engine_of, precis
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
-from drumline.plan.ways import Way, ways
+from drumline.plan.ways import Way, describe, ways
 from drumline.plan.zero import adopt
 
 FEW = 3  # strategies of a family that an answer holds
@@ -40,7 +40,8 @@ CHECKPOINTING = ("none", "selective", "full")
 @dataclass(frozen=True)
 class Question:
     """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
-    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed."""
+    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed. `nvme`: a folder on a
+    disk that ZeRO-3 may offload to, besides one that strategy auto names."""
 
     config: Config
     cluster: Cluster
@@ -50,6 +51,7 @@ class Question:
     role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
     processes: bool = False
     deepspeed: bool = True
+    nvme: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,11 @@ class _Family:
     looked_at: int = 0
 
 
-def search(question: Question) -> Answer:
-    """The best few of each family, and of the others the reason."""
+def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
+    """The best few of each family, and of the others the reason. `among`: ways to look at; None: all."""
     question = replace(question, config=adopt(question.config))
     look, families = _Look(question), dict[str, _Family]()
-    asked = question.config.strategy
-    nvme = asked.nvme if isinstance(asked, AutoStrategy) else None
-    for number, way in enumerate(ways(asked, question.cluster, question.facts, nvme)):
+    for number, way in enumerate(ways_of(question) if among is None else among):
         family = families.setdefault(way.family, _Family())
         try:
             chosen = look.best_of(way, family)
@@ -120,6 +120,27 @@ def search(question: Question) -> Answer:
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
             refused.append(Refused(name, _words(error)))
     return Answer(question, tuple(_in_order(ranked)), tuple(refused), sum(family.looked_at for family in families.values()))
+
+
+def ways_of(question: Question) -> Iterator[Way]:
+    """All ways that the question is open to."""
+    asked = question.config.strategy
+    nvme = asked.nvme if isinstance(asked, AutoStrategy) else None
+    return ways(asked, question.cluster, question.facts, question.nvme or nvme)
+
+
+def look_at(question: Question, strategy: AnyStrategy) -> Candidate | Refused:
+    """The best of one strategy."""
+    answer = search(question, [describe(strategy, question.cluster.world_size)])
+    return answer.ranked[0] if answer.ranked else answer.refused[0]
+
+
+def fits(question: Question, among: Iterable[Way] | None = None) -> bool:
+    """Whether any way fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. No more is asked than it
+    takes to know."""
+    question = replace(question, config=adopt(question.config))
+    look = _Look(question)
+    return any(look.fits(way) for way in (ways_of(question) if among is None else among))
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
@@ -190,6 +211,17 @@ class _Look:
         if refusal is not None and family.nearest is None:
             raise refusal
         return None
+
+    def fits(self, way: Way) -> bool:
+        """Whether the smallest micro-batch fits under some checkpointing."""
+        for kind in reversed(self.checkpointing):
+            try:
+                layout = next(self.layouts(way, kind))
+            except PlanError:
+                continue
+            if estimate(layout, self.question.facts, self.question.cluster).verdict == "fits":
+                return True
+        return False
 
     def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
         """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""

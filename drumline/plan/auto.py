@@ -1,0 +1,80 @@
+"""`strategy: auto`: what the planner takes, and in one line why. Pure."""
+
+from __future__ import annotations
+
+from drumline.config.schema import BatchConfig, Config
+from drumline.config.strategies import AutoStrategy
+from drumline.errors import PlanError
+from drumline.plan.advice import nothing_fits
+from drumline.plan.batch import resolve_batch
+from drumline.plan.guides import GUIDES, chosen_by
+from drumline.plan.search import Answer, Candidate, Question, Refused, gb, look_at, search
+from drumline.plan.stages import in_flight
+from drumline.plan.ways import describe
+
+
+def choose(question: Question) -> tuple[Config, str | None]:
+    """The config with strategy, micro-batch and checkpointing written in, and why. Where rules and numbers refuse everything, the config
+    as it is: resolving it says which. Raises PlanError where nothing fits, with the smallest changes that would."""
+    asked = question.config.strategy
+    assert isinstance(asked, AutoStrategy)
+    if asked.by == "rules":
+        return _by_rules(question, asked)
+    answer = search(question)
+    if answer.ranked:
+        return _written(question.config, answer.ranked[0]), _why(answer)
+    if any(refused.best for refused in answer.refused):
+        raise too_large(answer)
+    return question.config, None
+
+
+def too_large(answer: Answer) -> PlanError:
+    """No strategy fits: the one that is nearest, and the changes that would help."""
+    nearest = min((r for r in answer.refused if r.best), key=lambda r: r.best.estimate.memory.reserved if r.best else 0)
+    changes = nothing_fits(answer)
+    fix = "; or ".join(change.line() for change in changes[:3]) or "name a strategy to try it all the same"
+    return PlanError(f"no strategy is predicted to fit; nearest is {nearest.name}: {nearest.reason}", where="strategy", fix=fix)
+
+
+def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:
+    guide = GUIDES[asked.guide]
+    strategy, when = chosen_by(question, guide)
+    found = look_at(question, strategy)
+    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the guide `{guide.name}` ({when})"
+    if isinstance(found, Refused):
+        why += f"; the planner would not: {found.reason}"
+    return question.config.model_copy(update={"strategy": strategy}), why
+
+
+def _written(config: Config, first: Candidate) -> Config:
+    """What was chosen; what would come out so anyway is left as the user has it."""
+    layout, batch = first.layout, config.batch
+    usual = {"strategy": layout.strategy, "memory": config.memory}
+    if layout.activation_checkpointing != config.memory.activation_checkpointing:
+        usual["memory"] = layout.config.memory
+    if not _comes_out(config, batch, layout.batch, first):
+        usual["batch"] = first.config.batch
+    return config.model_copy(update=usual)
+
+
+def _comes_out(config: Config, said: BatchConfig, wanted: object, first: Candidate) -> bool:
+    mesh = first.layout.mesh
+    least = in_flight(mesh, first.layout.strategy)
+    made, _ = resolve_batch(said, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least, config.rows_per_sample)
+    return made == wanted
+
+
+def _why(answer: Answer) -> str:
+    first, *others = answer.ranked
+    second = next((other for other in others if other.family != first.family), None)
+    batch, figures = first.layout.batch, first.estimate
+    kind = first.layout.activation_checkpointing
+    parts = [
+        f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}"
+        + (f", {kind} checkpointing" if kind != "none" else ""),
+        f"{'fastest predicted to fit' if figures.verdict == 'fits' else 'tight, and nothing fits with room'} of {answer.looked_at} layouts:"
+        f" {figures.tokens_per_s:,.0f} tokens/s at {gb(figures.memory.reserved)} of {gb(figures.limit)}",
+    ]
+    if second is not None:
+        parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")
+    return "; ".join(parts)

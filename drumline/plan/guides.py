@@ -1,0 +1,122 @@
+"""What the usual guides say of strategies, as small tables, and where the planner disagrees with them. Pure.
+
+`parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload, each rung taken when the one before
+does not fit; its first rung (nn.DataParallel: many GPUs with little change to the code) is passed by, since DDP asks for no more here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drumline.config import strategies as s
+from drumline.plan.explain import count
+from drumline.plan.search import TIE, Answer, Candidate, Question, Refused, look_at
+from drumline.plan.ways import describe
+
+BILLION = 1_000_000_000
+Asks = Callable[[Question], bool]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a guide: the first whose condition holds counts."""
+
+    when: str
+    holds: Asks
+    strategy: s.AnyStrategy
+
+
+@dataclass(frozen=True)
+class Guide:
+    """`says`: the whole of it in words."""
+
+    name: str
+    says: str
+    rows: tuple[Row, ...]
+
+    def row(self, question: Question) -> Row:
+        return next(row for row in self.rows if row.holds(question))
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A guide that would have a run do worse, or not run: `says` what it would take, `reason` why not, with numbers."""
+
+    guide: str
+    says: str
+    reason: str
+
+
+def _below(billions: float) -> Asks:
+    return lambda question: question.facts.parameters < billions * BILLION
+
+
+def _few(devices: int, billions: float) -> Asks:
+    return lambda question: question.cluster.world_size <= devices and question.facts.parameters <= billions * BILLION
+
+
+def _fits(strategy: s.AnyStrategy) -> Asks:
+    def fits(question: Question) -> bool:
+        found = look_at(question, strategy)
+        return isinstance(found, Candidate) and found.estimate.verdict != "no"
+
+    return fits
+
+
+def _always(question: Question) -> bool:
+    return True
+
+
+DDP, FSDP, OFFLOADED = s.DDPStrategy(), s.FSDP2Strategy(), s.FSDP2Strategy(offload="cpu")
+GUIDES: dict[str, Guide] = {
+    "parameters": Guide(
+        "parameters",
+        "fewer than 1B parameters: ddp; 1-7B: zero2; more: zero3",
+        (
+            Row("fewer than 1B parameters", _below(1), DDP),
+            Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, s.Zero2Strategy()),
+            Row("more than 7B parameters", _always, s.Zero3Strategy()),
+        ),
+    ),
+    "devices": Guide(
+        "devices",
+        "up to 4 devices and 8B parameters: ddp; otherwise fsdp2",
+        (Row("up to 4 devices and 8B parameters", _few(4, 8), DDP), Row("more than 4 devices, or than 8B parameters", _always, FSDP)),
+    ),
+    "tree": Guide(
+        "tree",
+        "ddp where the model fits; else fsdp2; else fsdp2 with offload",
+        (
+            Row("the whole model fits on a device", _fits(DDP), DDP),
+            Row("its shards do", _fits(FSDP), FSDP),
+            Row("its shards do not", _always, OFFLOADED),
+        ),
+    ),
+}
+
+
+def chosen_by(question: Question, guide: Guide) -> tuple[s.AnyStrategy, str]:
+    """The guide's strategy (on one device plain data parallel is single), and the line of it that holds."""
+    row = guide.row(question)
+    alone = question.cluster.world_size == 1 and isinstance(row.strategy, s.DDPStrategy)
+    return (s.SingleStrategy() if alone else row.strategy), row.when
+
+
+def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
+    """For each guide whose strategy does not fit, or is slower than the first plan by more than can be told apart."""
+    found, question = list[Disagreement](), answer.question
+    for guide in GUIDES.values():
+        strategy, when = chosen_by(question, guide)
+        name = describe(strategy, question.cluster.world_size).name
+        theirs = look_at(question, strategy)
+        says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
+        if isinstance(theirs, Refused):
+            found.append(Disagreement(guide.name, says, theirs.reason))
+        elif answer.ranked:
+            first, ours = answer.ranked[0], theirs.estimate.tokens_per_s
+            if first.estimate.tokens_per_s * (1 - TIE) > ours and first.estimate.verdict == "fits":
+                ratio = first.estimate.tokens_per_s / ours
+                reason = f"{ours:,.0f} tokens/s, {first.name} {first.estimate.tokens_per_s:,.0f} ({ratio:.2f} ×)"
+                found.append(Disagreement(guide.name, says, reason))
+    return tuple(found)
