@@ -152,12 +152,15 @@ FREE = (
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """Keys whose values differ, in the order of the config."""
+    """Keys whose values differ, in the order of the config. How a global batch that is said is cut up may change, too."""
     before, after = _flat(old), _flat(new)
+    totals = ("batch.global_samples", "batch.global_tokens")
+    same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
+    may = (*FREE, "batch.micro_batch", "batch.accumulation") if same_batch else FREE
     found = []
     for key in dict.fromkeys([*before, *after]):
         if before.get(key) != after.get(key):
-            free = any(key == name or key.startswith(name + ".") for name in FREE)
+            free = any(key == name or key.startswith(name + ".") for name in may)
             found.append(Difference(key, before.get(key), after.get(key), not free))
     return found
 

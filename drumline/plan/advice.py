@@ -54,7 +54,7 @@ def max_length(question: Question) -> tuple[Most, ...]:
 
     def longest(family: Sequence[Way]) -> Most | None:
         tokens = _largest(lambda n: fits(_of_length(question, n), family), STEP, end, STEP)
-        return tokens and _most(tokens, search(_of_length(question, tokens), family))
+        return None if tokens is None else _most(tokens, search(_of_length(question, tokens), family))
 
     return _by_family(question, longest)
 
@@ -64,7 +64,7 @@ def max_batch(question: Question) -> tuple[Most, ...]:
 
     def one(way: Way) -> Most | None:
         micro = _largest(lambda n: fits(_of_batch(question, way, n), [way]), 1, MOST_ROWS, 1)
-        return micro and _most(micro, search(_of_batch(question, way, micro), [way]))
+        return None if micro is None else _most(micro, search(_of_batch(question, way, micro), [way]))
 
     def largest(family: Sequence[Way]) -> Most | None:
         return max(filter(None, map(one, family)), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
@@ -103,7 +103,7 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
 def _shorter(question: Question) -> tuple[str, Question] | None:
     """Rows cut to the longest that fits."""
     tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, question.config.data.max_length - 1, STEP)
-    return tokens and (f"data.max_length={tokens}", _of_length(question, tokens))
+    return None if tokens is None else (f"data.max_length={tokens}", _of_length(question, tokens))
 
 
 def _more(question: Question) -> tuple[str, Question] | None:

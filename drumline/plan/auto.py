@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from drumline.config.schema import BatchConfig, Config
+from drumline.config.schema import Config
 from drumline.config.strategies import AutoStrategy
 from drumline.errors import PlanError
 from drumline.plan.advice import nothing_fits
-from drumline.plan.batch import resolve_batch
+from drumline.plan.batch import resolve_batch, row_tokens
 from drumline.plan.guides import GUIDES, chosen_by
 from drumline.plan.search import Answer, Candidate, Question, Refused, gb, look_at, search
 from drumline.plan.stages import in_flight
@@ -49,19 +49,13 @@ def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:
 def _written(config: Config, first: Candidate) -> Config:
     """What was chosen; what would come out so anyway is left as the user has it."""
     layout, batch = first.layout, config.batch
-    usual = {"strategy": layout.strategy, "memory": config.memory}
-    if layout.activation_checkpointing != config.memory.activation_checkpointing:
-        usual["memory"] = layout.config.memory
-    if not _comes_out(config, batch, layout.batch, first):
-        usual["batch"] = first.config.batch
-    return config.model_copy(update=usual)
-
-
-def _comes_out(config: Config, said: BatchConfig, wanted: object, first: Candidate) -> bool:
-    mesh = first.layout.mesh
-    least = in_flight(mesh, first.layout.strategy)
-    made, _ = resolve_batch(said, mesh.data_ranks, config.data.max_length, config.eval.micro_batch, least, config.rows_per_sample)
-    return made == wanted
+    least = in_flight(layout.mesh, layout.strategy)
+    length, held_out, rows = row_tokens(config), config.eval.micro_batch, config.rows_per_sample
+    if resolve_batch(config.batch, layout.mesh.data_ranks, length, held_out, least, rows)[0] != layout.batch:
+        batch = first.config.batch
+    same = layout.activation_checkpointing == config.memory.activation_checkpointing
+    memory = config.memory if same else layout.config.memory
+    return config.model_copy(update={"strategy": layout.strategy, "memory": memory, "batch": batch})
 
 
 def _why(answer: Answer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drumline.config.schema import BatchConfig
+from drumline.config.schema import BatchConfig, Config
 from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan
 
@@ -10,6 +10,11 @@ from drumline.plan.plan import BatchPlan
 # matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
 TOKENS_AT_ONCE = 4096
 IMAGE_TOKENS = 128  # an image counts as this many
+
+
+def row_tokens(config: Config) -> int:
+    """What a row counts as where micro-batches are chosen."""
+    return IMAGE_TOKENS if config.images_alone else config.data.max_length
 
 
 def resolve_batch(

@@ -11,7 +11,7 @@ from drumline.config import strategies as st
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
-from drumline.plan.batch import IMAGE_TOKENS, resolve_batch
+from drumline.plan.batch import resolve_batch, row_tokens
 from drumline.plan.communication import communication_why, kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
@@ -54,8 +54,9 @@ def resolve(
     precision = precision_of(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
     least = in_flight(mesh, config.strategy)
-    length = IMAGE_TOKENS if config.images_alone else config.data.max_length
-    batch, batch_why = resolve_batch(config.batch, mesh.data_ranks, length, config.eval.micro_batch, least, config.rows_per_sample)
+    batch, batch_why = resolve_batch(
+        config.batch, mesh.data_ranks, row_tokens(config), config.eval.micro_batch, least, config.rows_per_sample
+    )
     why += batch_why + _batch_norm_why(config, batch, facts)
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
     roles, role_facts = roles or {}, role_facts or {}

@@ -40,8 +40,8 @@ CHECKPOINTING = ("none", "selective", "full")
 @dataclass(frozen=True)
 class Question:
     """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
-    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed. `nvme`: a folder on a
-    disk that ZeRO-3 may offload to, besides one that strategy auto names."""
+    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed.
+    `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
 
     config: Config
     cluster: Cluster
@@ -173,8 +173,8 @@ def why_not(figures: Estimate) -> str:
 
 
 def gb(bytes_: float) -> str:
-    """As device memory is sold: 10^9 bytes."""
-    return f"{bytes_ / 1e9:.1f} GB"
+    """As device memory is sold: 10^9 bytes; what is small in 10^6."""
+    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
 class _Look:

@@ -10,7 +10,6 @@ from typing import Any
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect, free_bytes
-from drumline.cluster.stored import calibration_for
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
@@ -23,7 +22,6 @@ from drumline.models import load as models
 from drumline.models.classes import LM, with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
-from drumline.plan.cluster import cluster_of
 from drumline.plan.estimate import estimate
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
@@ -31,6 +29,7 @@ from drumline.plan.layout import Layout
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.rollout import colocated, rewards
+from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
 from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
@@ -83,6 +82,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     machine = detect()
     facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
+    config, why = settle(config, machine, request.world_size, facts, data, roles, role_facts)
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
@@ -97,7 +97,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
-    return predict(plan, facts, role_facts, cluster_of(None, machine, plan.mesh.world_size, calibration_for(machine)))
+    cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
+    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), facts, role_facts, cluster)
 
 
 def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cluster: Cluster) -> Plan:

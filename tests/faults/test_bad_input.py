@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "sequence longer than the positions": ({"data": {"max_length": 600}}, [], ["600", "512 positions", "data.max_length"]),
     "global batch not divisible": ({"batch": {"global_samples": 5, "micro_batch": 2}}, [], ["5", "4 or 6"]),
     "global batch not divisible by ranks": (
-        {"batch": {"global_samples": 3, "micro_batch": None}}, ["launch.nproc=2"], ["3 / 2 = 1.50", "2 or 4"],
+        {"batch": {"global_samples": 3, "micro_batch": None}}, ["launch.nproc=2", "strategy=ddp"], ["3 / 2 = 1.50", "2 or 4"],
     ),
     "no such model folder": ({"model": {"id": "/no/such/folder"}}, [], ["/no/such/folder", "no such folder"]),
     "model id not there while offline": ({"model": {"id": "nobody/no-such-model"}}, [], ["nobody/no-such-model", "hub"]),
@@ -104,7 +104,9 @@ def test_no_chat_template(tmp_path: Path, said: Callable[..., str]) -> None:
 
 
 def test_more_processes_than_samples(model: Path, tmp_path: Path, said: Callable[..., str]) -> None:
-    config = bare(tmp_path, model, rows=3, data={"packing": False}, batch={"global_samples": 4, "micro_batch": 1}, launch={"nproc": 4})
+    config = bare(
+        tmp_path, model, rows=3, data={"packing": False}, batch={"global_samples": 4, "micro_batch": 1}, launch={"nproc": 4}, strategy="ddp"
+    )
     assert "4 data ranks but only 3 training samples" in (line := said("train", config)) and "--nproc 3" in line
 
 
