@@ -71,6 +71,7 @@ def plan(
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="NAME", help="One plan in words, by name or row.")] = None,
+    figure: Annotated[Path | None, typer.Option(metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     check: Annotated[Path | None, typer.Option(metavar="RUN", help="Hold what a run took against what was predicted of it.")] = None,
 ) -> None:
@@ -84,9 +85,8 @@ def plan(
     from drumline.planning.command import plan as run
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    raise typer.Exit(
-        run(Options(config, overrides or [], flags, tokens=tokens, as_json=as_json, top=top, explain=explain, devices=devices))
-    )
+    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure)
+    raise typer.Exit(run(asked))
 
 
 @app.command()

@@ -28,6 +28,7 @@ class Options:
     top: int = 8
     explain: str | None = None
     devices: bool = False
+    figure: Path | None = None
 
 
 def plan(options: Options) -> int:
@@ -40,6 +41,11 @@ def plan(options: Options) -> int:
         return 0
     loaded = asked(options.config, options.overrides, options.flags)
     answer = _answer(loaded, aside)
+    if options.figure is not None:
+        from drumline.planning.picture import draw
+
+        draw(answer, options.figure)
+        aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
     if options.explain is not None:
         from drumline.planning.words import explain
 

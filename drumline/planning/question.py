@@ -128,4 +128,5 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
 
 def _cluster(config: Config) -> Cluster:
     machine = detect()
-    return cluster_of(config.cluster, machine, config.launch.nproc or max(1, len(machine.devices)), calibration_for(machine))
+    processes = config.launch.nproc or max(1, len(machine.devices))
+    return cluster_of(config.cluster, machine, processes, calibration_for(machine))
