@@ -83,7 +83,7 @@ def _figure(answer: Answer, shown: Shown) -> Any:
     bars, points = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _bars(bars, shown)
     _points(points, shown)
-    figure.suptitle(headline(answer.question).plain, fontsize=11, x=0.01, ha="left")
+    figure.suptitle(" · ".join(headline(answer.question)), fontsize=11, x=0.01, ha="left")
     if shown.left_out:
         figure.supxlabel(f"{shown.left_out} more not drawn: slower ones, and ones that need far more", fontsize=8, x=0.99, ha="right")
     return figure
@@ -139,7 +139,8 @@ def _points(axes: Any, shown: Shown) -> None:
     times = _places([*shown.fit, *shown.refused])[1]
     if max(times) > 4 * min(times):
         axes.set_yscale("log")
-    axes.margins(0.08, 0.1)
+    else:
+        axes.set_ylim(0, 1.15 * max(times))
     axes.set_xlim(left=0)
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
     axes.set_ylabel("seconds for 1M tokens")
@@ -183,7 +184,7 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
 
 def page(answer: Answer, svg: str) -> str:
     """A page of its own: the picture as SVG, and the figures as tables."""
-    title = html.escape(headline(answer.question).plain)
+    title = html.escape(" · ".join(headline(answer.question)))
     heads = ("strategy", "verdict", "needs GB", *(f"{part} GB" for part in CATEGORIES), "step s", "tokens/s", "MFU", "sent GB")
     rows = [_cells(c) for c in answer.ranked]
     out = [(r.name, r.reason) for r in answer.refused]

@@ -29,7 +29,8 @@ class Group:
 
 def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
     """What was asked, the ranked plans, and the families that are out."""
-    console.print(headline(answer.question), end="\n\n")
+    about = headline(answer.question)
+    console.print((" · " if len(" · ".join(about)) <= console.width else "\n").join(about), style="bold", markup=False, end="\n\n")
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
         if table.title:  # not by the table, which would wrap it to its own width
@@ -50,8 +51,8 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
         console.print()
 
 
-def headline(question: Question) -> Text:
-    """Model, task and cluster on a line or two."""
+def headline(question: Question) -> tuple[str, str, str]:
+    """Model, task and cluster."""
     facts, cluster, config = question.facts, question.cluster, question.config
     learns = "" if facts.learned == facts.parameters else f", {count(facts.learned)} learn"
     name = (config.model.id or "written out").removeprefix("package:").rstrip("/").rpartition("/")[2]
@@ -59,7 +60,7 @@ def headline(question: Question) -> Text:
     links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
     where = f"{hosts}{cluster.per_node} × {cluster.device.name} of {cluster.device.memory_bytes / GB:.1f} GB ({links})"
     rows = f"{config.algorithm.kind}, rows of {config.data.max_length} tokens" if not config.images_alone else config.algorithm.kind
-    return Text(f"{name} ({count(facts.parameters)} parameters{learns}) · {rows} · {where}", style="bold")
+    return f"{name} ({count(facts.parameters)} parameters{learns})", rows, where
 
 
 def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
@@ -70,18 +71,19 @@ def tables(question: Question, ranked: Sequence[Candidate], console: Console, to
     for group in groups(question, ranked, tokens):
         more = [*waiting, group]
         if waiting and not _fits(_table(len(ranked), name, more), console):
-            made.append(_table(len(ranked), _roomy(len(ranked), name, waiting, console), waiting))
+            made.append(_named(len(ranked), name, waiting, console, always=not made))
             more = [group]
         waiting = more
-    return [*made, _table(len(ranked), _roomy(len(ranked), name, waiting, console), waiting)]
+    return [*made, _named(len(ranked), name, waiting, console, always=not made)]
 
 
 Column = tuple[str, Sequence[str | Text]]
 
 
-def _roomy(rows: int, name: Column, groups: list[Group], console: Console) -> Column | None:
-    """The column of names, where there is room for it."""
-    return name if _fits(_table(rows, name, groups), console) else None
+def _named(rows: int, name: Column, groups: list[Group], console: Console, always: bool) -> Table:
+    """A table with the column of names, where there is room for it."""
+    table = _table(rows, name, groups)
+    return table if always or _fits(table, console) else _table(rows, None, groups)
 
 
 def _fits(table: Table, console: Console) -> bool:
@@ -104,26 +106,28 @@ def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
 
 def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[Group]:
     """All columns, in the order in which they matter."""
-    return [_main(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
+    return [_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
 
 
-def _main(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
+def _main(ranked: Sequence[Candidate]) -> Group:
     estimates = [c.estimate for c in ranked]
-    times = [hours(c, tokens) for c in ranked]
-    costs = [cost(question, c, tokens) for c in ranked]
     columns: list[Column] = [
         ("verdict", [Text(e.verdict, style=VERDICTS[e.verdict]) for e in estimates]),
-        ("needs GB", [f"{e.memory.reserved / GB:.1f}" for e in estimates]),
-        ("step s", [number(e.seconds.total) for e in estimates]),
+        ("needs\nGB", [f"{e.memory.reserved / GB:.1f}" for e in estimates]),
+        ("step\ns", [number(e.seconds.total) for e in estimates]),
         ("tokens/s", [f"{e.tokens_per_s:,.0f}" for e in estimates]),
         ("MFU", ["–" if e.mfu is None else f"{e.mfu:.0%}" for e in estimates]),
     ]
-    if any(time is not None for time in times):
-        columns.append(("hours", [number(time) for time in times]))
-    else:
-        columns.append(("h / 1B tokens", [number(hours(c, 1e9)) for c in ranked]))
-    if any(price is not None for price in costs):
-        columns.append(("cost", [number(price) for price in costs]))
+    return Group("", tuple(columns))
+
+
+def _run(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
+    """Hours and cost: of the run where its length is known, else of a billion tokens."""
+    known = any(hours(c, tokens) is not None for c in ranked)
+    length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
+    columns: list[Column] = [(f"hours{unit}", [number(hours(c, length)) for c in ranked])]
+    if question.cluster.price_per_device_hour is not None:
+        columns.append((f"cost{unit}", [number(cost(question, c, length)) for c in ranked]))
     if len({devices(c) for c in ranked}) > 1:
         columns.append(("devices", [str(devices(c)) for c in ranked]))
     return Group("", tuple(columns))
@@ -135,7 +139,7 @@ def _layout(ranked: Sequence[Candidate]) -> Group:
         "",
         (
             ("mesh", [mesh_words(c) for c in ranked]),
-            ("micro × acc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
+            ("micro ×\nacc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
             ("checkpointing", [c.layout.activation_checkpointing for c in ranked]),
         ),
     )
@@ -152,7 +156,7 @@ def _memory(ranked: Sequence[Candidate]) -> Group:
 def _host(ranked: Sequence[Candidate]) -> Group:
     return Group(
         "GB of a host",
-        tuple((f"host {part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in ("load", "train", "save")),
+        tuple((f"host\n{part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in ("load", "train", "save")),
     )
 
 
@@ -160,7 +164,7 @@ def _seconds(ranked: Sequence[Candidate]) -> Group:
     """Kinds of time that nobody spends are left out; bytes beside them."""
     spent = [part for part in SECONDS if any(getattr(c.estimate.seconds, part) for c in ranked)]
     columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
-    columns.append(("sent GB", [number(c.estimate.traffic.total / GB) for c in ranked]))
+    columns.append(("sent\nGB", [number(c.estimate.traffic.total / GB) for c in ranked]))
     return Group("seconds of a step, and what a device sends in it", tuple(columns))
 
 
