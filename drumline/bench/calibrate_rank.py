@@ -28,8 +28,9 @@ from drumline.dist.traffic import SentBytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-ENOUGH = 0.2  # seconds of samples, where there is time
-TOO_SLOW = 0.5  # seconds that one product may be expected to take: larger ones of that precision are left out
+# In a hurry or not: seconds of samples, and seconds that a product may be expected to take (larger ones of that precision are left out).
+ENOUGH = {False: 0.2, True: 0.05}
+TOO_SLOW = {False: 2.0, True: 0.3}
 
 
 def main() -> None:
@@ -86,7 +87,7 @@ def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
         tried: list[Product] = []
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
-            if tried and flop / max(p.rate for p in tried) > TOO_SLOW:
+            if tried and flop / tried[-1].rate > TOO_SLOW[task.quick]:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
@@ -215,21 +216,26 @@ def _slowest(products: dict[str, tuple[Product, ...]], memory: float) -> tuple[d
 
 
 def _seconds(call: Callable[[], Any], task: Task) -> float:
-    """Seconds of a call, each sample long enough for the clock (10 ms). The least of several: what else runs here only adds to it."""
-    call()
-    _wait(task.device)
-    began = time.perf_counter()
-    call()
-    _wait(task.device)
-    once = time.perf_counter() - began
-    calls, times = max(1, int(0.01 / max(once, 1e-7))), list[float]()
-    while len(times) < task.repeats or (not task.quick and calls * sum(times) < ENOUGH):
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        _wait(task.device)
-        times.append((time.perf_counter() - began) / calls)
+    """Seconds of a call, the least of several samples: what else runs here only adds to it. On a GPU, where waiting for the end costs
+    time of its own, a sample is many calls (10 ms)."""
+    once = _timed(call, 1, task.device)
+    calls, enough = 1, ENOUGH[task.quick]
+    if task.device == "cuda":  # the first call loaded kernels
+        calls = max(1, int(0.01 / _timed(call, 1, task.device)))
+    elif once > enough:
+        return once
+    times = list[float]()
+    while not times or calls * sum(times) < enough:
+        times.append(_timed(call, calls, task.device))
     return min(times)
+
+
+def _timed(call: Callable[[], Any], calls: int, device: str) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait(device)
+    return (time.perf_counter() - began) / calls
 
 
 def _wait(device: str) -> None:
