@@ -29,7 +29,8 @@ class Measurement(Frozen):
         description="What saw the peak: torch's allocator on a GPU, over the whole run; on a CPU a tracker of tensors, in one step."
     )
     memory: dict[str, int] = Field(
-        description="Bytes on the rank with the highest peak: parameters, gradients, optimizer, peak; on a GPU reserved too."
+        description="Bytes on the fullest rank (of a pipeline, the most on any of the stage with the highest peak): parameters, gradients,"
+        " optimizer, peak; on a GPU reserved too."
     )
     by_rank: dict[str, list[int]] = Field(description="The same of each rank.")
     host: dict[str, int] = Field(

@@ -16,7 +16,8 @@ MEASURED = {
     "step": "steps done",
     "final": "true: at the end of the run; false: as soon as a step was counted and some were timed",
     "by": "what saw the peak: `allocator` (a GPU, the whole run) or `tracker` (a CPU, one step); null where the run was too short",
-    "memory": "bytes on the rank with the highest peak: {parameters, gradients, optimizer, peak, reserved}; what is not known is left out",
+    "memory": "bytes on the fullest rank: {parameters, gradients, optimizer, peak, reserved}; what is not known is left out; of a pipeline,"
+    " the most on any rank of the stage with the highest peak",
     "by_rank": "the same of each rank: category → list",
     "host": "bytes: largest resident sets of a host's ranks added up, of the fullest host: {load, train, save}; train: until"
     " the first save, save: from then on",

@@ -69,8 +69,8 @@ class Measure:
     def watch(self, step: int, phase: Phase | None = None) -> Iterator[None]:
         """Around the parts of a step: None for forward and backward, then `clip` for the norm, and `step`."""
         counts, began = self.traffic.due(step), time.time()
-        if counts and phase == "step":
-            self.held = self.engine.held()._asdict()  # gradients are whole now, and not yet forgotten
+        if counts and phase == "clip":
+            self.held = self.engine.held()._asdict()  # at the end of backward
         if counts and self.plan.device == "cpu":
             self._tracker = self._tracker or LiveBytes()
             self._tracker.phase = phase
@@ -134,8 +134,11 @@ class Measure:
         ranks = dict(zip(mine, values, strict=True))
         seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
         memory = {name: [int(v) for v in ranks[name]] for name in (*HELD, "peak", "reserved") if _known(ranks[name])}
-        fullest = max(range(self.gather.world_size), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
-        hosts = [[r for r in range(self.gather.world_size) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
+        world = self.gather.world_size
+        fullest = max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
+        stages = [self.plan.mesh.place(rank)["pp"] for rank in range(world)]
+        alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
+        hosts = [[r for r in range(world) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
         phases = {p: max(sum(int(ranks[p][r]) for r in host) for host in hosts) for p in self.host.bytes_ if _known(ranks[p])}
         frequent = self.kinds.most_common(1)[0][0] if self.kinds else ""
         batch = self.plan.batch
@@ -144,7 +147,7 @@ class Measure:
             step=step,
             final=final,
             by=None if not memory else "allocator" if self.plan.device == "cuda" else "tracker",
-            memory={name: values[fullest] for name, values in memory.items()},
+            memory={name: max(values[rank] for rank in alike) for name, values in memory.items()},
             by_rank=memory,
             host=phases,
             ranks_per_host=max(map(len, hosts)),
