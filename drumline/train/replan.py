@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from drumline.cluster.detect import detect
-from drumline.cluster.found import found
 from drumline.config.schema import BatchConfig, Config
+from drumline.config.strategies import AutoStrategy
 from drumline.models import load as models
 from drumline.models.classes import with_classes
+from drumline.plan.advice import nothing_fits
 from drumline.plan.estimate import estimate
 from drumline.plan.exhausted import Exhausted, limit, verdict
 from drumline.plan.explain import size
@@ -19,9 +21,12 @@ from drumline.plan.layout import Layout
 from drumline.plan.lighter import changed, lighter
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
-from drumline.plan.search import Candidate, Question
+from drumline.plan.search import Candidate, Question, search
 from drumline.report.events import EventLog
+from drumline.train.auto import cluster_here
+from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
+from drumline.train.setup import predict
 
 MOST_REPLANS = 4
 
@@ -40,16 +45,19 @@ def question(plan: Plan) -> Question:
     config = plan.config
     hf_config = with_classes(models.load_config(plan.model_path, config.model), config.head, plan.labels)
     _, role_facts = find_roles(config, plan.model_path, lambda *_: None)
-    facts = models.facts(hf_config, config.data.max_length, config.adapter, config.head, config.model.freeze)
-    cluster = found(detect(), plan.mesh.world_size)
-    return Question(config, cluster, facts, plan.data, plan.roles, role_facts)
+    length = image_side(config, plan.model_path, hf_config) if config.images_alone else config.data.max_length
+    facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
+    cluster, _ = cluster_here(config, detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank)
+    deepspeed = find_spec("deepspeed") is not None
+    return Question(config, cluster, facts, plan.data, plan.roles, role_facts, processes=True, deepspeed=deepspeed)
 
 
 def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
     `said`: the human's config, where the plan's is not."""
     asked = question(plan)
-    predicted = plan.predicted.estimate or estimate(Layout.of(plan, asked.role_facts), asked.facts, asked.cluster)
+    # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
+    predicted = estimate(Layout.of(plan, asked.role_facts), asked.facts, asked.cluster)
     if out.killed and plan.device == "cuda":
         host = predicted.host
         needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
@@ -58,13 +66,27 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
     smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
     fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, said or plan.config)
-    line = verdict(out, predicted.memory)
+    line = verdict(out, (plan.predicted.estimate or predicted).memory)
+    if not fitting:
+        fitting, line = _otherwise(smaller, plan, said or plan.config, line, leanest)
     if fitting:
         best = fitting[0]
         needs = size(best.estimate.memory.peak)
         return Advice(f"{line} — nearest plan that fits: {best.name} ({needs} at its peak)", best, predicted)
-    least = "" if leanest is None else f"; the leanest, {leanest.name}, needs {size(leanest.estimate.memory.reserved)} of {size(there)}"
-    return Advice(f"{line} — no plan that takes the same steps fits{least}", None, predicted)
+    return Advice(line, None, predicted)
+
+
+def _otherwise(asked: Question, plan: Plan, said: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
+    """Where no lighter form of the plan fits: what any other strategy offers, or else the smallest change of the work itself."""
+    pinned = BatchConfig(global_samples=plan.batch.global_samples)
+    answer = search(dataclasses.replace(asked, config=plan.config.model_copy(update={"strategy": AutoStrategy(), "batch": pinned})))
+    if answer.ranked:
+        other = answer.ranked[0]
+        return [dataclasses.replace(other, name=changed(said, other.config))], line
+    least = "" if leanest is None else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
+    changes = nothing_fits(answer)
+    change = f"; what would: {changes[0].line()}" if changes else ""
+    return [], f"{line} — nothing that takes the same steps fits into {size(asked.cluster.device.memory_bytes)}{least}{change}"
 
 
 class Replanner:
@@ -78,7 +100,7 @@ class Replanner:
         """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
         advice = advise(self.plan, out, self.said)
         if self.plan.config.memory.on_oom == "stop":
-            return advice.line, "memory.on_oom is stop"
+            return advice.line, "memory.on_oom is stop; replan goes on by itself"
         if advice.nearest is None:
             return advice.line, "nothing to go on with"
         if not self.left:
@@ -126,8 +148,8 @@ class Replanner:
             roles=old.roles,
             role_facts=dict(asked.role_facts),
         )
-        predicted = plan.predicted.model_copy(update={"estimate": taken.estimate})
-        return plan.model_copy(update={"predicted": predicted, "why": [*plan.why, f"out of memory before: {taken.name}"]})
+        plan = predict(plan, asked.facts, dict(asked.role_facts), asked.cluster)
+        return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})
 
     def _keep(self) -> Path:
         """The plan that is left, under the first free name: plan-0.json, plan-1.json, …"""

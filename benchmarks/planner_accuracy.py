@@ -1,0 +1,155 @@
+"""The planner held against what was measured: by others on GPUs (`published`), and here on CPUs under each strategy (`cpu`).
+
+    PYTHONPATH=. python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--out FILE.json] [--figure FILE.png]
+
+published: the rows of reference/planner.md that there is a prediction for, and why there is none for the others.
+cpu: real runs at 1, 2 and 4 processes over gloo. Parameters, gradients, optimizer (bytes held by the engine) and traffic (bytes counted
+at the collectives) should be as predicted to the byte, the peak (of live tensors, by a tracker in one step) within 10%. Seconds are shown:
+this machine's rates are taken from its calibration where there is one, and its cores may be busy with other things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from planner_published import ROWS, predicted  # noqa: E402
+from planner_runs import RUNS, measure  # noqa: E402
+
+EXACT = ("parameters", "gradients", "optimizer", "traffic")
+NEAR = 0.10  # of the peak
+SHOWN = (*EXACT, "peak", "seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="both where none is named")
+    parser.add_argument("--runs", default="", help="cpu: only runs with this in their names")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--figure", type=Path, help="draw predicted against measured as PNG")
+    options = parser.parse_args()
+    parts = options.parts or ["published", "cpu"]
+    if unknown := set(parts) - {"published", "cpu"}:
+        parser.error(f"no part {', '.join(unknown)}: there are published and cpu")
+    report: dict[str, Any] = {"command": "python " + " ".join(sys.argv), "hardware": hardware(), "versions": versions()}
+    if "published" in parts:
+        report["published"] = [published(row) for row in ROWS]
+    if "cpu" in parts:
+        chosen = [run for run in RUNS if options.runs in run.name]
+        with tempfile.TemporaryDirectory() as folder:
+            report["cpu"] = []
+            print("  ".join(["run".ljust(34), *(name.rjust(12) for name in SHOWN)]))
+            for figures in measure(chosen, Path(folder)):
+                report["cpu"].append(figures)
+                print(line(figures), flush=True)
+        report["summary"] = summary(report["cpu"])
+        print(json.dumps(report["summary"], indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if options.figure:
+        draw(report.get("cpu", []), options.figure)
+
+
+def published(row: Any) -> dict[str, Any]:
+    """One row in full, printed as lines."""
+    found = predicted(row)
+    print(f"{row.name}" + (f": no prediction, {row.without}" if row.without else ""))
+    for way in found:
+        said = [
+            f"{name} {shown(name, way['predicted'][name])} against {shown(name, row.measured[name])} ({way['error'][name]:+.1%})"
+            for name in way["error"]
+        ]
+        print("    " + "; ".join(said) + "".join(f", {key} {value}" for key, value in way["open"].items()))
+    return {"name": row.name, "measured": row.measured, "without": row.without, "predictions": found}
+
+
+def shown(name: str, value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if name in ("active", "reserved") else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def line(figures: dict[str, Any]) -> str:
+    """`exact`, or how far the measured value is from the predicted one."""
+    if "error" in figures:
+        return f"{figures['name']:34}  failed: {figures['error'].strip().splitlines()[-1][:90]}"
+    words = []
+    for name in SHOWN:
+        category = figures["categories"].get(name)
+        words.append("" if category is None else _off(name, **category))
+    return "  ".join([f"{figures['name']:34}", *(word.rjust(12) for word in words)])
+
+
+def _off(name: str, predicted: float, measured: float) -> str:
+    if name in EXACT and same(predicted, measured):
+        return "exact"
+    return f"{predicted / measured - 1:+.1%}" if measured else f"{predicted:.0f} of 0"
+
+
+def same(predicted: float, measured: float) -> bool:
+    """To the byte; traffic is a mean over ranks and need not be whole."""
+    return abs(predicted - measured) < 1
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Runs that came out as they should, by category, and the largest relative error (predicted / measured - 1) of each."""
+    made: dict[str, Any] = {"failed": [f["name"] for f in found if "error" in f]}
+    for name in SHOWN:
+        rows = {f["name"]: f["categories"][name] for f in found if name in f.get("categories", {})}
+        errors = {run: r["predicted"] / r["measured"] - 1 for run, r in rows.items() if r["measured"]}
+        made[name] = {"runs": len(rows), "worst": max(errors.items(), key=lambda e: abs(e[1]), default=None)}
+        if name in EXACT:
+            made[name]["exact"] = sum(same(**r) for r in rows.values())
+        if name == "peak":
+            made[name][f"within {NEAR:.0%}"] = sum(abs(error) <= NEAR for error in errors.values())
+    return made
+
+
+def hardware() -> dict[str, Any]:
+    names = [text.partition(":")[2].strip() for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": pages}
+
+
+def versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "deepspeed", "peft")
+    found = {name: metadata.version(name) for name in packages if any(metadata.distributions(name=name))}
+    return {"python": platform.python_version(), **found}
+
+
+def draw(found: list[dict[str, Any]], path: Path) -> None:
+    """A point for each run and category, on logarithmic axes; on the line it is as predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (bytes_, seconds) = pyplot.subplots(1, 2, figsize=(11, 5))
+    for axes, names, unit, scale in ((bytes_, (*EXACT, "peak"), "MiB", 2**20), (seconds, ("seconds",), "seconds a step", 1)):
+        drawn = []
+        for name in names:
+            points = [f["categories"][name] for f in found if name in f.get("categories", {})]
+            points = [p for p in points if p["predicted"] > 0 and p["measured"] > 0]
+            axes.scatter([p["measured"] / scale for p in points], [p["predicted"] / scale for p in points], s=18, alpha=0.7, label=name)
+            drawn += [p["measured"] / scale for p in points]
+        if drawn:
+            ends = [min(drawn) / 1.5, max(drawn) * 1.5]
+            axes.plot(ends, ends, color="gray", linewidth=0.8)
+            axes.set(xscale="log", yscale="log")
+        axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+        axes.legend()
+    figure.suptitle(f"{len(found)} runs on CPUs, 1 to 4 processes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Runs made here to hold the planner against: real ones over gloo on this machine's CPUs, under each strategy (planner_accuracy.py)."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+LENGTH = 128
+# A small Llama: what grows with the hidden size, the vocabulary and the length all show in the peak.
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+# SmolLM2-135M with 4 of its 30 layers: most of it is the embedding, and logits are wide.
+SMOL = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+# As in tests/distributed/rows.py: by default all of a small model's parameters stay whole under ZeRO 3.
+CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+FULL, SELECTIVE = ({"memory": {"activation_checkpointing": kind}} for kind in ("full", "selective"))
+PLAIN = {"algorithm": {"loss_chunk": 0}}
+LORA = {"adapter": {"kind": "lora", "r": 8}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """8 samples a step in micro-batches of 2, where `sections` do not say otherwise."""
+
+    name: str
+    processes: int
+    sections: dict[str, Any] = field(default_factory=dict)
+    shape: str = "small"
+
+
+def _runs() -> Iterator[Run]:
+    def by(name: str, processes: int, strategy: Any, *more: dict[str, Any], shape: str = "small", **batch: int) -> Run:
+        sections: dict[str, Any] = {"strategy": strategy}
+        for part in more:
+            sections |= part
+        return Run(name, processes, sections | ({"batch": batch} if batch else {}), shape)
+
+    yield by("single", 1, "single")
+    yield by("single, micro-batch 8", 1, "single", micro_batch=8)
+    yield by("single, selective AC", 1, "single", SELECTIVE)
+    yield by("single, full AC", 1, "single", FULL)
+    yield by("single, plain cross-entropy", 1, "single", PLAIN)
+    yield by("single, LoRA", 1, "single", LORA)
+    yield by("single, SGD", 1, "single", {"optimizer": {"kind": "sgd"}})
+    yield by("single, bf16", 1, "single", {"precision": "bf16"})
+    yield by("ddp 2", 2, "ddp")
+    yield by("ddp 2, micro-batch 1", 2, "ddp", micro_batch=1)
+    yield by("ddp 2, LoRA", 2, "ddp", LORA)
+    yield by("ddp 2, full AC", 2, "ddp", FULL)
+    yield by("fsdp2 2", 2, "fsdp2")
+    yield by("fsdp2 2, one micro-batch", 2, "fsdp2", micro_batch=4)
+    yield by("fsdp2 2, grad-op", 2, {"kind": "fsdp2", "reshard_after_forward": False})
+    yield by("fsdp2 2, full AC", 2, "fsdp2", FULL)
+    yield by("fsdp2 2, selective AC", 2, "fsdp2", SELECTIVE)
+    yield by("fsdp2 2, LoRA", 2, "fsdp2", LORA)
+    yield by("fsdp2 2, bf16", 2, "fsdp2", {"precision": "bf16"})
+    yield by("fsdp2 2, plain cross-entropy", 2, "fsdp2", PLAIN)
+    yield by("zero1 2", 2, "zero1")
+    yield by("zero2 2", 2, "zero2")
+    yield by("zero3 2", 2, CUT)
+    yield by("tp 2", 2, "tp")
+    yield by("tp 2, full AC", 2, "tp", FULL)
+    yield by("tp 2, plain cross-entropy", 2, "tp", PLAIN)
+    yield by("pp 2, 1f1b", 2, "pp")
+    yield by("pp 2, gpipe", 2, {"kind": "pp", "schedule": "gpipe"})
+    yield by("pp 2, interleaved", 2, {"kind": "pp", "schedule": "interleaved"})
+    yield by("cp 2", 2, "cp")
+    yield by("fsdp2 × cp 2", 2, {"kind": "fsdp2", "cp": 2})
+    yield by("local_sgd 2", 2, {"kind": "local_sgd", "period": 4})
+    yield by("diloco 2", 2, {"kind": "diloco", "period": 4})
+    yield by("ddp 4", 4, "ddp")
+    yield by("fsdp2 4", 4, "fsdp2")
+    yield by("fsdp2 4, hybrid 2 × 2", 4, {"kind": "fsdp2", "replicate": 2})
+    yield by("fsdp2 2 × tp 2", 4, {"kind": "fsdp2", "tp": 2})
+    yield by("ddp 2 × pp 2", 4, {"kind": "ddp", "pp": 2})
+    yield by("tp 2 × pp 2", 4, {"kind": "ddp", "tp": 2, "pp": 2})
+    yield by("zero2 4", 4, "zero2")
+    yield by("zero3 4", 4, CUT)
+    yield by("smollm2, single", 1, "single", shape="smollm2", micro_batch=4)
+    yield by("smollm2, plain cross-entropy", 1, "single", PLAIN, shape="smollm2", micro_batch=4)
+    yield by("smollm2, ddp 2", 2, "ddp", shape="smollm2")
+    yield by("smollm2, fsdp2 2", 2, "fsdp2", shape="smollm2")
+    yield by("smollm2, fsdp2 2, full AC", 2, "fsdp2", FULL, shape="smollm2")
+
+
+RUNS = list(_runs())
+
+
+def measure(runs: list[Run], folder: Path) -> Iterator[dict[str, Any]]:
+    """Train each for a few steps in `folder` and yield its name, processes, and what was planned and measured by category. One that
+    fails is yielded with its `error`. Runs of as many processes share a process group; their folders are removed at once."""
+    from tests.distributed.ranks import run_plans
+
+    folder.mkdir(parents=True, exist_ok=True)
+    key = lambda run: (run.shape, run.processes)  # noqa: E731
+    for _, together in groupby(sorted(runs, key=key), key=key):
+        group = list(together)
+        for part in [group] if len(group) > 1 and group[0].shape == "small" else [[run] for run in group]:
+            plans = {run.name: _plan(run, folder / f"run-{RUNS.index(run)}") for run in part}
+            try:
+                run_plans(list(plans.values()), part[0].processes, timeout=1500)
+                yield from (_figures(run, plans[run.name]) for run in part)
+            except AssertionError as failed:
+                if len(part) == 1:
+                    yield {"name": part[0].name, "processes": part[0].processes, "error": str(failed)[-2000:]}
+                    continue
+                for run in part:  # which of them it was
+                    yield from measure([run], folder / "alone")
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True, exist_ok=True)
+
+
+def _plan(run: Run, folder: Path) -> Path:
+    """plan.json of a run that is ready to start."""
+    from drumline.config.load import load
+    from drumline.train.setup import Request, claim_run_dir, make_plan
+
+    request = Request(load(_config(run, folder), []), world_size=run.processes)
+    plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
+    return plan
+
+
+def _config(run: Run, folder: Path) -> Path:
+    import yaml
+
+    from tests.tiny import tiny_tokenizer
+
+    folder.mkdir(parents=True)
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    draw = random.Random(0)
+    rows = [json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=4 * LENGTH))}) for _ in range(80)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    shape = {"small": SMALL, "smollm2": SMOL}[run.shape]
+    config: dict[str, Any] = {
+        "model": {"id": None, "config": {"model_type": "llama", **shape}, "tokenizer": str(folder / "tokenizer")},
+        "algorithm": {"kind": "pretrain"},
+        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": LENGTH, "workers": 1, "cache_dir": str(folder / "cache")},
+        "batch": {"global_samples": 8, "micro_batch": 2},
+        "optimizer": {"lr": 1e-4},
+        "schedule": "constant",
+        "eval": {"at_start": False},
+        "checkpoint": {"export": "none", "asynchronous": False},
+        "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": 7},
+    }
+    for name, values in run.sections.items():
+        config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _figures(run: Run, plan_path: Path) -> dict[str, Any]:
+    from drumline.plan.plan import Plan
+    from drumline.plan.truth import Measurement, compare
+    from drumline.report.events import read
+
+    plan = Plan.load(plan_path)
+    assert plan.predicted.estimate is not None
+    (event,) = [e for e in read(Path(plan.run_dir) / "events.jsonl") if e["kind"] == "measured" and e["final"]]
+    measured = Measurement.model_validate({name: event[name] for name in Measurement.model_fields})
+    rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(plan.predicted.estimate, measured)}
+    return {"name": run.name, "processes": run.processes, "parameters": plan.predicted.parameters, "categories": rows}
