@@ -14,6 +14,11 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 MATMUL_EFFICIENCY = 0.80
 # Seconds before a collective's first step, whatever the link: NCCL's own constant for the ring (src/graph/tuning.cc, baseLat, Simple).
 BASE_LATENCY = 8.4e-6
+# Of a link's datasheet, what copies from and to pinned memory of the host reach: 26.1 and 25.6 of 31.5 GB/s (A100, PCIe 4), 12.4 and 13.1
+# of 15.75 (PCIe 3), all by NVIDIA's bandwidthTest, as people published it.
+HOST_EFFICIENCY = 0.80
+# Bytes/s of a disk where nobody measured it: what four lanes of PCIe 3 carry (PCI-SIG), an NVMe drive of most machines.
+DISK = 3.94e9
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,20 @@ class Cluster:
         given; else the datasheet's times what large products reach of it. 0 for a precision that the device lacks."""
         measured = self.calibration.matmul_rate(precision, rows, width)
         return measured if measured is not None else self.device.efficiency * self.device.flops.get(precision, 0.0)
+
+    def host_seconds(self, way: Literal["to_device", "to_host"], bytes_: float) -> float:
+        """Seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
+        if self.device.kind == "cpu" or bytes_ <= 0:
+            return 0.0
+        line = self.calibration.host.get(way)
+        if line is None:
+            return self.host_link.latency + bytes_ / (HOST_EFFICIENCY * self.host_link.bandwidth)
+        return line.latency + bytes_ / line.bandwidth
+
+    def disk_seconds(self, way: Literal["write", "read"], bytes_: float) -> float:
+        """Seconds to write or read bytes of one host's disk, all its ranks' together."""
+        line = self.calibration.disk.get(way)
+        return bytes_ / DISK if line is None or bytes_ <= 0 else line.latency + bytes_ / line.bandwidth
 
     def collective_seconds(self, kind: Collective, bytes_sent: float, ranks: int, per_node: int | None = None) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.

@@ -153,6 +153,27 @@ def test_seconds_of_a_collective(kind: Collective, sent: float, ranks: int, per_
     assert cluster.collective_seconds(kind, sent, ranks, per_node) * 1e3 == pytest.approx(milliseconds)
 
 
+# Published all-reduces of 8×H200, torch 2.9, NCCL 2.27 (Bekman, Machine Learning Engineering): MiB → GB/s of the tensor. Larger ones are
+# faster than any ring (the switch adds up), and smaller ones than a ring of large messages.
+PUBLISHED = {4: 61.23, 8: 88.87, 16: 125.65, 32: 157.62, 64: 198.01}
+
+
+@pytest.mark.parametrize("mib", PUBLISHED)
+def test_an_all_reduce_takes_as_long_as_published(mib: int) -> None:
+    size = mib * 2**20
+    seconds = said("8xh200").collective_seconds("all_reduce", 2 * 7 / 8 * size, 8)
+    assert size / seconds == pytest.approx(PUBLISHED[mib] * 1e9, rel=0.2)
+
+
+def test_copies_to_the_host_and_the_disk() -> None:
+    gpu = said("h100")
+    assert gpu.host_seconds("to_host", 63e9) == pytest.approx(1 / 0.8, rel=1e-3) and gpu.host_seconds("to_device", 0) == 0
+    assert gpu.disk_seconds("write", 3.94e9) == 1 and said("2xcpu").host_seconds("to_host", 1e9) == 0
+    measured = Calibration(host={"to_host": Measured(0.5, 1e9)}, disk={"read": Measured(0.25, 1e9)})
+    known = replace(gpu, calibration=measured)
+    assert (known.host_seconds("to_host", 1e9), known.disk_seconds("read", 1e9)) == (1.5, 1.25)
+
+
 def test_devices_that_are_joined_in_pairs_need_all_of_them() -> None:
     """Published all-reduces on MI300X: 47.7 GB/s between two, 312.9 among eight."""
     cluster = said("8xmi300x")
