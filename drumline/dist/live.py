@@ -98,7 +98,11 @@ class LiveBytes(TorchDispatchMode):
     def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
         """`unknown`: should it be new, then because nobody showed it before."""
         for part in plain_parts(tensor):
-            if isinstance(part, FakeTensor) is self.fake and part.device.type == self.device and part.layout is torch.strided:
+            if isinstance(part, FakeTensor):
+                counts = self.fake and part.fake_device.type == self.device
+            else:
+                counts = not self.fake and part.device.type == self.device and part.layout is torch.strided
+            if counts:
                 storage = part.untyped_storage()
                 key = id(storage)
                 if key not in self._references:
@@ -148,11 +152,13 @@ class LiveBytes(TorchDispatchMode):
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with storages of their own that a tensor is made of: of a DTensor, what this rank holds."""
+    if isinstance(tensor, FakeTensor):  # first, and of it nothing is asked that would go through its mode: that takes long
+        return [tensor]
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]  # a mesh may be among them
         return [part for thing in inner if isinstance(thing, torch.Tensor) for part in plain_parts(thing)]
-    return [] if tensor.is_meta and not isinstance(tensor, FakeTensor) else [tensor]
+    return [] if tensor.is_meta else [tensor]
 
 
 class Held(NamedTuple):

@@ -93,11 +93,24 @@ class Estimate(Frozen):
 
 
 class Activations(Frozen):
-    """Of the whole model on one rank, at a certain length, precision, checkpointing and adapter. Bytes for each token (rows × length)
-    of a micro-batch."""
+    """Of the whole model on one rank, at a certain length, precision, checkpointing and adapter. Bytes for each token (rows × length, of
+    context parallelism this rank's part) of a micro-batch; gradients of weights are never among them.
+
+    With n blocks there are saved_ends + n × saved_block when the objective begins. On top of that come live_forward in the last block,
+    live_loss in the objective, live_loss_backward in its backward, and live_backward when the last block's begins; each block gives back
+    saved_block when its own is through.
+    """
 
     saved_block: float = Field(description="Kept from a block's forward to its backward.")
     saved_ends: float = Field(description="The same of embedding, last norm and head's input; logits are not counted.")
     live_forward: float = Field(description="On top of what is saved, while a block computes forward.")
     live_backward: float = Field(description="The same while it computes backward, recomputation included.")
+    live_loss: float | None = Field(None, description="On top of what is saved, while the objective computes; None: not traced.")
+    live_loss_backward: float | None = Field(None, description="The same in its backward, before any block's.")
+    copies: tuple[int, int] | None = Field(
+        None,
+        description="Bytes, not by token, of (a block, the ends): weights in a lower precision that autocast holds in forward.",
+    )
+    copies_kept: tuple[int, int] | None = Field(None, description="Of these, what is there until backward.")
+    cut: bool = Field(False, description="What one tensor-parallel rank has; otherwise that of the whole width.")
     source: Literal["formula", "trace"] = "formula"

@@ -11,16 +11,12 @@ from typing import Any
 
 import torch
 
-from drumline.algorithms.base import Algorithm
-from drumline.algorithms.classify import Classify
+from drumline.algorithms.build import build_algorithm
 from drumline.algorithms.dpo import DPO
-from drumline.algorithms.reward import RewardModel
-from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.algorithms import ROLLOUT, ClassifyConfig, DPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
-from drumline.config.schema import Config
+from drumline.config.algorithms import ROLLOUT
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
@@ -99,19 +95,6 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         seen_step=max(losses, default=0),
         saved_step=state.step if resume is not None else -1,
     )
-
-
-def build_algorithm(config: Config) -> Algorithm:
-    algorithm = config.algorithm
-    if isinstance(algorithm, PretrainConfig | SFTConfig):
-        return NextToken(algorithm.loss_chunk, answers=algorithm.kind == "sft")
-    if isinstance(algorithm, ClassifyConfig):
-        return Classify(algorithm.label_smoothing)
-    if isinstance(algorithm, RewardModelConfig):
-        return RewardModel(algorithm.margin, algorithm.center)
-    if isinstance(algorithm, DPOConfig):
-        return DPO(algorithm.beta, algorithm.loss, algorithm.label_smoothing, algorithm.sft_weight, algorithm.loss_chunk)
-    raise AssertionError(algorithm.kind)
 
 
 @dataclass(frozen=True)

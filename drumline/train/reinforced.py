@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.algorithms.base import Algorithm
-from drumline.algorithms.grpo import GRPO
+from drumline.algorithms.build import build_objective
 from drumline.algorithms.kl import KLController
-from drumline.algorithms.ppo import PPO
 from drumline.config.algorithms import GRPOConfig, PPOConfig
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
@@ -48,35 +47,6 @@ def reinforced(
     kl = KLController(config.kl.coefficient, config.kl.target, config.kl.horizon)
     rollouts = build_rollouts(plan, ranks, engine, kl, device, emit)
     return build_objective(config, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
-
-
-def build_objective(config: PPOConfig | GRPOConfig, kl: KLController) -> PPO | GRPO:
-    """`kl`: shared with the rollouts, which steer it."""
-    on_policy = config.epochs * config.minibatches == 1
-    shared: dict[str, Any] = {
-        "kl": kl,
-        "estimator": config.kl.estimator,
-        "temperature": config.generator.temperature,
-        "chunk": config.loss_chunk,
-    }
-    if isinstance(config, GRPOConfig):
-        return GRPO(
-            clip_low=config.clip,
-            clip_high=config.clip if config.clip_high is None else config.clip_high,
-            importance=config.importance,
-            importance_cap=config.importance_cap,
-            on_policy=on_policy and config.importance == "none",
-            **shared,
-        )
-    return PPO(
-        clip=config.clip,
-        value_clip=config.value_clip,
-        value_weight=config.value_weight,
-        entropy_weight=config.entropy_weight,
-        on_policy=on_policy,
-        value_apart=config.value == "separate",
-        **shared,
-    )
 
 
 def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, device: str, emit: Callable[..., None]) -> Rollouts:

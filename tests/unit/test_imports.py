@@ -25,8 +25,9 @@ MAY: dict[str, set[str]] = {
     "data": {"config", "cluster", "plan", "models"},  # tokenizers come from models.load; cluster: the cache folder
     "checkpoint": {"config", "plan"},
     "models": {"config", "cluster", "plan", "dist", "checkpoint"},
-    "algorithms": {"data"},
+    "algorithms": {"config", "data"},
     "strategies": {"config", "plan", "dist", "models"},
+    "tracing": {"config", "plan", "dist", "data", "models", "algorithms", "strategies"},  # runs engines
     "rollout": {"config", "plan", "dist", "data"},
     "train": {
         "config",
@@ -41,6 +42,7 @@ MAY: dict[str, set[str]] = {
         "algorithms",
         "strategies",
         "rollout",
+        "tracing",
     },
     "bench": {"config", "cluster", "plan", "launch", "report", "dist", "checkpoint", "models", "train"},
     "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},

@@ -1,0 +1,30 @@
+"""Traces as rank 0 of a process group that sends nothing: `python -m drumline.tracing.child`, the question on stdin, the answer the last
+line of stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from drumline.plan.plan import Plan
+from drumline.tracing.run import Untraceable
+from drumline.tracing.trace import as_json, traces
+
+
+def main() -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    question = json.load(sys.stdin)
+    world_size = Plan.model_validate(question["plan"]).mesh.world_size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        print(as_json(list(traces(question))))
+    except Untraceable as reason:
+        sys.exit(str(reason))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
