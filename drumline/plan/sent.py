@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Traffic
-from drumline.plan.states import Part, end_weights
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 ROWS_CUT = ("colwise", "colwise_gather_output", "colwise_rep", "embedding", "head")
@@ -81,10 +80,11 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
-def held(facts: ModelFacts, mine: Part, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Held:
-    """Of rank `rank` of `tp`. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own blocks."""
+def held(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Held:
+    """Of rank `rank` of `tp`; `staged`: of all stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves;
+    None: the model's own blocks."""
     sums, cuts = Counter[str](), set[bool]()
-    for weight, number in weights_of(facts, mine):
+    for weight, number in weights_of(facts, staged):
         shape = list(weight.shape)
         if tp > 1 and (cut := cut_dimension(weight)) is not None:
             shape[cut] = share(shape[cut], tp, rank)
@@ -96,22 +96,22 @@ def held(facts: ModelFacts, mine: Part, tp: int, rank: int, shards: int, wrap: t
             sums["units_learned" if is_unit else "root_learned"] += number * part
             sums["learned"] += number * whole
             sums["tensors"] += number
-            sums["tied"] += whole if weight.place == "both" else 0
+            sums["tied"] += number * whole if weight.place == "both" else 0
             cuts.add(tp > 1 and cut_dimension(weight) is not None)
     return Held(**sums, is_cut=True in cuts, is_whole=False in cuts)
 
 
 @lru_cache(maxsize=4096)
-def weights_of(facts: ModelFacts, mine: Part) -> tuple[tuple[Weight, int], ...]:
-    """The weights of a part, and how many equal ones there are of each."""
-    blocks = Counter(facts.first_of_kind[block] for first, stop in mine.stages for block in range(first, stop))
-    some = [(weight, number) for block, number in blocks.items() for weight in facts.block_weights[block]]
-    return (*some, *((weight, 1) for weight in end_weights(facts, mine)))
+def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
+    """The weights of a model, and how many equal ones there are of each; `staged`: what is tied lies on both ends of a pipeline. Where only
+    their number is known, one of that size."""
+    some = [(weight, number) for block, number in facts.kinds_of_blocks for weight in block]
+    some += [(weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights]
+    return tuple(some) or ((Weight("learned", (facts.learned,)), 1), (Weight("frozen", (facts.frozen,), learned=False), 1))
 
 
 @lru_cache(maxsize=4096)
 def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
     """Ranks that hold parts of other sizes, and which part of the ranks is like each: one for all where everything divides."""
-    weights = [weight for block, _ in facts.kinds_of_blocks for weight in block] + list(facts.end_weights)
-    even = all(cut is None or w.shape[cut] % tp == 0 for w in weights for cut in (cut_dimension(w),))
+    even = all(cut is None or w.shape[cut] % tp == 0 for w, _ in weights_of(facts) for cut in (cut_dimension(w),))
     return ((0, 1.0),) if even else tuple((rank, 1 / tp) for rank in range(tp))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Held, Sent
+from drumline.plan.sent import WIDTH, Held, Sent, weights_of
 from drumline.plan.states import shards_of
 
 BLOCK = 256  # of strategies.compress.Int8
@@ -20,11 +20,11 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     """
     ranks, strategy = layout.mesh.data_ranks * layout.mesh.cp, layout.strategy
     options = strategy if isinstance(strategy, s.DDPStrategy) else s.DDPStrategy()
-    weights = [weight for block in facts.block_weights for weight in block] + list(facts.end_weights)
+    weights = weights_of(facts)
     if options.broadcast_buffers:
         sent.broadcast(facts.buffer_bytes, ranks)
     if options.find_unused_parameters and not options.static_graph:
-        sent.all_reduce(4 * sum(weight.learned for weight in weights), ranks)  # who has a gradient
+        sent.all_reduce(4 * sum(number for weight, number in weights if weight.learned), ranks)  # who has a gradient
     if not compressed:
         sent.all_reduce(4 * facts.learned, ranks)
         return
@@ -38,7 +38,7 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     elif kind == "topk":
         sent.all_gather(8 * max(1, round(options.compression.ratio * facts.learned)), ranks)
     else:
-        sent.all_reduce(4 * sum(_powersgd(weight, options.compression.rank) for weight in weights if weight.learned), ranks)
+        sent.all_reduce(4 * sum(number * _powersgd(w, options.compression.rank) for w, number in weights if w.learned), ranks)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:

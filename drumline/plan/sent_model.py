@@ -3,64 +3,94 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 
 from drumline.config import strategies as s
 from drumline.config.algorithms import ROLLOUT, DPOConfig
 from drumline.plan.facts import ModelFacts
 from drumline.plan.layout import Layout
 from drumline.plan.rule import cp_method
-from drumline.plan.sent import WIDTH, Held, Sent, weights_of
-from drumline.plan.states import Part, shards_of
+from drumline.plan.sent import WIDTH, Held, Sent
+from drumline.plan.states import shards_of
 
 TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 
 
-def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, mine: Part, has: Held, rank: int) -> None:
+def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: Held) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
     ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
-    ranks, strategy = layout.mesh.pp, layout.strategy
-    if ranks == 1 or layout.pipeline is None:
+    if layout.mesh.pp == 1 or layout.pipeline is None:
         return
-    stages = len(layout.pipeline.layers)
-    width = 4
+    strategy, width = layout.strategy, 4
     if isinstance(strategy, s.FSDP2Strategy):  # else the residual stream is fp32 under autocast
         width = WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
     message = layout.rows * layout.length * facts.hidden * width
-    for stage in range(rank, stages, ranks):
-        sent.p2p(layout.batch.accumulation * message * ((stage + 1 < stages) + (stage > 0)))
-    if rank in (0, ranks - 1):
-        sent.p2p(4 * has.tied / shards_of(layout))
-    sent.broadcast(TOLD, ranks)
+    boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
+    sent.p2p(2 * layout.batch.accumulation * boundaries * message)
+    sent.p2p(4 * has.tied / shards_of(layout))
+    sent.broadcast(layout.mesh.pp * TOLD, layout.mesh.pp)
 
 
-def tensor(sent: Sent, layout: Layout, facts: ModelFacts, mine: Part) -> None:
+@dataclass(frozen=True)
+class Widths:
+    """Of the layers that tensor parallelism cuts, all together: entries of one token that travel. `inputs`: what comes back to inputs of
+    layers cut by rows of their weight, `stopped` of it where nothing learns before them; `outputs`: of layers cut by columns, and of them
+    `again` where activation checkpointing repeats them; `embedding`; `rows`, `columns`: what is gathered of outputs that are wanted
+    whole, and comes back of inputs that are. `weights`: entries of whole weights whose gradients are added up."""
+
+    inputs: int = 0
+    stopped: int = 0
+    outputs: int = 0
+    again: int = 0
+    embedding: int = 0
+    rows: int = 0
+    columns: int = 0
+    weights: int = 0
+
+
+@lru_cache(maxsize=1024)
+def widths(facts: ModelFacts, staged: bool) -> Widths:
+    """`staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
+    product whose inputs backward wants: the sum behind a block's last layer is not made again, unless an adapter lies on it."""
+    sums = Counter[str]()
+    learns = any(weight.learned for weight in facts.end_weights if weight.style == "embedding")
+    for index, (block, number) in enumerate(facts.kinds_of_blocks):
+        sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.learned)
+        matrices = [weight for weight in block if len(weight.shape) == 2]
+        for place, weight in enumerate(matrices):
+            rows, columns = weight.shape
+            behind = matrices[place + 1 :]
+            if weight.style.startswith("colwise"):
+                sums["inputs"] += number * columns
+                sums["rows"] += number * rows * (weight.style != "colwise")
+                first = index == 0 and not learns and "attn" in weight.name and ".lora_" not in weight.name
+                sums["stopped"] += columns * first
+            elif weight.style.startswith("rowwise"):
+                sums["outputs"] += number * rows
+                sums["columns"] += number * columns * (weight.style != "rowwise")
+                sums["again"] += number * rows * any(w.style.startswith("rowwise") or ".lora_" in w.name for w in behind)
+    for weight in facts.end_weights:
+        if weight.style == "embedding":
+            sums["embedding"] += weight.shape[1] * (2 if staged and weight.place == "both" else 1)
+    return Widths(**sums)
+
+
+def tensor(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     """For each micro-batch: a layer cut by rows of its weight adds up what comes back to its input, one cut by columns its output; and so
-    does the embedding, whose rows lie apart. Activation checkpointing repeats the forward of each block up to its last such layer."""
+    does the embedding, whose rows lie apart. Under autocast gradients of inputs are fp32, outputs in the low type."""
     ranks, rounds = layout.mesh.tp, layout.batch.accumulation
     if ranks == 1:
         return
-    tokens = layout.rows * layout.length / layout.mesh.cp * rounds
-    again = layout.activation_checkpointing != "none"
-    width, low = 4, WIDTH[layout.precision]
-    for weight, number in weights_of(facts, mine):
-        if len(weight.shape) != 2:
-            if weight.style == "replicated_with_grad_allreduce" and weight.learned:
-                sent.all_reduce(number * rounds * 4 * weight.numel, ranks)
-            continue
-        rows, columns = weight.shape
-        if weight.style == "embedding":  # a last stage that holds it for its tied head looks up too
-            sent.all_reduce(tokens * columns * width, ranks)
-        elif weight.style.startswith("colwise"):
-            sent.all_reduce(number * tokens * columns * width, ranks)
-            if weight.style != "colwise":
-                sent.all_gather(number * (1 + again) * tokens * rows / ranks * low, ranks)
-        elif weight.style.startswith("rowwise"):
-            times = 2 if again and not weight.name.startswith("mlp.") else 1
-            sent.all_reduce(number * times * tokens * rows * low, ranks)
-            if weight.style != "rowwise":
-                sent.all_gather(number * tokens * columns / ranks * low, ranks)
-    if mine.last:
-        _vocabulary(sent, layout, facts, tokens)
+    tokens, low = layout.rows * layout.length / layout.mesh.cp * rounds, WIDTH[layout.precision]
+    recomputed = layout.activation_checkpointing != "none"
+    of = widths(facts, layout.mesh.pp > 1)
+    sent.all_reduce(tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks)
+    sent.all_reduce(tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks)
+    sent.all_gather(tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks)
+    sent.all_reduce(4 * rounds * of.weights, ranks)
+    _vocabulary(sent, layout, facts, tokens)
 
 
 def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) -> None:
@@ -74,7 +104,7 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     sent.all_reduce(each * real + 4 * tokens * facts.hidden, layout.mesh.tp)
 
 
-def context(sent: Sent, layout: Layout, facts: ModelFacts, mine: Part) -> None:
+def context(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
     to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
     repeats the forward. Then what the loss says of each token is gathered. Ring attention is counted as it would send at least:
@@ -84,15 +114,16 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, mine: Part) -> None:
         return
     tokens = layout.rows * layout.length / ranks * rounds
     heads, kv = facts.heads / tp, max(1, facts.kv_heads // tp)
-    passes = (3 if layout.activation_checkpointing != "none" else 2) * mine.blocks
+    passes = (3 if layout.activation_checkpointing != "none" else 2) * len(facts.block_weights)
     width = WIDTH[layout.precision]
+    # Under autocast the rotary embedding makes queries and keys fp32, and values travel with them.
+    turned = width if layout.data_parallel == "fsdp2" else 4
     if cp_method(layout.strategy) == "ulysses":
         kv *= ranks // math.gcd(kv, ranks)
-        sent.all_to_all(passes * tokens * facts.head_dim * (2 * heads + 2 * kv) * width, ranks)
+        sent.all_to_all(passes * tokens * facts.head_dim * (turned * (heads + 2 * kv) + width * heads), ranks)
     else:
-        sent.p2p((passes + mine.blocks) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width)
-    if mine.last:
-        _answers(sent, layout, tokens)
+        sent.p2p((passes + len(facts.block_weights)) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width)
+    _answers(sent, layout, tokens)
 
 
 def _answers(sent: Sent, layout: Layout, tokens: float) -> None:

@@ -10,12 +10,14 @@ after each micro-batch; what is kept whole is gathered after the step.
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 from drumline.config import strategies as s
-from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.facts import ModelFacts
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Sent
+from drumline.plan.sent import WIDTH, Sent, weights_of
 from drumline.plan.zero import user_config
 
 PERSISTENT, REUSE = 100_000, 1_000_000_000  # DeepSpeed's defaults: entries
@@ -25,19 +27,20 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     strategy, ranks = layout.strategy, layout.mesh.shard
     assert isinstance(strategy, s.ZeroStrategy)
     own, width = user_config(strategy, facts), WIDTH[layout.precision]
-    weights = [weight for block in facts.block_weights for weight in block] + list(facts.end_weights)
     low = 2 if own.get("communication_data_type", "fp32") in ("fp16", "bfp16", "bf16") else 4
     offloads = strategy.offload_optimizer.kind != "none"
-    groups: dict[bool, list[Weight]] = {}
-    for weight in weights:
+    groups: Counter[bool] = Counter()  # entries of matrices, which decay, and of vectors
+    for weight, number in weights_of(facts):
         if weight.learned:
-            groups.setdefault(len(weight.shape) >= 2, []).append(weight)
+            groups[len(weight.shape) >= 2] += number * weight.numel
     if not isinstance(strategy, s.Zero3Strategy):
         reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
         sent.all_reduce(reductions * low * facts.learned, ranks)
-        for group in groups.values():
-            sent.all_gather(width * 2 * _parts(sum(w.numel for w in group), 2 * ranks), ranks)
-            sent.all_reduce(4, ranks)  # its norm
+        for entries in groups.values():
+            sent.all_gather(width * 2 * _parts(entries, 2 * ranks), ranks)
+        if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
+            return  # each rank measures the norm of all gradients, which it has
+        sent.all_reduce(4 * len(groups) + (layout.precision != "fp32"), ranks)  # norms, and whether one is not finite
         return
     _stage_3(sent, layout, facts, own, width, low)
     for _ in groups:
@@ -48,17 +51,25 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     ranks, rounds = layout.mesh.shard, layout.batch.accumulation
     persistent = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
     reuse = int(own.get("zero_optimization.stage3_max_reuse_distance", REUSE))
-    twice = layout.activation_checkpointing != "none"  # forward of a block runs again right before its backward
-    behind = 0
+    parts = _cut(facts, ranks, persistent, reuse, layout.activation_checkpointing != "none")
+    sent.all_gather(width * (parts["whole"] + rounds * parts["gathered"]), ranks)
+    sent.reduce_scatter(low * rounds * parts["learned"] * ranks, ranks)
+
+
+@lru_cache(maxsize=1024)
+def _cut(facts: ModelFacts, ranks: int, persistent: int, reuse: int, recomputed: bool) -> dict[str, int]:
+    """Entries of a rank's parts: of weights that are kept `whole`, of those `gathered` in a micro-batch (twice where both times count), of
+    those that are `learned`. `recomputed`: forward of a block runs again right before its backward."""
+    sums, behind = Counter[str](), 0
     for block in (*reversed(facts.block_weights), facts.end_weights):
-        once = 2 if (3 if twice else 2) * behind >= reuse and block is not facts.end_weights else 1
+        far = (3 if recomputed else 2) * behind >= reuse and block is not facts.end_weights
         for weight in block:
             part = _parts(weight.numel, ranks)
-            gathers = 1 if weight.numel <= persistent else rounds * once
-            sent.all_gather(width * gathers * part, ranks)
-            if weight.learned:
-                sent.reduce_scatter(low * rounds * part * ranks, ranks)
+            is_kept = weight.numel <= persistent
+            sums["whole" if is_kept else "gathered"] += part * (2 if far and not is_kept else 1)
+            sums["learned"] += part if weight.learned else 0
         behind += sum(weight.numel for weight in block)
+    return sums
 
 
 def _parts(length: int, number: int) -> int:

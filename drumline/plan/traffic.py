@@ -11,7 +11,7 @@ from drumline.plan.sent import Sent, held, tp_ranks
 from drumline.plan.sent_data import averaged, ddp, fsdp2, norm, together
 from drumline.plan.sent_model import context, pipeline, tensor
 from drumline.plan.sent_zero import zero
-from drumline.plan.states import part_of, shards_of
+from drumline.plan.states import shards_of
 
 
 def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traffic:
@@ -42,21 +42,21 @@ def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, step: int | None) -
     if mesh.world_size == 1:
         return
     wrap = tuple(strategy.wrap) if isinstance(strategy, s.FSDP2Strategy) and strategy.wrap is not None else None
-    for pp_rank in range(mesh.pp):
-        mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), mesh.pp, pp_rank)
-        for tp_rank, part in tp_ranks(facts, mesh.tp):
-            sent.part = part / mesh.pp
-            has = held(facts, mine, mesh.tp, tp_rank, shards_of(layout), wrap)
-            if layout.data_parallel == "fsdp2":
-                fsdp2(sent, layout, has)
-            elif mesh.tp * mesh.pp > 1:
-                averaged(sent, layout, has)
-            else:
-                ddp(sent, layout, facts, _compresses(layout, step))
-            norm(sent, layout, has)
-            pipeline(sent, layout, facts, mine, has, pp_rank)
-            tensor(sent, layout, facts, mine)
-            context(sent, layout, facts, mine)
+    for tp_rank, part in tp_ranks(facts, mesh.tp):
+        has = held(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
+        sent.part = part / mesh.pp  # all stages together, dealt to their ranks
+        if layout.data_parallel == "fsdp2":
+            fsdp2(sent, layout, has)
+        elif mesh.tp * mesh.pp > 1:
+            averaged(sent, layout, has)
+        else:
+            ddp(sent, layout, facts, _compresses(layout, step))
+        pipeline(sent, layout, facts, has)
+        sent.part = part
+        norm(sent, layout, has)
+    sent.part = 1 / mesh.pp
+    tensor(sent, layout, facts)
+    context(sent, layout, facts)
 
 
 def _compresses(layout: Layout, step: int | None) -> bool:
