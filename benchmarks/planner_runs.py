@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 128
+STEPS = 7  # two to settle, one that is counted, the others are timed
 # A small Llama: what grows with the hidden size, the vocabulary and the length all show in the peak.
 SMALL = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -123,45 +124,49 @@ def measure(runs: list[Run], folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _plan(run: Run, folder: Path) -> Path:
-    """plan.json of a run that is ready to start."""
-    from drumline.config.load import load
-    from drumline.train.setup import Request, claim_run_dir, make_plan
-
-    request = Request(load(_config(run, folder), []), world_size=run.processes)
-    plan, _ = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)
-    return plan
+    shape = {"small": SMALL, "smollm2": SMOL}[run.shape]
+    return ready(folder, {"model_type": "llama", **shape}, LENGTH, run.processes, run.sections)
 
 
-def _config(run: Run, folder: Path) -> Path:
+def ready(folder: Path, shape: dict[str, Any], length: int, processes: int, sections: dict[str, Any]) -> Path:
+    """plan.json of a run that may start: a random model of that Hugging Face config, rows that fill `length` tokens each."""
     import yaml
 
+    from drumline.config.load import load
+    from drumline.train.setup import Request, claim_run_dir, make_plan
     from tests.tiny import tiny_tokenizer
 
     folder.mkdir(parents=True)
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     draw = random.Random(0)
-    rows = [json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=4 * LENGTH))}) for _ in range(80)]
+    rows = [json.dumps({"text": " ".join(draw.choices(["left", "right", "drum", "sum"], k=4 * length))}) for _ in range(80)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
-    shape = {"small": SMALL, "smollm2": SMOL}[run.shape]
     config: dict[str, Any] = {
-        "model": {"id": None, "config": {"model_type": "llama", **shape}, "tokenizer": str(folder / "tokenizer")},
+        "model": {"id": None, "config": shape, "tokenizer": str(folder / "tokenizer")},
         "algorithm": {"kind": "pretrain"},
-        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": LENGTH, "workers": 1, "cache_dir": str(folder / "cache")},
+        "data": {"train": [{"kind": "file", "path": "rows.jsonl"}], "max_length": length, "workers": 1, "cache_dir": str(folder / "cache")},
         "batch": {"global_samples": 8, "micro_batch": 2},
         "optimizer": {"lr": 1e-4},
         "schedule": "constant",
         "eval": {"at_start": False},
         "checkpoint": {"export": "none", "asynchronous": False},
-        "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": 7},
+        "run": {"dir": str(folder / "run"), "report_to": [], "device": "cpu", "steps": STEPS},
     }
-    for name, values in run.sections.items():
+    for name, values in sections.items():
         config[name] = {**config[name], **values} if isinstance(values, dict) and isinstance(config.get(name), dict) else values
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    return path
+    request = Request(load(path, []), world_size=processes)
+    return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
 
 def _figures(run: Run, plan_path: Path) -> dict[str, Any]:
+    plan, categories = held_against(plan_path)
+    return {"name": run.name, "processes": run.processes, "parameters": plan.predicted.parameters, "categories": categories}
+
+
+def held_against(plan_path: Path) -> tuple[Any, dict[str, dict[str, float]]]:
+    """The plan of a run that has ended, and by category what it predicted and what was measured."""
     from drumline.plan.plan import Plan
     from drumline.plan.truth import Measurement, compare
     from drumline.report.events import read
@@ -171,4 +176,4 @@ def _figures(run: Run, plan_path: Path) -> dict[str, Any]:
     (event,) = [e for e in read(Path(plan.run_dir) / "events.jsonl") if e["kind"] == "measured" and e["final"]]
     measured = Measurement.model_validate({name: event[name] for name in Measurement.model_fields})
     rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(plan.predicted.estimate, measured)}
-    return {"name": run.name, "processes": run.processes, "parameters": plan.predicted.parameters, "categories": rows}
+    return plan, rows

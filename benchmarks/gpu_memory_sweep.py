@@ -1,0 +1,171 @@
+"""What runs on one GPU take, against their plans: torch's max_memory_allocated and max_memory_reserved, and the seconds of a step.
+
+    drumline calibrate; PYTHONPATH=. python benchmarks/gpu_memory_sweep.py [--runs WORD] [--out FILE.json]
+
+Models from 0.1B to 8B by their shapes, with random weights; full and LoRA, each kind of activation checkpointing, several batches and
+lengths, bf16 and fp32, plain and chunked cross-entropy. Each run is a process of its own, that starts with an empty allocator. It takes no
+checkpoint. A run that is out of memory is a row, too: of one whose plan says "fits", that is a failure (exit code 1).
+
+Targets: allocated ±5%, reserved ±10%, seconds ±10% after calibration. Without CUDA it says so and does nothing (exit code 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from planner_runs import FULL, LORA, PLAIN, SELECTIVE, STEPS, held_against, ready  # noqa: E402
+
+TARGETS = {"peak": 0.05, "reserved": 0.10, "seconds": 0.10}
+
+
+@dataclass(frozen=True)
+class Run:
+    """`model`: a name of models.shapes. Two micro-batches a step."""
+
+    model: str
+    length: int
+    micro_batch: int
+    parts: tuple[dict[str, Any], ...] = ()
+    precision: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        kinds = ["lora" if LORA in self.parts else "full", *(f"AC {name}" for name, part in AC.items() if part in self.parts)]
+        return f"{self.model} {' '.join(kinds)} {self.micro_batch} × {self.length} {self.precision}" + (
+            " plain" if PLAIN in self.parts else ""
+        )
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        made: dict[str, Any] = {
+            "strategy": "single",
+            "precision": self.precision,
+            "batch": {"micro_batch": self.micro_batch, "global_samples": 2 * self.micro_batch},
+            "run": {"device": "cuda"},
+        }
+        for part in self.parts:
+            made |= part
+        return made
+
+
+AC = {"selective": SELECTIVE, "full": FULL}
+RUNS = [
+    Run("smollm2-135m", 1024, 8),
+    Run("smollm2-135m", 1024, 8, precision="fp32"),
+    Run("smollm2-135m", 1024, 8, (PLAIN,)),
+    Run("smollm2-135m", 2048, 16, (FULL,)),
+    Run("qwen2.5-0.5b", 2048, 4),
+    Run("qwen2.5-0.5b", 2048, 4, (PLAIN,)),
+    Run("qwen2.5-0.5b", 2048, 8, (SELECTIVE,)),
+    Run("tinyllama-1.1b", 2048, 4),
+    Run("tinyllama-1.1b", 2048, 16, (FULL,)),
+    Run("tinyllama-1.1b", 1024, 4, (SELECTIVE,), "fp32"),
+    Run("llama-3.2-1b", 8192, 1, (FULL,)),
+    Run("qwen2.5-1.5b", 2048, 4, (LORA,)),
+    Run("llama-3.2-3b", 2048, 2, (FULL,)),
+    Run("llama-3.2-3b", 2048, 4, (LORA, SELECTIVE)),
+    Run("llama-3.1-8b", 2048, 1, (LORA,)),
+    Run("llama-3.1-8b", 4096, 2, (LORA, FULL)),
+    Run("llama-3.1-8b", 2048, 2, (LORA, SELECTIVE, PLAIN)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default="", help="only runs with this in their names")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        train(options.worker)
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: no CUDA GPU here; the sweep measures torch's allocator on one", file=sys.stderr)
+        raise SystemExit(2)
+    found = []
+    for run in (run for run in RUNS if options.runs in run.name):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(measure(run, Path(folder)))
+        print(line(found[-1]), flush=True)
+    broken = [row["name"] for row in found if row["verdict"] == "fits" and row["out_of_memory"]]
+    near = {name: sum(abs(error(row, name)) <= target for row in found if name in row["categories"]) for name, target in TARGETS.items()}
+    report = {"command": "python " + " ".join(sys.argv), "device": torch.cuda.get_device_name(), "within_targets": near}
+    report |= {"python": platform.python_version(), "torch": torch.__version__, "fits_but_out_of_memory": broken, "runs": found}
+    print(json.dumps({key: report[key] for key in ("within_targets", "fits_but_out_of_memory")}))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    raise SystemExit(bool(broken))
+
+
+def measure(run: Run, folder: Path) -> dict[str, Any]:
+    """One run in a process of its own: its plan's verdict, whether it was out of memory, and by category predicted and measured."""
+    from drumline.models.shapes import find
+    from drumline.plan.plan import Plan
+
+    known = find(run.model)
+    assert known is not None
+    path = ready(folder / "run", dict(known.values), run.length, 1, run.sections)
+    ended = subprocess.run([sys.executable, __file__, "--worker", str(path)], capture_output=True, text=True)
+    estimate = Plan.load(path).predicted.estimate
+    assert estimate is not None
+    lost = "OutOfMemory" in ended.stderr
+    if ended.returncode and not lost:
+        raise SystemExit(f"{run.name} failed:\n{ended.stderr[-3000:]}")
+    row = {"name": run.name, "verdict": estimate.verdict, "limit": estimate.limit, "planned": estimate.memory.model_dump()}
+    return {**row, "out_of_memory": lost, "categories": {} if lost else held_against(path)[1]}
+
+
+def train(path: Path) -> None:
+    """The worker: a few steps of the plan, and the `measured` event; no checkpoint."""
+    from drumline.dist.start import start, stop
+    from drumline.plan.plan import Plan
+    from drumline.report.events import EventLog
+    from drumline.train.build import build
+    from drumline.train.exhausted import watched
+    from drumline.train.signals import StopFlag
+    from drumline.train.state import Goodput
+
+    plan = Plan.load(path)
+    ranks = start(plan.device, plan.backend, 600.0)
+    with watched(plan, 0) as watch:
+        loop = build(plan, ranks, None, EventLog(Path(plan.run_dir) / "events.jsonl").emit, StopFlag(), [], Goodput(time.time()))
+        watch.engine = loop.engine
+        for _, batch in zip(range(STEPS), loop.stream, strict=False):
+            loop._train_step(batch, 0.0)
+        loop.measure.finish(loop.state.step)
+    stop()
+
+
+def error(row: dict[str, Any], category: str) -> float:
+    figures = row["categories"][category]
+    return float(figures["predicted"] / figures["measured"] - 1)
+
+
+def line(row: dict[str, Any]) -> str:
+    """`name  fits  peak 12.30 GiB (+1.2%) reserved 13.00 GiB (-3.0%) seconds 0.51 (+8.0%)`."""
+    if row["out_of_memory"]:
+        return f"{row['name']:48} {row['verdict']:6} out of memory; {row['planned']['peak'] / 2**30:.2f} GiB were planned"
+    words = []
+    for name in (name for name in TARGETS if name in row["categories"]):
+        value = row["categories"][name]["measured"]
+        shown = f"{value:.3g}" if name == "seconds" else f"{value / 2**30:.2f} GiB"
+        words.append(f"{name} {shown} ({error(row, name):+.1%})")
+    return f"{row['name']:48} {row['verdict']:6} " + "  ".join(words)
+
+
+if __name__ == "__main__":
+    main()
