@@ -71,6 +71,9 @@ def plan(
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="NAME", help="One plan in words, by name or row.")] = None,
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="The longest row that fits, by family.")] = False,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest micro-batch of a device that fits, by family.")] = False,
+    what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="The best plan on other numbers of hosts.")] = None,
     figure: Annotated[Path | None, typer.Option(metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     check: Annotated[Path | None, typer.Option(metavar="RUN", help="Hold what a run took against what was predicted of it.")] = None,
@@ -83,9 +86,11 @@ def plan(
     from drumline.planning.asked import Flags
     from drumline.planning.command import Options
     from drumline.planning.command import plan as run
+    from drumline.planning.further import Kind
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure)
+    most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
+    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if)
     raise typer.Exit(run(asked))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from drumline.cluster.cluster import Link
+from drumline.plan.advice import Change
+from drumline.plan.guides import disagreements
 from drumline.plan.search import Answer, Candidate, Question, Refused
 from drumline.planning.figures import chosen, cost, devices, hours
 
 VERSION = 1
 
 
-def as_json(answer: Answer, tokens: float | None = None) -> dict[str, Any]:
-    """Bytes, seconds, tokens and FLOPs, never scaled."""
+def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """Bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
     question = answer.question
     return {
         "version": VERSION,
@@ -25,6 +28,9 @@ def as_json(answer: Answer, tokens: float | None = None) -> dict[str, Any]:
         },
         "ranked": [candidate(question, c, tokens) for c in answer.ranked],
         "refused": [_refused(question, r, tokens) for r in answer.refused],
+        "looked_at": answer.looked_at,
+        "guides": [{"guide": d.guide, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
+        "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],
     }
 
 

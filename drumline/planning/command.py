@@ -9,8 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.config.load import Loaded
-from drumline.plan.search import Answer, search
-from drumline.planning.advise import nothing_fits
+from drumline.plan.advice import nothing_fits, what_if
+from drumline.plan.search import Answer, Question, search
+from drumline.planning import further
+from drumline.planning.as_json import as_json
 from drumline.planning.asked import FLAGS, Flags, asked
 from drumline.planning.written import to_use
 from drumline.report.bars import bars
@@ -18,7 +20,8 @@ from drumline.report.bars import bars
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. `tokens`: that the run trains on, where data and steps do not say it."""
+    """What the command line says. `tokens`: that the run trains on, where data and steps do not say it; `most`: of what the most is
+    asked for; `what_if`: nodes=2,4,8."""
 
     config: Path | None = None
     overrides: list[str] = field(default_factory=list)
@@ -29,6 +32,8 @@ class Options:
     explain: str | None = None
     devices: bool = False
     figure: Path | None = None
+    most: further.Kind | None = None
+    what_if: str | None = None
 
 
 def plan(options: Options) -> int:
@@ -39,8 +44,30 @@ def plan(options: Options) -> int:
 
         show_devices(console)
         return 0
+    hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
     loaded = asked(options.config, options.overrides, options.flags)
-    answer = _answer(loaded, aside)
+    question = _question(loaded, aside)
+    if options.most is not None:
+        _most(question, options.most, options, console)
+    elif hosts is not None:
+        _what_if(question, hosts, options, console)
+    else:
+        _answer(search(question), loaded, options, console, aside)
+    return 0
+
+
+def _question(loaded: Loaded, aside: Console) -> Question:
+    from drumline.planning.question import ask
+
+    with bars(aside) as on_progress:
+        made = ask(loaded, on_progress)
+    for note in (*loaded.notes, *made.notes):
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    return made.question
+
+
+def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
+    """Show an answer in the form that was asked for."""
     if options.figure is not None:
         from drumline.planning.picture import draw
 
@@ -50,27 +77,34 @@ def plan(options: Options) -> int:
         from drumline.planning.words import explain
 
         console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
-    elif options.as_json:
-        from drumline.planning.as_json import as_json
-
-        print(json.dumps(as_json(answer, options.tokens), indent=2))
+        return
+    changes = () if answer.ranked else nothing_fits(answer)
+    if options.as_json:
+        print(json.dumps(as_json(answer, options.tokens, changes), indent=2))
     else:
         from drumline.planning.table import show
 
         show(answer, console, top=options.top, tokens=options.tokens)
+        further.show_guides(answer, console)
+        further.show_changes(changes, console)
         if answer.ranked:
             config = None if loaded.path == Path(FLAGS) else loaded.path
             console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
     if not answer.ranked:
-        raise nothing_fits(answer)
-    return 0
+        raise further.refusal(answer, changes)
 
 
-def _answer(loaded: Loaded, aside: Console) -> Answer:
-    from drumline.planning.question import ask
+def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:
+    found = further.most(question, kind)
+    if options.as_json:
+        print(json.dumps(further.most_json(question, found, kind), indent=2))
+    else:
+        further.show_most(question, found, kind, console, options.top)
 
-    with bars(aside) as on_progress:
-        question = ask(loaded, on_progress)
-    for note in (*loaded.notes, *question.notes):
-        aside.print(f"note: {note}", soft_wrap=True, markup=False)
-    return search(question.question)
+
+def _what_if(question: Question, hosts: list[int], options: Options, console: Console) -> None:
+    answers = what_if(question, hosts)
+    if options.as_json:
+        print(json.dumps(further.what_if_json(answers, options.tokens), indent=2))
+    else:
+        further.show_what_if(answers, console, options.tokens)

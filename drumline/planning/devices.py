@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from drumline.cluster.catalog import DEVICES, GIGA, LINKS, TERA
+from drumline.planning.table import plain_table
 
 
 def show_devices(console: Console) -> None:
     """Datasheet rates with their sources, and how to say what is not there."""
-    devices = _table("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host")
+    devices = []
     for spec in DEVICES.values():
         half = f"{spec.flops['bf16'] / TERA:g}" if "bf16" in spec.flops else "–"
         full = f"{spec.flops['fp32'] / TERA:g}"
-        row = (spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link)
-        devices.add_row(*row)
-    links = _table("link", "GB/s one way", "reached", "latency µs")
-    for link in LINKS.values():
-        links.add_row(link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}")
-    console.print(devices)
+        row = [spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link]
+        devices.append(row)
+    links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
+    console.print(plain_table(("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
     console.print()
-    console.print(links)
+    console.print(plain_table(("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
     for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
@@ -32,10 +29,3 @@ def show_devices(console: Console) -> None:
         " fp32_tflops: …}}, device: NAME, per_node: 8}",
         markup=False,
     )
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index == 0 or "link" in head or "host" in head else "right", no_wrap=True)
-    return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from rich.console import Console
 from drumline.config.load import Loaded, load_text, schema
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import EnvironmentFault, UserError
+from drumline.plan.advice import nothing_fits
 from drumline.plan.search import Question, search
-from drumline.planning.advise import nothing_fits
 from drumline.planning.asked import ADAPTERS, Flags, in_words
-from drumline.planning.question import ask
+from drumline.planning.further import refusal
+from drumline.planning.question import ask, find_model
 from drumline.planning.written import SCHEMA, file, why
 from drumline.report.bars import bars
 
@@ -76,7 +76,7 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
     answer = search(_with_batch(asked.question))
     if not answer.ranked:
-        raise nothing_fits(answer)
+        raise refusal(answer, nothing_fits(answer))
     text = file(answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
     _write(path, text)
@@ -118,7 +118,8 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
             try:
                 told = replace(answers, **_parsed(question.field, said))
                 config = _config(told, path)
-                _LATER.get(question.field, lambda _: None)(config)
+                if question.field == "model":
+                    find_model(config.model, lambda *_: None)
             except UserError as error:
                 if not again:
                     raise
@@ -147,15 +148,6 @@ def _parsed(field: str, said: str) -> dict[str, Any]:
     if len(numbers) > 1 or len(names) > 1:
         raise UserError(f"{said!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096")
     return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}
-
-
-def _look_for_model(config: Config) -> None:
-    from drumline.planning.question import find_model
-
-    find_model(config.model, lambda *_: None)
-
-
-_LATER: dict[str, Callable[[Config], None]] = {"model": _look_for_model}
 
 
 # ------------------------------------------------------------------------------------------------------ answers → config

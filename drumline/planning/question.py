@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
     facts = models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze)
     roles, role_facts = _roles(config, on_progress)
     cluster = _cluster(config)
-    return Asked(Question(config, cluster, facts, data, roles, role_facts), (*notes, *cluster.notes))
+    deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
+    question = Question(config, cluster, facts, data, roles, role_facts, deepspeed=deepspeed)
+    return Asked(question, (*notes, *cluster.notes))
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
@@ -127,6 +130,9 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
 
 
 def _cluster(config: Config) -> Cluster:
+    """The devices that are said, or those of this machine that a run would take."""
     machine = detect()
+    if config.run.device == "cpu" and config.cluster is None:
+        machine = replace(machine, devices=[], device="cpu", bf16=False)
     processes = config.launch.nproc or max(1, len(machine.devices))
     return cluster_of(config.cluster, machine, processes, calibration_for(machine))

@@ -29,8 +29,7 @@ class Group:
 
 def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
     """What was asked, the ranked plans, and the families that are out."""
-    about = headline(answer.question)
-    console.print((" · " if len(" · ".join(about)) <= console.width else "\n").join(about), style="bold", markup=False, end="\n\n")
+    show_headline(answer.question, console)
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
         if table.title:  # not by the table, which would wrap it to its own width
@@ -49,6 +48,12 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
         console.print(Text("Out:", style="bold"))
         console.print(out)
         console.print()
+
+
+def show_headline(question: Question, console: Console) -> None:
+    """On one line where there is room, else on three."""
+    about = headline(question)
+    console.print((" · " if len(" · ".join(about)) <= console.width else "\n").join(about), style="bold", markup=False, end="\n\n")
 
 
 def headline(question: Question) -> tuple[str, str, str]:
@@ -177,3 +182,19 @@ def number(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def plain_table(
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), spare: Sequence[int] = ()
+) -> Table:
+    """A table in the same dress. `left`: columns of words; `spare`: those that go first where the terminal is narrow, in that order."""
+    for dropped in range(len(spare) + 1):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+        kept = [index for index in range(len(heads)) if index not in spare[:dropped]]
+        for index in kept:
+            table.add_column(heads[index], justify="left" if index in left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[index] for index in kept))
+        if _fits(table, console):
+            break
+    return table

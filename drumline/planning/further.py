@@ -1,0 +1,136 @@
+"""Further questions: the longest row, the largest micro-batch, other numbers of hosts; what the guides would do; what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rich.console import Console
+
+from drumline.errors import PlanError, UserError
+from drumline.plan.advice import Change, Most, max_batch, max_length
+from drumline.plan.guides import disagreements
+from drumline.plan.search import Answer, Question
+from drumline.planning.as_json import VERSION, candidate
+from drumline.planning.figures import GB, hours
+from drumline.planning.table import headline, number, plain_table
+
+Kind = Literal["max_length", "max_batch"]
+WORDS: dict[Kind, tuple[str, str]] = {
+    "max_length": ("longest row, tokens", "data.max_length"),
+    "max_batch": ("largest micro-batch", "batch.micro_batch"),
+}
+
+
+def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
+    """Nothing fits: one line with the nearest, and the smallest change that would."""
+    near = [r for r in answer.refused if r.best is not None]
+    if not near:
+        first = answer.refused[0]
+        return PlanError(f"no strategy goes with this config: {first.name}: {first.reason}")
+    nearest = min(near, key=lambda r: r.best.estimate.memory.reserved if r.best else 0)
+    name = nearest.best.name if nearest.best else nearest.name
+    fix = changes[0].line() if changes else "no change was found that would: take a smaller model, or larger devices"
+    return PlanError(f"nothing fits; nearest is {name}: {nearest.reason}", fix=fix)
+
+
+def show_changes(changes: Sequence[Change], console: Console) -> None:
+    """All that would make it fit, what changes the run least first."""
+    if changes:
+        console.print("What would fit:", style="bold")
+        rows = [[change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}"] for change in changes]
+        console.print(plain_table(("change", "then", "needs GB"), rows, left=(0, 1)))
+        console.print()
+
+
+def show_guides(answer: Answer, console: Console) -> None:
+    """Where the usual guides would do worse, each with its number."""
+    found = disagreements(answer)
+    if found:
+        console.print("Guides that the numbers disagree with:", style="bold")
+        for each in found:
+            console.print(f"  {each.guide}: {each.says} — {each.reason}", markup=False)
+        console.print()
+
+
+# ------------------------------------------------------------------------------------------------------------------ most
+
+
+def most(question: Question, kind: Kind) -> tuple[Most, ...]:
+    """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
+    found = max_length(question) if kind == "max_length" else max_batch(question)
+    if not found:
+        raise PlanError(
+            "nothing fits, however small", where=f"--{kind.replace('_', '-')}", fix="see `drumline plan` for what comes nearest"
+        )
+    return found
+
+
+def show_most(question: Question, found: Sequence[Most], kind: Kind, console: Console, top: int) -> None:
+    words, key = WORDS[kind]
+    console.print(" · ".join(headline(question)), style="bold", markup=False, end="\n\n")
+    rows = []
+    for each in found[:top]:
+        estimate, layout = each.found.estimate, each.found.layout
+        needs = f"{estimate.memory.reserved / GB:.1f}"
+        speed = f"{estimate.tokens_per_s:,.0f}"
+        rows.append([each.found.name, f"{each.number:,}", estimate.verdict, needs, speed, layout.activation_checkpointing])
+    console.print(
+        plain_table(("strategy", words.replace(", ", ",\n"), "verdict", "needs\nGB", "tokens/s", "checkpointing"), rows, left=(0, 2, 5))
+    )
+    console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- what if
+
+
+def parse_what_if(said: str) -> list[int]:
+    """`nodes=2,4,8`. Raises UserError."""
+    key, _, values = said.partition("=")
+    words = [word.strip() for word in values.split(",") if word.strip()]
+    if key.strip() != "nodes" or not words or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise UserError(f"{said!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
+    return [int(word) for word in words]
+
+
+def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:
+    """The first plan on each number of hosts, and what the further devices bring."""
+    console.print(" · ".join(headline(answers[0].question)[:2]), style="bold", markup=False, end="\n\n")
+    base = next((a for a in answers if a.ranked), None)
+    rows = []
+    for answer in answers:
+        cluster = answer.question.cluster
+        head = [str(cluster.nodes), str(cluster.world_size)]
+        if not answer.ranked:
+            near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
+            needs = "–" if near is None else f"{near.estimate.memory.reserved / GB:.1f}"
+            rows.append([*head, near.name if near else "–", "no", needs, "–", "–", "–", "–"])
+            continue
+        first = answer.ranked[0]
+        estimate = first.estimate
+        assert base is not None
+        speed = estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
+        each = speed * base.question.cluster.world_size / cluster.world_size
+        needs = f"{estimate.memory.reserved / GB:.1f}"
+        time = number(hours(first, tokens) if tokens or first.layout.steps else hours(first, 1e9))
+        rows.append([*head, first.name, estimate.verdict, needs, f"{estimate.tokens_per_s:,.0f}", f"{speed:.2f}", f"{each:.0%}", time])
+    known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
+    length = "hours" if known else "hours /\n1B tokens"
+    heads = ("hosts", "devices", "strategy", "verdict", "needs\nGB", "tokens/s", "speed", "of\nlinear", length)
+    console.print(plain_table(heads, rows, left=(2, 3)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ JSON
+
+
+def most_json(question: Question, found: Sequence[Most], kind: Kind) -> dict[str, Any]:
+    return {"version": VERSION, kind: [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]}
+
+
+def what_if_json(answers: Sequence[Answer], tokens: float | None) -> dict[str, Any]:
+    rows = []
+    for answer in answers:
+        cluster, first = answer.question.cluster, answer.ranked[0] if answer.ranked else None
+        best = None if first is None else candidate(answer.question, first, tokens)
+        rows.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
+    return {"version": VERSION, "what_if": rows}
