@@ -17,9 +17,9 @@ def show_devices(console: Console) -> None:
         row = [spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link]
         devices.append(row)
     links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
-    console.print(plain_table(("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
+    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
     console.print()
-    console.print(plain_table(("link", "GB/s one way", "reached", "latency µs"), links))
+    console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
     for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:

@@ -13,12 +13,12 @@ from drumline.plan.guides import disagreements
 from drumline.plan.search import Answer, Question
 from drumline.planning.as_json import VERSION, candidate
 from drumline.planning.figures import GB, hours
-from drumline.planning.table import headline, number, plain_table
+from drumline.planning.table import number, plain_table, show_headline
 
 Kind = Literal["max_length", "max_batch"]
 WORDS: dict[Kind, tuple[str, str]] = {
-    "max_length": ("longest row, tokens", "data.max_length"),
-    "max_batch": ("largest micro-batch", "batch.micro_batch"),
+    "max_length": ("longest row\nin tokens", "data.max_length"),
+    "max_batch": ("largest\nmicro-batch", "batch.micro_batch"),
 }
 
 
@@ -30,7 +30,7 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
         return PlanError(f"no strategy goes with this config: {first.name}: {first.reason}")
     nearest = min(near, key=lambda r: r.best.estimate.memory.reserved if r.best else 0)
     name = nearest.best.name if nearest.best else nearest.name
-    fix = changes[0].line() if changes else "no change was found that would: take a smaller model, or larger devices"
+    fix = f"it would with {changes[0].line()}" if changes else "no change was found that would: take a smaller model, or larger devices"
     return PlanError(f"nothing fits; nearest is {name}: {nearest.reason}", fix=fix)
 
 
@@ -39,7 +39,7 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
     if changes:
         console.print("What would fit:", style="bold")
         rows = [[change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}"] for change in changes]
-        console.print(plain_table(("change", "then", "needs GB"), rows, left=(0, 1)))
+        console.print(plain_table(console, ("change", "then", "needs GB"), rows, left=(0, 1), spare=(2,)))
         console.print()
 
 
@@ -68,16 +68,15 @@ def most(question: Question, kind: Kind) -> tuple[Most, ...]:
 
 def show_most(question: Question, found: Sequence[Most], kind: Kind, console: Console, top: int) -> None:
     words, key = WORDS[kind]
-    console.print(" · ".join(headline(question)), style="bold", markup=False, end="\n\n")
+    show_headline(question, console)
     rows = []
     for each in found[:top]:
         estimate, layout = each.found.estimate, each.found.layout
         needs = f"{estimate.memory.reserved / GB:.1f}"
         speed = f"{estimate.tokens_per_s:,.0f}"
         rows.append([each.found.name, f"{each.number:,}", estimate.verdict, needs, speed, layout.activation_checkpointing])
-    console.print(
-        plain_table(("strategy", words.replace(", ", ",\n"), "verdict", "needs\nGB", "tokens/s", "checkpointing"), rows, left=(0, 2, 5))
-    )
+    heads = ("strategy", words, "verdict", "needs\nGB", "tokens/s", "checkpointing")
+    console.print(plain_table(console, heads, rows, left=(0, 2, 5), spare=(2, 5)))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
 
 
@@ -95,7 +94,7 @@ def parse_what_if(said: str) -> list[int]:
 
 def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:
     """The first plan on each number of hosts, and what the further devices bring."""
-    console.print(" · ".join(headline(answers[0].question)[:2]), style="bold", markup=False, end="\n\n")
+    show_headline(answers[0].question, console)
     base = next((a for a in answers if a.ranked), None)
     rows = []
     for answer in answers:
@@ -117,7 +116,7 @@ def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | No
     known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
     length = "hours" if known else "hours /\n1B tokens"
     heads = ("hosts", "devices", "strategy", "verdict", "needs\nGB", "tokens/s", "speed", "of\nlinear", length)
-    console.print(plain_table(heads, rows, left=(2, 3)))
+    console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))
 
 
 # ------------------------------------------------------------------------------------------------------------------ JSON
