@@ -90,6 +90,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         )
     if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
         yield "batch.micro_batch=1", changed(batch=config.batch.model_copy(update={"micro_batch": 1, "accumulation": None}))
+    chunk = type(config.algorithm).model_fields.get("loss_chunk")
+    if chunk is not None and not getattr(config.algorithm, "loss_chunk", None):
+        yield f"algorithm.loss_chunk={chunk.default}", changed(algorithm=config.algorithm.model_copy(update={"loss_chunk": chunk.default}))
     if question.nvme is None and question.deepspeed:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
     if config.adapter.kind == "none" and config.head == "lm":

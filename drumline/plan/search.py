@@ -29,7 +29,7 @@ from drumline.plan.resolve import data_parallel_of, device_of, engine_of, precis
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
-from drumline.plan.ways import Way, describe, ways
+from drumline.plan.ways import Way, describe, offloads, ways
 from drumline.plan.zero import adopt
 
 FEW = 3  # strategies of a family that an answer holds
@@ -229,6 +229,8 @@ class _Look:
         strategy = way.strategy
         if isinstance(strategy, ZeroStrategy) and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install 'drumline[deepspeed]'")
+        if self.device == "cpu" and "cpu" in offloads(strategy) and strategy != question.config.strategy:
+            raise PlanError("the device's memory is the host's: there is nothing to offload to")
         world = _world(question, strategy.kind)
         if question.processes and world != question.cluster.world_size:
             raise PlanError(f"it is one process, and there are {question.cluster.world_size}")

@@ -139,6 +139,14 @@ def describe(strategy: s.AnyStrategy, world: int) -> Way:
     return Way(" × ".join([*base, *degrees]), " × ".join([*words, *numbered]), strategy, simple)
 
 
+def offloads(strategy: s.AnyStrategy) -> list[str]:
+    """Where it keeps what is not used: none, cpu or nvme; of ZeRO the optimizer's place first, then ZeRO-3's weights'."""
+    if isinstance(strategy, s.ZeroStrategy):
+        weights = [strategy.offload_parameters.kind] if isinstance(strategy, s.Zero3Strategy) else []
+        return [strategy.offload_optimizer.kind, *weights]
+    return [strategy.offload] if isinstance(strategy, s.FSDP2Strategy) else []
+
+
 def _variant(strategy: s.FSDP2Strategy) -> list[str]:
     return [
         *(["grad-op"] if not strategy.reshard_after_forward else []),
@@ -158,10 +166,10 @@ def _whole(strategy: s.AnyStrategy, world: int) -> Way:
             numbered += f" {strategy.schedule}"
         return Way(" × ".join([*copies, strategy.kind]), " × ".join([*copies, numbered]), strategy, MIXED)
     if isinstance(strategy, s.ZeroStrategy):
-        kinds = [strategy.offload_optimizer.kind, getattr(strategy, "offload_parameters", s.Offload()).kind]
+        kinds = offloads(strategy)
         if "nvme" in kinds:
-            words.append("nvme" if kinds[1] == "nvme" else "nvme optimizer")
+            words.append("nvme" if kinds[-1] == "nvme" else "nvme optimizer")
         elif "cpu" in kinds:
-            words.append("offload" if kinds[1] == "cpu" or strategy.kind != "zero3" else "offload optimizer")
+            words.append("offload" if kinds[-1] == "cpu" else "offload optimizer")
     name = " ".join(words)
     return Way(name, name, strategy, SIMPLE.get(strategy.kind, MIXED) + (OFFLOADED if len(words) > 1 else 0))
