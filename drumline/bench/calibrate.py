@@ -31,10 +31,9 @@ TIMEOUT, LIMIT, LIMIT_QUICK = 60.0, 900.0, 120.0
 
 @dataclass(frozen=True)
 class Task:
-    """What the command asks its ranks: `cores` is the machine's, `folder` on the disk to measure, `out` where rank 0 writes."""
+    """What the command asks its ranks: `folder` on the disk to measure, `out` where rank 0 writes."""
 
     device: str
-    cores: int
     bf16: bool
     quick: bool
     folder: str
@@ -44,7 +43,7 @@ class Task:
 
     @property
     def repeats(self) -> int:
-        return 3 if self.quick else 7
+        return 5 if self.quick else 15
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -80,7 +79,8 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
         raise UserError(f"{ranks} ranks on {len(machine.devices)} GPUs", where="--nproc", fix=f"at most {len(machine.devices)}")
     target = out or place(machine)
     folder = cache_dir()
-    _require_space(folder)
+    _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
+    _require_space(target.absolute().parent, MIB, "choose another place")
     console = Console()
     sizes = ", ".join(map(str, group_sizes(ranks))) or "none: one rank alone"
     console.print(f"measuring {hardware(machine)} ({software(machine)}); groups of {sizes}", highlight=False, soft_wrap=True)
@@ -99,7 +99,6 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
     with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, Asked() as asked:
         task = Task(
             device=machine.device,
-            cores=machine.cores,
             bf16=machine.bf16,
             quick=quick,
             folder=str(folder),
@@ -109,7 +108,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
         )
         said = Path(work, "task.json")
         said.write_text(json.dumps(asdict(task)))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores // ranks)))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says
         command = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), "drumline.bench.calibrate_rank", str(said)]
         ends = Agent(command, ranks, listen(None), Path(work, "logs"), asked, grace_seconds=5.0).attempt()
         if asked.number:
@@ -136,15 +135,16 @@ def _read(said: dict[str, Any]) -> Calibration:
     )
 
 
-def _require_space(folder: Path) -> None:
+def _require_space(folder: Path, bytes_: int, fix: str) -> None:
+    """Raises EnvironmentFault where a folder cannot be made or written to, or has too little space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot be made: {error.strerror}", where=str(folder), fix="set XDG_CACHE_HOME to a folder of yours"
-        ) from None
-    if free_bytes(folder) < DISK_BYTES:
-        raise EnvironmentFault("less than 512 MiB are free", where=str(folder), fix="free space, or set XDG_CACHE_HOME to another disk")
+        raise EnvironmentFault(f"cannot be written to: {error.strerror}", where=str(folder), fix=fix) from None
+    if free_bytes(folder) < bytes_:
+        raise EnvironmentFault(f"less than {bytes_ / 2**20:.0f} MiB are free", where=str(folder), fix=f"free space, or {fix}")
 
 
 # ------------------------------------------------------------------------------------------------------------- the tables

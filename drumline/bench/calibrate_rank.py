@@ -1,20 +1,18 @@
 """One rank of `drumline calibrate`: `python -m drumline.bench.calibrate_rank TASK.json`. Rank 0 writes what all of them measured.
 
-Every rank runs the same collectives in the same order; where one alone measures, the others wait at the next barrier.
+Every rank runs the same in the same order and at the same time: processes share caches, memory and power. The disk is rank 0's alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,10 @@ from drumline.dist.traffic import SentBytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-# In a hurry or not: seconds of samples, and seconds that a product may be expected to take (larger ones of that precision are left out).
-ENOUGH = {False: 0.2, True: 0.05}
+# In a hurry or not: seconds of samples, at least and at most (few samples are enough to pass the least), and seconds that a product may be
+# expected to take: larger ones of that precision are left out.
+SAMPLES = 15
+ENOUGH, MOST = {False: 0.2, True: 0.05}, {False: 4.0, True: 0.5}
 TOO_SLOW = {False: 2.0, True: 0.3}
 
 
@@ -56,14 +56,13 @@ def main() -> None:
 def measure(task: Task, ranks: Ranks) -> Calibration:
     """Everything, on every rank; only rank 0's answer is whole."""
     torch.backends.cuda.matmul.allow_tf32 = True  # precision.tf32's default
-    products, memory, host, disk = dict[str, tuple[Product, ...]](), 0.0, dict[str, Measured](), dict[str, Measured]()
-    if ranks.rank == 0 or task.device == "cuda":
-        with _threads(task.cores):
-            products, memory = multiply(task), copy_rate(task)
-        host = to_and_from_host(task) if task.device == "cuda" else {}
+    _together()
+    products, memory = multiply(task), copy_rate(task)
+    host = to_and_from_host(task) if task.device == "cuda" else {}
+    disk = dict[str, Measured]()
     if ranks.rank == 0:
         disk = write_and_read(task)
-    products, memory = _slowest(products, memory) if task.device == "cuda" else (products, memory)
+    products, memory = _of_all(products, memory, min if task.device == "cuda" else sum)
     lines = collectives(task, ranks)
     return Calibration(
         matmul={precision: rate_of_large(tried) for precision, tried in products.items()},
@@ -173,7 +172,7 @@ def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> C
 
 
 def _sent(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
-    """(bytes that a rank sends, median seconds of a call when all start together)."""
+    """(bytes that a rank sends, least seconds of a call when all start together)."""
     with SentBytes() as sent:
         call()
     times = []
@@ -184,7 +183,7 @@ def _sent(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float
         call()
         _wait(task.device)
         times.append(time.perf_counter() - began)
-    return sent.total, statistics.median(times)
+    return sent.total, min(times)
 
 
 def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
@@ -199,34 +198,31 @@ def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
             _wait(task.device)
             times.append((time.perf_counter() - began) / 2)
     dist.barrier()
-    return bytes_, statistics.median(times[1:] or times)
+    return bytes_, min(times)
 
 
-def _slowest(products: dict[str, tuple[Product, ...]], memory: float) -> tuple[dict[str, tuple[Product, ...]], float]:
-    """Of all GPUs, which were measured at the same time: the slowest sets the pace of a step."""
+def _of_all(
+    products: dict[str, tuple[Product, ...]], memory: float, how: Callable[[list[float]], float]
+) -> tuple[dict[str, tuple[Product, ...]], float]:
+    """What all ranks measured at the same time: of GPUs the slowest, which sets the pace of a step; of a processor the sum."""
     if not dist.is_initialized():
         return products, memory
     all_: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_, (products, memory))
-    slowest = {
-        precision: tuple(min(same, key=lambda p: p.rate) for same in zip(*(theirs[precision] for theirs, _ in all_), strict=False))
-        for precision in products
-    }
-    return slowest, min(rate for _, rate in all_)
+    tried = {precision: zip(*(theirs[precision] for theirs, _ in all_), strict=False) for precision in products}
+    found = {name: tuple(replace(same[0], rate=how([p.rate for p in same])) for same in shapes) for name, shapes in tried.items()}
+    return found, how([rate for _, rate in all_])
 
 
 def _seconds(call: Callable[[], Any], task: Task) -> float:
     """Seconds of a call, the least of several samples: what else runs here only adds to it. On a GPU, where waiting for the end costs
     time of its own, a sample is many calls (10 ms)."""
-    once = _timed(call, 1, task.device)
-    calls, enough = 1, ENOUGH[task.quick]
-    if task.device == "cuda":  # the first call loaded kernels
-        calls = max(1, int(0.01 / _timed(call, 1, task.device)))
-    elif once > enough:
-        return once
-    times = list[float]()
-    while not times or calls * sum(times) < enough:
+    _timed(call, 1, task.device)  # kernels are loaded, threads started
+    calls = max(1, int(0.01 / _timed(call, 1, task.device))) if task.device == "cuda" else 1
+    times, spent = list[float](), 0.0
+    while (len(times) < SAMPLES or spent < ENOUGH[task.quick]) and spent < MOST[task.quick]:
         times.append(_timed(call, calls, task.device))
+        spent += calls * times[-1]
     return min(times)
 
 
@@ -243,15 +239,10 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@contextlib.contextmanager
-def _threads(cores: int) -> Iterator[None]:
-    """All cores for this rank, while the others wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(cores)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _together() -> None:
+    """Wait for the others."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 if __name__ == "__main__":

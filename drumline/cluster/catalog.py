@@ -133,7 +133,7 @@ def link(name: str) -> Link | None:
 
 def nearest(name: str, known: list[str]) -> list[str]:
     """The names that look most like one that is not there, the likeliest first."""
-    close = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.6)
     return close or [other for other in known if plain(name)[:2] == other[:2]]
 
 

@@ -152,8 +152,11 @@ def test_bad_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "file").write_text("")
     monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "file"))
     done = drumline("calibrate", "--quick", "--nproc", 2)
-    assert done.code == 2 and "cannot be made" in done.err and "XDG_CACHE_HOME" in done.err and len(done.err.splitlines()) == 1
+    assert done.code == 2 and "cannot be written to" in done.err and "XDG_CACHE_HOME" in done.err and len(done.err.splitlines()) == 1
     assert drumline("calibrate", "--nproc", 0).code == 2
+    monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = drumline("calibrate", "--quick", "--nproc", 2, "--out", tmp_path / "file" / "x.json")
+    assert done.code == 2 and "cannot be written to" in done.err and "choose another place" in done.err and done.out == ""
 
 
 def test_the_file_says_when_and_how(tmp_path: Path) -> None:
