@@ -1,45 +1,81 @@
-"""Bytes on a device and on its host, by category. Pure."""
+"""Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
+2020, for states; Korthikanti et al. 2022 for activations). Pure.
+
+states.native_state, zero_states.zero_state ──▶ what lies between steps, exact
+activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
+buffers.buffers_of                           ──▶ gathered weights, buckets, copies
+others.others_of                             ──▶ models besides the policy, rollouts
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 from drumline.cluster.cluster import Cluster
+from drumline.config.algorithms import ClassifyConfig, RewardModelConfig
+from drumline.plan.activations import formula, head_bytes, kind_of
+from drumline.plan.buffers import Buffers, buffers_of
 from drumline.plan.facts import ModelFacts
-from drumline.plan.figures import Activations, HostMemory, Memory
+from drumline.plan.figures import Activations, Memory
+from drumline.plan.host import host_memory as host_memory
 from drumline.plan.layout import Layout
-from drumline.plan.states import Part, State, native_state, part_of
-from drumline.plan.zero_states import zero_state
+from drumline.plan.others import others_of
+from drumline.plan.states import Part, State, end_weights, native_state, part, part_of
+from drumline.plan.zero_states import FULL, zero_state
+
+GIB = 2**30
+CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (reference/planner.md, Method 4)
+GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
+# What the allocator reserves for each byte of tensors: published ratios, without expandable segments (reference/planner.md, Method 4).
+RESERVES = {"fsdp2": 1.24, "zero3": 1.24, "zero2": 1.05, "zero1": 1.05}
+RESERVES_ELSE = 1.08
+# Parts of a step, as figures call them: backward has three, its begin, its way through the blocks and its end.
+NAMES: dict[str, Literal["forward", "loss", "backward", "clip", "step", "rollout"]] = {
+    "forward": "forward",
+    "loss": "loss",
+    "head": "backward",
+    "blocks": "backward",
+    "end": "backward",
+    "clip": "clip",
+    "step": "step",
+    "rollout": "rollout",
+}
+# Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
+BYTES_PER_IMAGE_FLOP = 0.004
 
 
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
-    """Bytes of the fullest rank: of a pipeline, the one whose peak is highest."""
-    ranks = range(layout.mesh.pp)
-    return max((of_rank(layout, facts, activations, rank) for rank in ranks), key=lambda m: m.peak)
+    """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
+    layout's own precision, checkpointing, adapter and tensor parallelism."""
+    return max((of_rank(layout, facts, activations, rank) for rank in range(layout.mesh.pp)), key=lambda m: m.peak)
 
 
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int) -> Memory:
     """Bytes of a rank of stage `rank` of the pipeline."""
-    mesh = layout.mesh
-    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), mesh.pp, rank)
-    state = state_of(layout, facts, mine)
-    kept = activations or Activations(
-        saved_block=34.0 * facts.hidden, saved_ends=4.0 * facts.hidden, live_forward=16.0 * facts.hidden, live_backward=34.0 * facts.hidden
-    )
-    tokens = layout.rows * layout.length / mesh.cp
-    live = math.ceil(tokens * (kept.saved_block * facts.layers / mesh.pp / mesh.tp + kept.saved_ends + kept.live_backward))
-    total = state.parameters + state.gradients + state.optimizer + live
+    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
+    state, others = state_of(layout, facts, mine), others_of(layout, facts, rank)
+    kept = activations or formula(layout, facts)
+    phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine), kept)
+    phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
+    base = state.parameters + state.optimizer + others.parameters + others.optimizer
+    name, phase = max(phases.items(), key=lambda item: item[1].total)
+    extra = others.gradients if name in ("clip", "step") else 0
+    peak = math.ceil(base + phase.total + extra)
+    overhead = overhead_of(layout)
+    factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
     return Memory(
-        parameters=state.parameters,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
-        activations=live,
-        logits=0,
-        buffers=0,
-        overhead=0,
-        peak=total,
-        reserved=total,
-        phase="backward",
+        parameters=state.parameters + others.parameters,
+        gradients=state.gradients + others.gradients,
+        optimizer=state.optimizer + others.optimizer,
+        activations=math.ceil(phase.activations),
+        logits=math.ceil(phase.logits),
+        buffers=math.ceil(phase.buffers),
+        overhead=overhead,
+        peak=peak,
+        reserved=math.ceil(peak * factor) + overhead,
+        phase=NAMES[name],
     )
 
 
@@ -49,6 +85,112 @@ def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     return state if layout.device == "cuda" else state.here()
 
 
-def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemory:
-    """Bytes of one host."""
-    return HostMemory(load=4 * facts.parameters, train=0, save=0)
+def overhead_of(layout: Layout) -> int:
+    """On a GPU: the context, and a communicator for all ranks together and each way of spreading."""
+    if layout.device != "cuda":
+        return 0
+    mesh = layout.mesh
+    ways = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
+    return CONTEXT + GROUP * (1 + ways if ways else 0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes at the peak of a part of the step, besides weights and optimizer."""
+
+    gradients: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+def _phases(
+    layout: Layout, facts: ModelFacts, mine: Part, rank: int, state: State, buffers: Buffers, kept: Activations
+) -> dict[str, Phase]:
+    tokens, blocks = _tokens(layout), mine.blocks if layout.pipeline else facts.layers
+    if layout.config.images_alone:
+        images = math.ceil(layout.rows / layout.devices_per_rank) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
+        saved = images * (0.5 if layout.precision != "fp32" else 1.0)
+        running = returning = saved / max(1, blocks)
+        ends = head = tail = 0.0
+    else:
+        in_flight, number = flying(layout, rank, blocks)
+        saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
+        running, returning = tokens * kept.live_forward, tokens * kept.live_backward
+        ends = tokens * kept.saved_ends
+        head, tail = _head(layout, facts, mine, tokens)
+    every, there = state.gradients, _early(layout, state)
+    through = buffers.always + buffers.through
+    # The norm behind the last block gives back three more of its width.
+    norm = 12 * tokens * facts.hidden if mine.last else 0
+    embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
+    one = tokens * kept.saved_block
+    return {
+        "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
+        "loss": Phase(there, saved + ends, head, through + buffers.forward),
+        "head": Phase(there, saved + ends + norm, tail, through),
+        "blocks": Phase(there, saved + returning, tail and tail / 2, through + buffers.backward),
+        "end": Phase(every, one + returning, 0.0, through + max(buffers.backward, buffers.last, embedding)),
+        "clip": Phase(every, 0.0, 0.0, buffers.always),
+        "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
+    }
+
+
+def _tokens(layout: Layout) -> float:
+    """Of one micro-batch on one device."""
+    return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
+
+
+def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float) -> tuple[float, float]:
+    algorithm = layout.config.algorithm
+    if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
+        return 0.0, 0.0
+    rows = math.ceil(facts.vocab_size / layout.mesh.tp)
+    chunk = int(getattr(algorithm, "loss_chunk", 0))
+    if layout.mesh.tp > 1:
+        chunk = chunk or math.ceil(tokens)
+    head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
+    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.learned for w in head))
+
+
+def _early(layout: Layout, state: State) -> int:
+    """Gradients that are there before backward: DDP's buckets and ZeRO's buffers, and those of the micro-batches before."""
+    strategy = layout.strategy.kind
+    schedule = layout.pipeline.schedule if layout.pipeline else None
+    several = layout.batch.accumulation > 1 and schedule != "gpipe"
+    buckets = layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1
+    if several or buckets or strategy == "zero3":
+        return state.gradients
+    return state.gradients * 2 // 3 if strategy == "zero1" and layout.precision == "bf16" else 0
+
+
+def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
+    """(blocks, micro-batches) whose forward waits for its backward on a rank, at most: torch's schedules, Narayanan et al. 2021."""
+    plan, ranks, number = layout.pipeline, layout.mesh.pp, layout.batch.accumulation
+    if plan is None or plan.schedule == "model_parallel":
+        return blocks, 1
+    if plan.schedule == "gpipe":
+        return blocks * number, number
+    if plan.schedule == "1f1b":
+        return blocks * min(number, ranks - rank), min(number, ranks - rank)
+    rounds = max(1, number // ranks)
+    each, ahead = number // rounds, ranks - 1 - rank
+    # A rank's stages take turns; zero bubble warms up half as long, and keeps weights' gradients to come a little longer.
+    warm = (plan.stages_per_rank - 1) * each + 2 * ahead + 1
+    flight = min(warm, number * plan.stages_per_rank)
+    return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(flight / plan.stages_per_rank)
+
+
+def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, number: int) -> float:
+    """Hidden states between stages: torch makes room for those of all micro-batches at once, both ways, and keeps what was sent."""
+    if layout.pipeline is None:
+        return 0.0
+    hidden = tokens * facts.hidden * (2 if kind_of(layout) == "low" else 4)
+    ranks, per_rank = layout.mesh.pp, layout.pipeline.stages_per_rank
+    arriving = per_rank - (rank == 0) + per_rank - (rank == ranks - 1)
+    at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
+    return hidden * (arriving * at_once + number)

@@ -24,19 +24,19 @@ LAST = ("final", "project_out", "ln_f")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; `linear`: of these, those of linear
-    layers in blocks. `largest`: entries of the largest weight that learns. `tensors`: weights that learn."""
+    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; `linear`: of those that do not, in
+    linear layers of blocks, `linear_layers`: of all. `largest`: entries of the largest weight that learns."""
 
     learned: int = 0
     still: int = 0
     linear: int = 0
     largest: int = 0
-    tensors: int = 0
+    linear_layers: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
         largest = max(self.largest, other.largest)
         learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
-        return Sizes(learned, still, linear, largest, self.tensors + other.tensors)
+        return Sizes(learned, still, linear, largest, self.linear_layers + other.linear_layers)
 
     @property
     def entries(self) -> int:
@@ -60,11 +60,11 @@ def sizes(weights: Iterable[Weight], size: Callable[[Weight], int]) -> Sizes:
     total = Sizes()
     for weight in weights:
         here = size(weight)
+        linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
         if weight.learned:
-            total += Sizes(here, largest=here, tensors=1)
+            total += Sizes(here, largest=here, linear_layers=linear)
         else:
-            linear = weight.place == "block" and weight.owners[-1:] != () and weight.owners[-1] in LINEAR
-            total += Sizes(still=here, linear=here if linear else 0)
+            total += Sizes(still=here, linear=linear, linear_layers=linear)
     return total
 
 
@@ -108,7 +108,7 @@ def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     total = ends(facts, mine, tp, shards)
     for block, number in _kinds(facts, mine).items():
         one = block_sizes(facts, block, tp, shards)
-        total += Sizes(one.learned * number, one.still * number, one.linear * number, one.largest, one.tensors * number)
+        total += Sizes(one.learned * number, one.still * number, one.linear * number, one.largest, one.linear_layers * number)
     return total
 
 

@@ -19,10 +19,10 @@ PERSISTENT = 100_000  # stage3_param_persistence_threshold: entries of a weight 
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries of a model cut over some ranks. `learned`: of weights that learn; `flat`: the same end to end in two groups (those that decay,
-    and others), each filled up to a multiple of 2 × ranks; `touched`: of the weights that a rank has a part of, all entries, on the rank
-    with most; `pieces`: each weight cut by itself, rounded up. `still`, `still_pieces`: of frozen ones. `largest`: of a weight that learns.
-    `persistent`: of weights small enough to stay gathered."""
+    """Entries of a model cut over some ranks. `learned`: of weights that learn. `flat`: the same end to end in two groups (those that
+    decay, and others), each filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on
+    the rank with most. `pieces`: each weight cut by itself, rounded up. `still`, `still_pieces`: of frozen ones. `largest`: of a weight
+    that learns. `persistent`: of weights small enough to stay gathered."""
 
     learned: int
     flat: int

@@ -30,7 +30,9 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
     batches = []
     for _ in range(plan.batch.accumulation):
         ids_BT = torch.randint(3, 300, (rows, length), generator=generator)
-        batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), torch.arange(length).expand(rows, length).contiguous(), rows * length))
+        documents = 2 if plan.config.packs else 1
+        positions_BT = torch.arange(length // documents).repeat(rows, documents)
+        batches.append(TokenBatch(ids_BT, ids_BT.roll(-1, 1), positions_BT, rows * length))
     for _ in range(2):  # DDP lays out its buckets in the first step, DeepSpeed keeps some of it
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm())

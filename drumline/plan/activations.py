@@ -1,0 +1,185 @@
+"""What a model keeps of its forward for its backward, by the shapes of its layers. Pure.
+
+Counted from Hugging Face's own code of decoders such as Llama's and Qwen's, operator by operator: RMS norms in fp32, scaled dot product
+attention, SiLU(gate) × up. `tests/distributed/test_memory.py` holds it against what really lives. For blocks that compute otherwise it
+is an estimate; a trace (drumline.tracing) then knows better. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from drumline.config import strategies as s
+from drumline.config.schema import LoRAConfig
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.figures import Activations
+from drumline.plan.layout import Layout
+
+# fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
+Kind = Literal["fp32", "autocast", "low"]
+PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Widths of a block: `queries` and `keys` of all heads together, `feed` inside of its feed-forward part."""
+
+    hidden: int
+    queries: int
+    keys: int
+    feed: int
+    gated: bool
+    norms: int
+    head_norms: bool
+    products: tuple[
+        tuple[int, bool], ...
+    ]  # of all matrix products in the order they run: outputs, and whether tensor parallelism cuts them
+    ranks: int  # of all adapters, added up
+    adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
+    learns: bool  # its own weights do
+    heads: int
+    rms: bool
+
+
+@lru_cache(maxsize=256)
+def block_of(facts: ModelFacts) -> Block:
+    """Of the largest block that the model has most of."""
+    weights, _ = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))
+    linear = [w for w in weights if len(w.shape) == 2 and w.owners[-1:] and w.owners[-1] in ("Linear", "Conv1D")]
+    base = [w for w in linear if "lora_" not in w.name]
+    attention = [w for w in base if _in_attention(w)]
+    feed = [w for w in base if w not in attention]
+    out = _sides(attention[-1])[0] if attention else facts.hidden
+    kv = max(0, sum(_sides(w)[1] for w in attention[:-1]) - out) // 2 if attention else facts.hidden
+    norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
+    factors = [w for w in linear if "lora_A" in w.name]
+    of_queries = {id(w) for w in attention[:-1]}
+    places = {
+        _stem(w.name): ("qkv" if id(w) in of_queries else "out") if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base
+    }
+    return Block(
+        hidden=facts.hidden,
+        queries=out,
+        keys=kv,
+        feed=_sides(feed[-1])[0] if feed else 4 * facts.hidden,
+        gated=len(feed) != 2,
+        norms=sum(w.shape[0] == facts.hidden for w in norms) or 2,
+        head_norms=any(w.shape[0] != facts.hidden for w in norms),
+        products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
+        ranks=sum(min(w.shape) for w in factors),
+        adapted=frozenset(places[_stem(w.name)] for w in factors if _stem(w.name) in places),
+        learns=any(w.learned for w in base),
+        heads=facts.heads,
+        rms=not norms or any("rms" in w.owners[-1].lower() for w in norms),
+    )
+
+
+def _in_attention(weight: Weight) -> bool:
+    return any("attention" in owner.lower() for owner in weight.owners)
+
+
+def _sides(weight: Weight) -> tuple[int, int]:
+    """Inputs and outputs of a layer; GPT-2's Conv1D has them the other way round."""
+    return weight.shape if weight.owners[-1] == "Conv1D" else weight.shape[::-1]  # type: ignore[return-value]
+
+
+def _stem(name: str) -> str:
+    return name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
+
+
+def kind_of(layout: Layout) -> Kind:
+    if layout.precision == "fp32":
+        return "fp32"
+    strategy = layout.strategy
+    casts = isinstance(strategy, s.FSDP2Strategy) and strategy.param_dtype != "fp32" and not layout.config.images_alone
+    return "low" if casts or layout.data_parallel == "zero" else "autocast"
+
+
+def formula(layout: Layout, facts: ModelFacts) -> Activations:
+    """Of one rank that holds whole layers; `tp` cuts them (see `memory`)."""
+    adapter = isinstance(layout.config.adapter, LoRAConfig)
+    # A mask of the whole length, where rows hold several documents, or parts of a sequence.
+    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead or layout.mesh.cp > 1 else 0
+    eager = layout.config.model.attention == "eager"
+    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, mask, eager, adapter, layout.mesh.tp)
+
+
+@lru_cache(maxsize=4096)
+def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: int, eager: bool, adapter: bool, tp: int) -> Activations:
+    block, width = block_of(facts), 4 if kind == "fp32" else 2
+    stream = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
+    everything = _saved(facts, block, kind, length, mask, eager, tp)
+    queries, feed = block.queries / tp, block.feed / tp
+    wide = width * (3 if block.gated else 2) * feed
+    # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
+    backward = stream + width * 2 * feed + (7 * feed if adapter and kind != "fp32" else 0)
+    forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden if adapter and kind != "fp32" else 0)
+    if recomputes == "none":
+        saved = everything
+    else:
+        kept = 0.0
+        if recomputes == "selective":
+            # Of attention the result, of matrix products every second one (strategies.recompute).
+            outs = sum(out / (tp if cut else 1) for out, cut in block.products[::2])
+            kept = width * (outs + queries) + 4 * block.heads / tp
+        saved = stream + kept
+        backward += everything - stream
+        forward = max(forward, 2 * stream + wide + width * block.hidden)
+    angles = 2 * width * max(1, block.queries // block.heads)  # cosines and sines of rotary positions
+    end = (8 if kind != "low" else 6) * block.hidden + width * block.hidden + angles + 24
+    return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
+
+
+def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, eager: bool, tp: int) -> float:
+    """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
+    h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
+    width = 4 if kind == "fp32" else 2
+    learns, adapted = block.learns, block.adapted
+    inputs = {part: learns or part in adapted for part in ("qkv", "out", "up", "down")}
+    total = block.norms * (_norm(block, kind, h, learns) + 4 if block.rms else _norm(block, kind, h, learns) + 8)
+    for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
+        if inputs[part]:
+            # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
+            total += width * h * (copies if kind == "autocast" else 1)
+    if mask:
+        # Keys and values are repeated for each query head, and each layer turns the mask into numbers.
+        total += width * (4 * q + mask)
+    else:
+        total += width * (2 * q + 2 * kv)
+    total += 4 * block.heads / tp * (length * (4 + width) / 4 if eager else 1)
+    if block.head_norms:
+        total += (8 if kind == "fp32" else 6) * (q + kv)
+    activation = 5 if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
+    total += width * feed * (activation + inputs["down"])
+    if block.ranks:
+        total += width * block.ranks
+        if kind == "autocast":
+            # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
+            total += width * q * ("out" in adapted)
+    return total
+
+
+def _norm(block: Block, kind: Kind, h: int, learns: bool) -> float:
+    if not block.rms:
+        return (2 if kind == "low" else 4) * h
+    if kind == "low":
+        return 4 * h + 2 * h * learns
+    return 4 * h + 4 * h * learns
+
+
+def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float]:
+    """(in the loss, from it to the end of the head's backward): what logits and the head's gradient take, for `tokens` of a micro-batch.
+    `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
+    width = 4 if kind == "fp32" else 2
+    weight = 4.0 * vocabulary * hidden * learns
+    if chunk == 0:
+        logits = tokens * vocabulary
+        # Low logits, fp32 ones and log-softmax; then its gradient twice besides it.
+        return (8 if kind == "fp32" else 10) * logits, 12 * logits + weight
+    rows = min(chunk, tokens)
+    cast = 2.0 * vocabulary * hidden if kind == "autocast" else 0.0
+    product = 0.0 if kind == "fp32" else weight
+    gradient = 4 * tokens * hidden
+    return (2 * 4 + width) * rows * vocabulary + weight + product + cast + gradient, 2 * weight + gradient

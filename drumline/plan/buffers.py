@@ -1,0 +1,149 @@
+"""What a rank holds for a while besides states and activations: gathered weights, what is on its way to others, copies. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.config import strategies as s
+from drumline.plan.activations import kind_of
+from drumline.plan.communication import kept_bytes
+from drumline.plan.facts import ModelFacts
+from drumline.plan.layout import Layout
+from drumline.plan.states import Part, Sizes, ends, held, largest_block, shards_of
+from drumline.plan.zero import MOST_IN_A_BUCKET
+from drumline.plan.zero_states import FULL, LOW, flattened, offloads
+
+MIB = 2**20
+PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size, entries
+LIVE = 1_000_000_000  # stage3_max_live_parameters and _max_reuse_distance: what ZeRO 3 gathers stays so long, up to so many entries
+AVERAGED_AT_ONCE = 2**24  # entries, strategies.local.CHUNK
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes by when they are there."""
+
+    always: float = 0.0
+    forward: float = 0.0  # up to the loss
+    through: float = 0.0  # from forward's begin to backward's end
+    block: float = 0.0  # besides, while a block runs forward
+    backward: float = 0.0  # while one runs backward
+    last: float = 0.0  # at the end of backward
+    step: float = 0.0
+
+
+def buffers_of(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+    if layout.data_parallel == "zero":
+        return _zero(layout, facts)
+    if layout.data_parallel == "fsdp2":
+        return _fsdp2(layout, facts, mine)
+    return _copies(layout, facts, mine)
+
+
+def stepping(layout: Layout, here: Sizes) -> float:
+    """Of an optimizer that is not fused, over fp32 weights that learn: on a GPU all at once (foreach), on a CPU one by one."""
+    options, sharded = layout.config.optimizer, layout.data_parallel == "fsdp2" or layout.mesh.tp > 1
+    if options.fused and (options.kind == "adamw" or not sharded):
+        return 0.0
+    copies = 1 if options.kind == "adamw" or options.weight_decay else 0
+    return FULL * (copies * here.learned if layout.device == "cuda" and not sharded else 3 * here.largest)
+
+
+def _copies(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+    """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
+    here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
+    gradients, always, last, step = FULL * here.learned, 0.0, 0.0, stepping(layout, here)
+    # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
+    low = kind_of(layout) == "autocast"
+    linear = held(facts, Part(mine.stages, False, False), layout.mesh.tp)
+    copies = LOW * linear.entries if low else 0
+    recomputes = layout.activation_checkpointing != "none"
+    backward = LOW * largest_block(facts, mine, layout.mesh.tp).entries if low and recomputes else 0
+    if isinstance(strategy, s.DDPStrategy):
+        always += kept_bytes(strategy, layout.mesh.world_size) * here.learned
+        if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not strategy.gradient_as_bucket_view:
+            always += gradients
+    averaged = layout.data_parallel == "ddp" and (layout.mesh.tp > 1 or layout.engine == "pipeline")
+    if averaged and layout.mesh.data_ranks * layout.mesh.cp > 1:
+        bucket = (strategy.bucket_cap_mb if isinstance(strategy, s.DDPStrategy) else 25.0) * MIB
+        last = min(gradients, 2 * max(bucket, FULL * here.largest))
+    if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
+        last = 2 * gradients  # the first GPU adds up those of the others
+    if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
+        together = 2 * min(gradients, max(FULL * AVERAGED_AT_ONCE, FULL * here.largest))
+        step = max(step, together, gradients if isinstance(strategy, s.DiLoCoStrategy) else 0)
+    # What comes in where a gradient is there already is a tensor of its own until it is added.
+    forward, through = (copies, 0) if recomputes else (0, copies)
+    return Buffers(always, forward, through, 0.0, backward + FULL * here.largest, last, step)
+
+
+def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+    """The root's weights stay whole from forward on; of the blocks the one that runs, and those on their way (fully_shard of torch)."""
+    strategy = layout.strategy
+    # A frozen role under ZeRO 3 is spread like this, too.
+    options = strategy if isinstance(strategy, s.FSDP2Strategy) else s.FSDP2Strategy()
+    tp, shards, kind = layout.mesh.tp, shards_of(layout), kind_of(layout)
+    width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
+    root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
+    whole = held(facts, mine, tp)
+    gathered = width * root.entries
+    behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
+    resharded = options.reshard_after_forward
+    # While a block's weights are copied out of what was gathered for it, both are there.
+    running = width * block.entries * (1 + (options.prefetch or 1))
+    returning = width * block.entries * (1 + (behind or 1))
+    if not resharded:
+        gathered += width * (whole.entries - root.entries)
+        running = returning = width * block.entries
+    waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
+    several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
+    unreduced = reduced * whole.learned if waits and several else 0
+    # Unsharded gradients, what they are put into to be reduced, that of the block before, which is still on its way, and the result.
+    reduction = (width + 2 * reduced) * block.learned + FULL * math.ceil(block.learned / shards)
+    if unreduced:
+        reduction += width * block.learned
+    last = gathered + (width + reduced) * root.learned
+    offloaded = options.offload == "cpu" and layout.device == "cuda"
+    copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
+    step = stepping(layout, held(facts, mine, tp, shards)) if not offloaded else 0.0
+    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, returning + reduction, last - gathered, step)
+
+
+def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
+    """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
+    strategy, ranks = layout.strategy, layout.mesh.world_size
+    assert isinstance(strategy, s.ZeroStrategy)
+    cut, low = flattened(facts, ranks), layout.precision != "fp32"
+    width = LOW if low else FULL
+    own = _own(strategy)
+    bucket = int(own.get("reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
+    optimizer, _ = offloads(layout)
+    if strategy.kind == "zero3":
+        everything = cut.learned + cut.still
+        alive = int(own.get("stage3_max_live_parameters", LIVE))
+        ahead = int(own.get("stage3_prefetch_bucket_size", PREFETCHED))
+        largest = largest_block(facts, Part(((0, len(facts.block_weights)),))).entries
+        gathered = width * min(everything, alive + ahead + largest) - width * min(everything, cut.persistent)
+        staged = FULL * cut.pieces if optimizer == "none" and low else 0
+        reduced = width * min(bucket, cut.learned)
+        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, reduced, reduced, staged)
+    # A bucket in the type of the gradients, and in fp32 what is sent of it.
+    bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
+    taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * (2 if own.get("overlap_comm") else 1)
+    sent = FULL * min(bucket, cut.learned) if low or bf16_1 else 0
+    always = width * cut.largest if optimizer != "none" and layout.device == "cuda" else 0
+    if optimizer != "none" and layout.device == "cpu":
+        always = 2 * width * cut.largest + width * cut.flat // ranks
+    accumulated = FULL * cut.learned if strategy.kind == "zero1" and layout.precision == "fp16" else 0
+    flat = FULL * cut.flat // ranks if not low else 0
+    # A gradient of its own for the largest weight, which the bucket does not take where it is full.
+    return Buffers(always, 0.0, 0.0, 0.0, taken + width * cut.largest, taken + sent + accumulated, flat)
+
+
+def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:
+    """What the user's own DeepSpeed config says of ZeRO, `auto` left out."""
+    config = strategy.config if isinstance(strategy.config, dict) else {}
+    said = {**config.get("zero_optimization", {}), **strategy.options.get("zero_optimization", {})}
+    return {key: value for key, value in said.items() if value != "auto"}

@@ -1,0 +1,99 @@
+"""What an algorithm's other models take on the same device: a reference, a value, rewards; and sampling from the policy. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from drumline.config.algorithms import ROLLOUT, VLLMGenerator
+from drumline.config.schema import MemoryConfig, NoAdapter
+from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.plan.activations import block_of, formula
+from drumline.plan.facts import ModelFacts
+from drumline.plan.layout import Layout
+from drumline.plan.plan import PipelinePlan, RolePlan
+from drumline.plan.states import held, native_state, part_of, shards_of
+from drumline.plan.zero_states import FULL, LOW, zero_state
+
+
+@dataclass(frozen=True)
+class Others:
+    """Bytes of one rank. `rollout`: what sampling takes besides all states."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    rollout: float = 0.0
+
+
+def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
+    total = Others(rollout=_rollout(layout, facts))
+    for name, role in layout.roles.items():
+        sizes = layout.role_facts.get(name)
+        if sizes is None:
+            continue
+        own = role_layout(layout, role)
+        mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
+        if role.learns:
+            state = zero_state(own, sizes) if own.data_parallel == "zero" else native_state(own, sizes, mine)
+            state = state if layout.device == "cuda" else state.here()
+            total = replace(
+                total,
+                parameters=total.parameters + state.parameters,
+                gradients=total.gradients + state.gradients,
+                optimizer=total.optimizer + state.optimizer,
+            )
+            continue
+        total = replace(total, parameters=total.parameters + _frozen(layout, own, sizes, rank, role))
+    return total
+
+
+def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, rank: int, role: RolePlan) -> int:
+    """Weights of a model that only answers: in the type that it computes in, where they are whole (see ForwardEngine.keep_low)."""
+    has = held(sizes, part_of(sizes, role.layers, layout.mesh.pp, rank), own.mesh.tp, shards_of(own))
+    low = layout.precision != "fp32" and own.data_parallel != "fsdp2"
+    if (
+        own.data_parallel == "fsdp2"
+        and isinstance(own.strategy, FSDP2Strategy)
+        and own.strategy.offload == "cpu"
+        and layout.device == "cuda"
+    ):
+        return 0
+    if low and layout.engine == "deepspeed":
+        return LOW * has.entries
+    return FULL * has.entries - (FULL - LOW) * (has.linear_layers if low else 0)
+
+
+def role_layout(layout: Layout, role: RolePlan) -> Layout:
+    """As Plan.of_role: spread like the policy, without adapter; a frozen one under DeepSpeed whole, under ZeRO 3 by FSDP2."""
+    update: dict[str, object] = {"model": role.model, "adapter": NoAdapter()}
+    pipeline = None if layout.pipeline is None else PipelinePlan(**{**layout.pipeline.model_dump(), "layers": role.layers})
+    fields: dict[str, object] = {"pipeline": pipeline, "roles": {}, "role_facts": {}}
+    if not role.learns:
+        update["memory"] = MemoryConfig()
+        fields |= {"activation_checkpointing": "none"}
+        fields["data_parallel"] = layout.data_parallel if layout.data_parallel in ("dp", "fsdp2") else "none"
+        if isinstance(layout.strategy, ZeroStrategy):
+            update["strategy"], fields["engine"] = SingleStrategy(), "native"
+            if isinstance(layout.strategy, Zero3Strategy):
+                offload = "none" if layout.strategy.offload_parameters.kind == "none" else "cpu"
+                update["strategy"], fields["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+    return replace(layout, config=layout.config.model_copy(update=update), **fields)  # type: ignore[arg-type]
+
+
+def _rollout(layout: Layout, facts: ModelFacts) -> float:
+    """Keys and values of all sequences that are sampled side by side, logits of their last tokens, and a whole copy of the model to sample
+    from where the one that learns is spread."""
+    algorithm = layout.config.algorithm
+    if not isinstance(algorithm, ROLLOUT):
+        return 0.0
+    generator, width = algorithm.generator, FULL if layout.precision == "fp32" else LOW
+    if isinstance(generator, VLLMGenerator):
+        return 0.0
+    block, mesh = block_of(facts), layout.mesh
+    cache = 2.0 * facts.layers * block.keys * width * layout.length * generator.batch
+    logits = 3.0 * FULL * generator.batch * facts.vocab_size
+    whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
+    copy = 0 if whole else width * facts.parameters
+    # The prompts' own forward, whose activations nobody keeps.
+    prompt = generator.batch * layout.length * formula(layout, facts).live_forward
+    return cache + logits + copy + prompt
