@@ -138,6 +138,7 @@ def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     return balance(_stage_costs(facts), blocks, stages)
 
 
+@lru_cache(maxsize=64)
 def _stage_costs(facts: ModelFacts) -> Callable[[int, int], Cost]:
     """`stage_cost` by running sums: a table over all stages asks for thousands."""
     held = [0, *accumulate(facts.block_parameters)]
