@@ -119,7 +119,8 @@ class Cluster:
         else:
             leaving = bytes_sent * max(1.0, self.per_node / together)
         across = leaving / self.inter.reached(ranks)
-        within = bytes_sent / self.intra.reached(together) if together > 1 else 0.0
+        measured = self.calibration.line(kind, together)
+        within = bytes_sent / (measured.bandwidth if measured else self.intra.reached(together)) if together > 1 else 0.0
         outside = min(steps, ring_steps(kind, -(-ranks // together)))
         latency = outside * self.inter.latency + (steps - outside) * self.intra.latency
         return BASE_LATENCY + latency + max(across, within)
