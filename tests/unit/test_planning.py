@@ -1,0 +1,299 @@
+"""`drumline plan` and `drumline init` as a user types them: tables that fit the terminal, JSON that is documented, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drumline.cli import main
+from drumline.config.load import load
+from drumline.planning.asked import Flags, asked
+from tests.harness import ENV, ROOT, write_config
+from tests.tiny import tiny_model_dir
+
+EIGHT_B = ["--model", "llama-3.1-8b", "--cluster", "4x4090", "--length", "4096"]
+LORA = [*EIGHT_B, "--adapter", "lora"]
+SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: object, columns: int = 100) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as ended:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
+
+
+# ------------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("columns", [80, 120, 240])
+def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) -> None:
+    code, out, _ = run("plan", *LORA, "--price", "0.4", columns=columns)
+    assert code == 0
+    shown, _, acted_on = out.partition("To train by")
+    assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
+    for word in ("verdict", "needs", "tokens/s", "MFU", "mesh", "checkpointing", "params", "grads", "optim", "activations", "logits"):
+        assert re.search(rf"\b{word}\b", shown), word
+    for word in ("buffers", "overhead", "load", "train", "save", "compute", "sent", "1B tokens", "cost", "Out:"):
+        assert word in shown, word
+    assert "id: meta-llama/Llama-3.1-8B" in acted_on and "strategy:" in acted_on and "micro_batch:" in acted_on
+
+
+def test_top(run: Run) -> None:
+    _, out, _ = run("plan", *LORA, "--top", 2)
+    assert re.search(r"^2 ", out, re.M) and not re.search(r"^3 ", out, re.M)
+    assert re.search(r"^\d+ more: --top \d+$", out, re.M)
+
+
+def test_hours_and_cost_of_a_run(run: Run) -> None:
+    _, out, _ = run("plan", *LORA, "--price", "0.5", "--tokens", "1e8", "--json")
+    best = json.loads(out)["ranked"][0]
+    assert best["hours"] == pytest.approx(1e8 / best["tokens_per_s"] / 3600)
+    assert best["cost"] == pytest.approx(best["hours"] * 4 * 0.5)
+
+
+def test_what_is_printed_can_be_acted_on(run: Run, model: Path, tmp_path: Path) -> None:
+    """The YAML of a plan by flags is read back to the plan's own strategy and batch, for the same cluster."""
+    _, out, _ = run("plan", *EIGHT_B)
+    said = yaml.safe_load(out.partition("writes it):\n")[2])
+    path = tmp_path / "made.yaml"
+    path.write_text(yaml.safe_dump(said))
+    config = load(path, []).config
+    first = json.loads(run("plan", *EIGHT_B, "--json")[1])["ranked"][0]
+    assert config.strategy.model_dump(mode="json") == first["strategy"]
+    assert (config.batch.global_samples, config.batch.micro_batch) == (first["global_samples"], first["micro_batch"])
+    assert config.cluster is not None and (config.cluster.device, config.cluster.per_node) == ("4090", 4)
+    again = json.loads(run("plan", path, "--json")[1])
+    assert first["name"] in [c["name"] for c in again["ranked"]]
+
+
+def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, launch={"nproc": 2})
+    code, out, _ = run("plan", config)
+    assert code == 0 and "2 × cpu" in out
+    command = re.search(r"^  drumline (train .*)$", out, re.M)
+    assert command is not None
+    import shlex
+
+    code, out, _ = run(*shlex.split(command[1]), "--dry-run")
+    assert code == 0 and "global batch" not in out.splitlines()[0]
+
+
+def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model, data={"packing": False}, run={"steps": None})
+    before = json.loads(run("plan", config, "--json")[1])
+    assert before["task"]["data"] is None and before["ranked"][0]["hours"] is None
+    assert run("prepare", config)[0] == 0
+    after = json.loads(run("plan", config, "--json")[1])
+    data, best = after["task"]["data"], after["ranked"][0]
+    assert data["train_samples"] == 40 and best["steps"] == 10
+    assert best["tokens_per_step"] == pytest.approx(4 * data["train_tokens"] / 40) and best["tokens_per_step"] < 4 * 96
+
+
+def test_flags_are_laid_over_a_yaml_and_overrides_over_flags(model: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, model)
+    config = asked(path, ["data.max_length=48"], Flags(cluster="2x8xh100-80g", length=64, adapter="qlora", batch=32, price=2.0)).config
+    assert config.data.max_length == 48 and config.batch.global_samples == 32 and config.adapter.kind == "lora"
+    assert config.cluster is not None and (config.cluster.nodes, config.cluster.price_per_device_hour) == (2, 2.0)
+
+
+# ------------------------------------------------------------------------------------------------------ other questions
+
+
+def test_every_key_of_the_json_is_documented(run: Run) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    known = set(re.findall(r"`([a-z_0-9]+)`", text))
+
+    def keys(value: Any, place: str = "") -> set[str]:
+        if isinstance(value, list):
+            return set().union(*(keys(inner, place) for inner in value))
+        if not isinstance(value, dict) or place in ("strategy", "config", "flops", "roles", "data"):
+            return set()
+        return set(value).union(*(keys(inner, key) for key, inner in value.items()))
+
+    made = json.loads(run("plan", *LORA, "--json")[1])
+    made |= json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])
+    made |= json.loads(run("plan", *EIGHT_B, "--max-batch", "--json")[1])
+    made |= json.loads(run("plan", *EIGHT_B, "--what-if", "nodes=1,2", "--json")[1])
+    assert made["version"] == 1 and keys(made) - known == set()
+
+
+def test_explain_says_where_numbers_come_from(run: Run) -> None:
+    answer = json.loads(run("plan", *EIGHT_B, "--json")[1])
+    first, zero2 = answer["ranked"][0], next(r for r in answer["refused"] if r["name"] == "zero2")
+    code, out, _ = run("plan", *EIGHT_B, "--explain", first["name"])
+    assert code == 0 and out == run("plan", *EIGHT_B, "--explain", "1")[1]
+    for part in ("What runs", "Memory of the fullest device", "Seconds of a step", "tokens/s of all devices", "MFU"):
+        assert part in out
+    for name, bytes_ in first["memory"].items():
+        if name in ("parameters", "gradients", "optimizer", "activations", "peak"):
+            assert f"{bytes_ / 1e9:.2f}" in out, name
+    _, out, _ = run("plan", *EIGHT_B, "--explain", "zero2")
+    assert zero2["reason"] in out and "8.03B" in out and "deepspeed" in out
+
+
+def test_the_most_that_fits(run: Run) -> None:
+    found = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
+    assert found and found == sorted(found, key=lambda each: -each["number"])
+    assert all(each["number"] % 64 == 0 and each["candidate"]["verdict"] == "fits" for each in found)
+    _, out, _ = run("plan", *EIGHT_B, "--max-seq", columns=80)
+    assert f"data.max_length={found[0]['number']}" in out and "…" not in out
+    batch = json.loads(run("plan", *EIGHT_B, "--max-batch", "--json")[1])["max_batch"]
+    assert batch[0]["candidate"]["micro_batch"] == batch[0]["number"]
+
+
+def test_what_if(run: Run) -> None:
+    rows = json.loads(run("plan", *EIGHT_B, "--what-if", "nodes=1,2,4", "--json")[1])["what_if"]
+    assert [(row["nodes"], row["devices"]) for row in rows] == [(1, 4), (2, 8), (4, 16)]
+    speeds = [row["best"]["tokens_per_s"] for row in rows]
+    _, out, _ = run("plan", *EIGHT_B, "--what-if", "nodes=1,2,4", columns=80)
+    assert f"{speeds[-1]:,.0f}" in out and f"{speeds[-1] / speeds[0]:.2f}" in out and "…" not in out
+
+
+def test_the_catalog(run: Run) -> None:
+    code, out, _ = run("plan", "--devices", columns=80)
+    assert code == 0 and "datasheet" in out
+    for name in ("a100-40g", "h100-80g", "b200", "4090", "mi300x", "nvlink4", "pcie5"):
+        assert name in out
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "nothing said": ([], ["drumline plan --model llama-3.1-8b --cluster 4x4090"]),
+    "unknown device": (["--model", "gpt2", "--cluster", "4x4091"], ["--cluster 4x4091", "4090"]),
+    "impossible cluster": (["--model", "gpt2", "--cluster", "300x4090"], ["--cluster 300x4090", "no host holds 300 GPUs"]),
+    "no devices": (["--model", "gpt2", "--cluster", "0x4090"], ["--cluster 0x4090"]),
+    "link that a device lacks": (
+        ["--model", "gpt2", "cluster={device: 4090, per_node: 4, intra: nvlink4}"], ["4090 has no nvlink4", "pcie4"],
+    ),
+    "unknown model": (["--model", "lama-3.1-8b"], ["lama-3.1-8b", "did you mean llama-3.1-8b", "model.shape={layers: 32"]),
+    "no such folder": (["--model", "/no/such"], ["/no/such", "no such folder"]),
+    "shape that does not divide": (["model.shape={layers: 2, hidden: 30, heads: 4, vocabulary: 64}"], ["model.shape", "no multiple of heads"]),
+    "shape and id": (["--model", "gpt2", SMALL], ["not both"]),
+    "too long for the model": (["--model", "gpt2", "--length", "4096"], ["4096", "1024 positions"]),
+    "unknown adapter": (["--model", "gpt2", "--adapter", "lroa"], ["--adapter", "lora"]),
+    "unknown algorithm": (["--model", "gpt2", "--algorithm", "sfx"], ["--algorithm sfx", "did you mean 'sft'"]),
+    "unknown candidate": ([*EIGHT_B, "--explain", "fsdp3"], ["--explain", "'fsdp3'", "did you mean 'fsdp2"]),
+    "unknown question": (["--model", "gpt2", "--what-if", "devices=2"], ["--what-if", "nodes=2,4,8"]),
+    "picture of no kind": ([*EIGHT_B, "--figure", "x.bmp"], ["--figure x.bmp", ".png"]),
+    "nothing fits": (["--model", "llama-3.1-70b", "--cluster", "1xt4", "--length", "4096"], ["nothing fits", "15.6 GB", "it would with"]),
+    "no such YAML": (["none.yaml"], ["none.yaml", "no such file"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line(run: Run, case: str) -> None:
+    arguments, says = BAD[case]
+    code, _, err = run("plan", *arguments)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1 and "Traceback" not in err, err
+    for words in says:
+        assert words in lines[0], lines[0]
+
+
+def test_nothing_fits_says_what_would(run: Run) -> None:
+    code, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "1x4090", "--length", "8192", "--json")
+    answer = json.loads(out)
+    assert code == 2 and not answer["ranked"] and answer["changes"]
+    assert all(change["candidate"]["verdict"] != "no" for change in answer["changes"])
+
+
+# -------------------------------------------------------------------------------------------------------------- the init
+
+
+def init_lines(text: str) -> dict[str, Any]:
+    assert text.startswith("# yaml-language-server: $schema=./drumline.schema.json\n")
+    return yaml.safe_load(text)
+
+
+def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, model)  # for its data
+    path = tmp_path / "new.yaml"
+    flags = ["--model", model, "--data", tmp_path / "train.jsonl", "--length", 96, "--adapter", "lora", "--yes"]
+    code, out, _ = run("init", path, *flags)
+    assert code == 0 and "drumline train" in out
+    said = init_lines(path.read_text())
+    assert said["data"]["train"] == [{"kind": "file", "path": "train.jsonl"}] and said["adapter"] == "lora"
+    assert path.read_text().count("\n# ") >= 6, "it is commented"
+    schema = json.loads((tmp_path / "drumline.schema.json").read_text())
+    assert schema["title"] == "Drumline config"
+    code, out, _ = run("train", path, "--dry-run")
+    assert code == 0 and "sft" in out
+    code, _, err = run("init", path, *flags)
+    assert code == 2 and "not overwritten" in err
+
+
+def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "far.yaml"
+    assert run("init", path, *EIGHT_B, "--adapter", "lora", "--yes")[0] == 0
+    said = init_lines(path.read_text())
+    assert said["cluster"]["device"] == "4090" and said["model"]["id"] == "meta-llama/Llama-3.1-8B"
+    assert said["batch"]["global_samples"] % 4 == 0 and said["strategy"]
+    assert run("plan", path)[0] == 0
+
+
+def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    code, _, err = run("init", path, "--model", "llama-3.1-70b", "--cluster", "1xt4", "--length", 4096, "--yes")
+    assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
+
+
+def start_init(folder: Path, path: Path, **streams: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "drumline", "init", str(path)]
+    return subprocess.Popen(command, cwd=folder, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
+
+
+def test_init_asks_five_questions_on_stdin(model: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, model)
+    path = tmp_path / "asked.yaml"
+    process = start_init(tmp_path, path, stdin=subprocess.PIPE)
+    out, err = process.communicate(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n", timeout=120)
+    assert process.returncode == 0, err
+    assert [number in err for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [True] * 5
+    said = init_lines(path.read_text())
+    assert (said["algorithm"], said["data"]["max_length"], said["adapter"]) == ("sft", 96, "lora")
+    process = start_init(tmp_path, tmp_path / "other.yaml", stdin=subprocess.PIPE)
+    _, err = process.communicate(f"{model}\n", timeout=120)
+    assert process.returncode == 2 and "--yes" in err and not (tmp_path / "other.yaml").exists()
+
+
+def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, model)
+    path = tmp_path / "typed.yaml"
+    ours, theirs = pty.openpty()
+    try:
+        process = start_init(tmp_path, path, stdin=theirs)
+        os.write(ours, f"no-such-model\n{model}\nsfx\nsft\ntrain.jsonl\n4xh10\nhere\nfull 96\n".encode())
+        _, err = process.communicate(timeout=120)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert process.returncode == 0, err
+    assert [err.count(number) for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [2, 2, 1, 2, 1]
+    assert init_lines(path.read_text())["data"]["max_length"] == 96
