@@ -30,6 +30,10 @@ class Memory(Frozen):
     peak: int
     reserved: int = Field(description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit.")
     phase: Literal["forward", "loss", "backward", "clip", "step", "rollout"]
+    phases: dict[str, int] = Field(
+        default_factory=dict,
+        description="The peak of each part of the step; backward has three: at the head, through the blocks, at its end.",
+    )
 
 
 class HostMemory(Frozen):

@@ -60,9 +60,9 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine), kept)
     phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
     base = state.parameters + state.optimizer + others.parameters + others.optimizer
+    held = {name: math.ceil(base + each.total + others.gradients * (name in ("clip", "step"))) for name, each in phases.items()}
     name, phase = max(phases.items(), key=lambda item: item[1].total)
-    extra = others.gradients if name in ("clip", "step") else 0
-    peak = math.ceil(base + phase.total + extra)
+    peak = held[name]
     overhead = overhead_of(layout)
     factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
     return Memory(
@@ -76,6 +76,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         peak=peak,
         reserved=math.ceil(peak * factor) + overhead,
         phase=NAMES[name],
+        phases=held,
     )
 
 

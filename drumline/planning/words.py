@@ -48,6 +48,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     parts = [
         ("What runs", _runs(found)),
         (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
+        ("The same, phase by phase, GB", _phases(found)),
         ("Memory of a host, GB", _host(found)),
         ("Seconds of a step", _seconds(question, found)),
         ("GB that a device sends in a step", _sent(question, found)),
@@ -111,6 +112,28 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     if layout.role_facts:
         rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in layout.role_facts.items())))
     return [*rows, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
+
+
+PHASES = {
+    "forward": "through the blocks, the last one running",
+    "loss": "the loss, from the head's logits",
+    "head": "backward through the head",
+    "blocks": "backward through the blocks, the last one running",
+    "end": "backward's end: all gradients are there",
+    "clip": "the norm of all gradients",
+    "step": "the optimizer's update",
+    "rollout": "sampling from the policy",
+}
+
+
+def _phases(found: Candidate) -> list[Row]:
+    held, most = found.estimate.memory.phases, found.estimate.memory.peak
+    rollout = isinstance(found.layout.config.algorithm, ROLLOUT)
+    return [
+        (name, f"{bytes_ / GB:.2f}", PHASES.get(name, "") + (" ← the peak" if bytes_ == most else ""))
+        for name, bytes_ in held.items()
+        if name != "rollout" or rollout
+    ]
 
 
 def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> str:
