@@ -76,6 +76,9 @@ def plan(
     what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="The best plan on other numbers of hosts.")] = None,
     figure: Annotated[Path | None, typer.Option(metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Try the best two for a few steps here, and correct all estimates by that.")
+    ] = False,
     check: Annotated[Path | None, typer.Option(metavar="RUN", help="Hold what a run took against what was predicted of it.")] = None,
 ) -> None:
     """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
@@ -90,7 +93,7 @@ def plan(
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
-    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if)
+    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, probe)
     raise typer.Exit(run(asked))
 
 

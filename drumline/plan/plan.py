@@ -109,6 +109,7 @@ class Plan(Frozen):
     first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
     roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
     predicted: Predicted
+    saves: bool = Field(True, description="False: a few steps to be measured, whose weights nobody wants.")
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
 
     @property

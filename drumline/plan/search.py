@@ -25,6 +25,7 @@ from drumline.plan.figures import TIGHT, Estimate
 from drumline.plan.layout import Layout
 from drumline.plan.mesh import resolve_mesh
 from drumline.plan.plan import DataPlan, RolePlan
+from drumline.plan.probe import Probe
 from drumline.plan.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
 from drumline.plan.rule import Case
 from drumline.plan.rules import check_rules
@@ -78,12 +79,13 @@ class Refused:
 @dataclass(frozen=True)
 class Answer:
     """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
-    layouts that were estimated."""
+    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected."""
 
     question: Question
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
     looked_at: int = 0
+    probes: tuple[Probe, ...] = ()
 
 
 @dataclass
@@ -119,7 +121,7 @@ def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
                 refused.append(_refused(question, name, family))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
             refused.append(Refused(name, _words(error)))
-    return Answer(question, tuple(_in_order(ranked)), tuple(refused), sum(family.looked_at for family in families.values()))
+    return Answer(question, tuple(in_order(ranked)), tuple(refused), sum(family.looked_at for family in families.values()))
 
 
 def ways_of(question: Question) -> Iterator[Way]:
@@ -304,7 +306,7 @@ def _refused(question: Question, name: str, family: _Family) -> Refused:
     return Refused(name, why_not(figures), _candidate(question, way, layout))
 
 
-def _in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
+def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
     """What fits before what is tight; the fastest first, of those as fast as it the simplest, then the smallest."""
     for fits in (True, False):
         left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]

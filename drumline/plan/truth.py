@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +46,11 @@ class Measurement(Frozen):
     timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
     traffic: float | None = Field(description="Bytes that a rank sends in a step of the most frequent kind, mean over ranks.")
     width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Measurement:
+        """From an event `measured`."""
+        return cls.model_validate({name: value for name, value in event.items() if name in cls.model_fields})
 
 
 class Row(Frozen):

@@ -57,7 +57,7 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         raise UserError(
             f"the run measured nothing in {steps} steps", where=str(run), fix="train for four steps or more: a step is counted after two"
         )
-    return plan, Measurement.model_validate({name: value for name, value in found[-1].items() if name in Measurement.model_fields})
+    return plan, Measurement.of(found[-1])
 
 
 def table(rows: list[Row]) -> Table:

@@ -34,6 +34,7 @@ class Options:
     figure: Path | None = None
     most: further.Kind | None = None
     what_if: str | None = None
+    probe: bool = False
 
 
 def plan(options: Options) -> int:
@@ -52,7 +53,7 @@ def plan(options: Options) -> int:
     elif hosts is not None:
         _what_if(question, hosts, options, console)
     else:
-        _answer(search(question), loaded, options, console, aside)
+        _answer(_tried(question, loaded, aside) if options.probe else search(question), loaded, options, console, aside)
     return 0
 
 
@@ -84,6 +85,10 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
     else:
         from drumline.planning.table import show
 
+        if answer.probes:
+            from drumline.planning.tried import show_probes
+
+            show_probes(answer.probes, console)
         show(answer, console, top=options.top, tokens=options.tokens)
         further.show_guides(answer, console)
         further.show_changes(changes, console)
@@ -92,6 +97,15 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
             console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
     if not answer.ranked:
         raise further.refusal(answer, changes)
+
+
+def _tried(question: Question, loaded: Loaded, aside: Console) -> Answer:
+    """The answer, corrected by a few real steps of the best. Raises EnvironmentFault where the cluster is not this machine."""
+    from drumline.train.probe import probe, require_here
+
+    require_here(question.cluster)
+    with bars(aside) as on_progress:
+        return probe(search(question), loaded, on_progress)
 
 
 def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:

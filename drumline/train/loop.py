@@ -270,6 +270,8 @@ class Loop:
 
     def _save_last(self) -> None:
         """Leave the run with these very weights on disk. Raises DrumlineError where that fails: the run has nothing to show."""
+        if not self.plan.saves:
+            return
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self._report_saves(self.checkpointer.wait())
         if self.saved_step != self.state.step:

@@ -1,0 +1,146 @@
+"""`--probe`: a few steps of the best candidates for real, each launched like any run in a temporary folder that goes away with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drumline.cluster.cluster import Cluster
+from drumline.config.algorithms import GRPOConfig, PPOConfig
+from drumline.config.data import FileSource
+from drumline.config.load import Loaded
+from drumline.config.schema import CheckpointConfig, Config, EvalConfig
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.plan.plan import Plan
+from drumline.plan.probe import Probe, again
+from drumline.plan.roles import reference_kind
+from drumline.plan.search import Answer, Candidate
+from drumline.plan.truth import Measurement
+from drumline.report.bars import OnProgress
+from drumline.report.events import read
+
+BEST = 2  # candidates that are tried
+STEPS = 5  # two to settle, one that is counted, two that are timed
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
+    """The answer, its estimates corrected by what the best two candidates take (plan.probe.again). They train on the run's data where these
+    are prepared, else on random words; nothing is evaluated, saved or left on disk.
+
+    Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had.
+    """
+    require_here(answer.question.cluster)
+    real = answer.question.data is not None and reference_kind(loaded.config) != "precomputed"  # that would be a pass over all pairs
+    with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
+        root = Path(folder)
+        rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
+        tried = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(answer.ranked[:BEST])]
+    return again(answer, tuple(tried))
+
+
+def require_here(cluster: Cluster) -> None:
+    """Raises EnvironmentFault where `cluster` is not this machine."""
+    if not cluster.found:
+        raise EnvironmentFault(
+            f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it",
+            where="--probe",
+            fix="leave --probe out, or run it there without --cluster",
+        )
+
+
+def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
+    """Enough rows of random words for all steps, each as long as the longest. Raises EnvironmentFault where words will not do."""
+    length, draw = config.data.max_length, random.Random(config.run.seed)
+
+    def words(number: int) -> str:
+        return " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, number)))
+
+    def row() -> dict[str, Any]:
+        match config.algorithm.kind:
+            case "pretrain":
+                return {"text": words(length)}
+            case "sft":
+                return {"prompt": words(length // 4), "completion": words(length)}
+            case "reward" | "dpo":
+                return {"prompt": words(length // 4), "chosen": words(length), "rejected": words(length)}
+        raise EnvironmentFault(
+            f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared",
+            where="--probe",
+            fix="prepare them first: drumline prepare CONFIG.yaml",
+        )
+
+    number = STEPS * candidate.layout.batch.global_samples
+    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(number)))
+    return path
+
+
+def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress) -> Probe:
+    from drumline.launch.local import launch
+    from drumline.train.setup import Request, make_plan
+
+    name, predicted = candidate.name, candidate.estimate
+    config = short(candidate, run_dir, rows)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    try:
+        plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
+        plan_path = _write(plan, run_dir)
+
+        def follow(event: dict[str, Any]) -> None:
+            if event["kind"] == "step":
+                on_progress(f"probe {name}", event["step"], plan.steps)
+
+        on_progress(f"probe {name}", 0, plan.steps)
+        code = launch(plan, plan_path, None, follow)
+    except DrumlineError as error:
+        return Probe(name=name, predicted=predicted, failed=error.line())
+    finally:
+        _set_back("OMP_NUM_THREADS", threads)  # the launcher's choice was for this candidate's processes
+    if code == 75:
+        raise KeyboardInterrupt
+    events = read(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
+    found = [event for event in events if event["kind"] == "measured" and event["memory"]]
+    if code or not found:
+        return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
+    return Probe.of(name, predicted, Measurement.of(found[-1]))
+
+
+def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
+    """The candidate's config for a few steps that leave nothing behind."""
+    config = candidate.config
+    algorithm, steps = config.algorithm, STEPS
+    if isinstance(algorithm, PPOConfig | GRPOConfig):
+        each = algorithm.epochs * algorithm.minibatches
+        steps = each * math.ceil(STEPS / each)
+    sections: dict[str, Any] = {
+        "run": config.run.model_copy(update={"dir": str(run_dir), "steps": steps, "report_to": (), "log_every": 1}),
+        "launch": config.launch.model_copy(update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}),
+        "checkpoint": CheckpointConfig(export="none", asynchronous=False),
+        "eval": EvalConfig(at_start=False, micro_batch=config.eval.micro_batch, metric=config.eval.metric, mode=config.eval.mode),
+    }
+    if rows is not None:
+        source = FileSource(path=str(rows))
+        own = {"train": [source], "eval": [], "holdout": 0, "truncation": "right", "cache_dir": str(run_dir / "cache")}
+        sections["data"] = config.data.model_copy(update=own)
+    return config.model_copy(update=sections)
+
+
+def _write(plan: Plan, run_dir: Path) -> Path:
+    """A run folder that nothing is saved into, so no space is asked for; nothing is held out."""
+    data = None if plan.data is None else plan.data.model_copy(update={"eval_cache": None, "eval_samples": 0})
+    run_dir.mkdir(parents=True, exist_ok=True)
+    plan.model_copy(update={"saves": False, "data": data}).save(run_dir / "plan.json")
+    return run_dir / "plan.json"
+
+
+def _set_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

@@ -1,0 +1,129 @@
+"""What a few steps of the best candidates change: factors, corrected estimates, the ranking; and when there is nothing to try."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.load import load
+from drumline.errors import EnvironmentFault
+from drumline.plan.probe import Factors, Probe, again, corrected, factors_of, mean
+from drumline.plan.search import Answer, Candidate, Refused, search
+from drumline.planning.question import ask
+from drumline.planning.tried import in_words
+from drumline.train.probe import STEPS, random_rows, require_here, short
+from tests.harness import drumline, write_config
+from tests.tiny import tiny_model_dir
+from tests.unit.test_truth import ESTIMATE, MEASURED
+
+MORE = MEASURED.model_copy(
+    update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 300, "peak": 1700}, "seconds": {"total": 3.0}, "traffic": 50.0}
+)
+
+
+def test_factors_say_what_was_wrong() -> None:
+    assert factors_of(ESTIMATE, MEASURED) == Factors()
+    found = factors_of(ESTIMATE, MORE)
+    assert found == Factors(optimizer=1.5, live=2.0, seconds=2.0, traffic=0.5)
+    assert in_words(found) == "optimizer 1.5, live 2, seconds 2, traffic 0.5"
+    assert in_words(Factors()).startswith("1")
+    allocator = MORE.model_copy(update={"by": "allocator", "memory": {**MORE.memory, "reserved": 2244}})
+    assert factors_of(ESTIMATE, allocator).reserved == pytest.approx(2244 / 1100 / 1.7)
+
+
+def test_an_estimate_times_its_own_factors_is_what_was_measured() -> None:
+    better = corrected(ESTIMATE, factors_of(ESTIMATE, MORE))
+    assert (better.memory.optimizer, better.memory.peak, better.memory.activations) == (300, 1700, 800)
+    assert better.memory.reserved == 50 + round(1100 * 1.7)
+    assert better.seconds.total - better.seconds.rollout == pytest.approx(3.0) and better.seconds.rollout == 3.0
+    assert better.tokens_per_s == pytest.approx(4.5 / 6.0)
+    assert better.traffic.total == 50.0
+    assert corrected(ESTIMATE, Factors()) == ESTIMATE
+
+
+def test_the_mean_is_of_ratios() -> None:
+    assert mean([Factors(seconds=4.0), Factors(seconds=0.25)]) == Factors()
+    assert mean([]) == Factors()
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    root = tmp_path_factory.mktemp("probe")
+    path = write_config(root, tiny_model_dir(root / "model"))
+    return search(ask(load(path, ["launch.nproc=2"]), lambda *_: None).question)
+
+
+def small(answer: Answer, **estimates: Any) -> Answer:
+    """Two candidates by these estimates, and a third that does not fit."""
+    first, second, third = (replace(c, name=name) for c, name in zip(answer.ranked, ("a", "b", "c"), strict=False))
+    made: dict[str, Candidate] = {c.name: replace(c, estimate=estimates.get(c.name, ESTIMATE)) for c in (first, second, third)}
+    return replace(answer, ranked=(made["a"], made["b"]), refused=(Refused("family", "too large", made["c"]), Refused("tp", "no heads")))
+
+
+def test_ranked_again(answer: Answer) -> None:
+    asked = small(answer, a=ESTIMATE.model_copy(update={"tokens_per_s": 2.0}), c=ESTIMATE.model_copy(update={"limit": 1200}))
+    leaner = MEASURED.model_copy(update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 475}})
+    probes = Probe.of("a", ESTIMATE, MORE), Probe.of("b", ESTIMATE, leaner)
+    found = again(asked, probes)
+    assert found.probes == probes
+    # a needs 1700 of 2000, and 1.1 times as much is reserved; c, which did not fit, goes by the mean of 2 and 1/8 of what lies on top.
+    assert [c.name for c in found.ranked] == ["b", "c"]
+    assert [r.name for r in found.refused] == ["tp", "a"]
+    assert found.ranked[1].estimate.memory.activations == 200 and found.ranked[1].estimate.seconds.compute == pytest.approx(2**0.5)
+
+
+def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None:
+    asked = small(answer)
+    found = again(asked, (Probe(name="a", predicted=ESTIMATE, failed="its first steps failed"),))
+    assert next(c.name for c in found.ranked) == "b"
+    assert any(r.name == "a" and "failed" in r.reason for r in found.refused)
+    assert {c.name: c.estimate for c in found.ranked}["b"] == ESTIMATE
+
+
+def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
+    require_here(answer.question.cluster)
+    with pytest.raises(EnvironmentFault, match="not this machine"):
+        require_here(replace(answer.question.cluster, found=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("pretrain", {"text"}), ("sft", {"prompt", "completion"}), ("dpo", {"prompt", "chosen", "rejected"})]
+)
+def test_random_rows_have_the_form_that_is_learned(answer: Answer, tmp_path: Path, kind: str, columns: set[str]) -> None:
+    config = answer.question.config.model_validate({**answer.question.config.model_dump(), "algorithm": {"kind": kind}})
+    rows = [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows").read_text().splitlines()]
+    assert len(rows) == STEPS * answer.ranked[0].layout.batch.global_samples and rows[0].keys() == columns
+    assert rows == [json.loads(line) for line in random_rows(config, answer.ranked[0], tmp_path / "rows").read_text().splitlines()]
+
+
+def test_prompts_cannot_be_made_up(answer: Answer, tmp_path: Path) -> None:
+    config = answer.question.config.model_validate({**answer.question.config.model_dump(), "algorithm": {"kind": "classify"}})
+    with pytest.raises(EnvironmentFault, match="drumline prepare"):
+        random_rows(config, answer.ranked[0], tmp_path / "rows")
+
+
+def test_a_probe_leaves_nothing_behind(answer: Answer, tmp_path: Path) -> None:
+    config = short(answer.ranked[0], tmp_path, None)
+    assert (config.run.steps, config.run.report_to, config.checkpoint.export, config.eval.at_start) == (STEPS, (), "none", False)
+    assert config.data == answer.ranked[0].config.data
+
+
+def test_the_best_two_are_tried_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setitem(drumline.__globals__["ENV"], "TMPDIR", str(tmp_path / "scratch"))
+    path = write_config(
+        tmp_path, tiny_model_dir(tmp_path / "model"), data={"max_length": 32}, batch={"global_samples": 2, "micro_batch": 1}
+    )
+    ended = drumline("plan", path, "--probe", "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert len(told["probes"]) == 2 and not any(probe["failed"] for probe in told["probes"])
+    by_name = {candidate["name"]: candidate for candidate in told["ranked"]}
+    for probe in told["probes"]:
+        assert by_name[probe["name"]]["seconds"]["total"] == pytest.approx(probe["measured"]["seconds"]["total"])
+        assert by_name[probe["name"]]["memory"]["optimizer"] == probe["measured"]["memory"]["optimizer"]
+    assert list((tmp_path / "scratch").glob("drumline-probe-*")) == [] and not (tmp_path / "run").exists()
