@@ -16,7 +16,7 @@ from drumline.config.algorithms import GRPOConfig, PPOConfig
 from drumline.config.data import FileSource
 from drumline.config.load import Loaded
 from drumline.config.schema import CheckpointConfig, Config, EvalConfig
-from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.errors import EnvironmentFault
 from drumline.plan.plan import Plan
 from drumline.plan.probe import Probe, again
 from drumline.plan.roles import reference_kind
@@ -25,24 +25,31 @@ from drumline.plan.truth import Measurement
 from drumline.report.bars import OnProgress
 from drumline.report.events import read
 
-BEST = 2  # candidates that are tried
 STEPS = 5  # two to settle, one that is counted, two that are timed
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the best two candidates take (plan.probe.again). They train on the run's data where these
+    """The answer, its estimates corrected by what the two `best` candidates take (plan.probe.again). They train on the run's data where these
     are prepared, else on random words; nothing is evaluated, saved or left on disk.
 
-    Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had.
+    Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline
+    train` would raise before it starts.
     """
     require_here(answer.question.cluster)
     real = answer.question.data is not None and reference_kind(loaded.config) != "precomputed"  # that would be a pass over all pairs
     with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
         root = Path(folder)
         rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
-        tried = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(answer.ranked[:BEST])]
+        tried = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(best(answer))]
     return again(answer, tuple(tried))
+
+
+def best(answer: Answer) -> list[Candidate]:
+    """The first, and the next one of another family where there is one: two of a family are too alike to choose between."""
+    first, others = answer.ranked[:1], answer.ranked[1:]
+    second = [c for c in others if c.family != first[0].family] or others
+    return [*first, *second[:1]]
 
 
 def require_here(cluster: Cluster) -> None:
@@ -67,9 +74,9 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
             case "pretrain":
                 return {"text": words(length)}
             case "sft":
-                return {"prompt": words(length // 4), "completion": words(length)}
+                return {"prompt": words(1), "completion": words(length)}
             case "reward" | "dpo":
-                return {"prompt": words(length // 4), "chosen": words(length), "rejected": words(length)}
+                return {"prompt": words(1), "chosen": words(length), "rejected": words(length)}
         raise EnvironmentFault(
             f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared",
             where="--probe",
@@ -98,8 +105,6 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
 
         on_progress(f"probe {name}", 0, plan.steps)
         code = launch(plan, plan_path, None, follow)
-    except DrumlineError as error:
-        return Probe(name=name, predicted=predicted, failed=error.line())
     finally:
         _set_back("OMP_NUM_THREADS", threads)  # the launcher's choice was for this candidate's processes
     if code == 75:
@@ -126,7 +131,7 @@ def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     }
     if rows is not None:
         source = FileSource(path=str(rows))
-        own = {"train": [source], "eval": [], "holdout": 0, "truncation": "right", "cache_dir": str(run_dir / "cache")}
+        own = {"train": [source], "eval": [], "holdout": 0, "truncation": "right", "learn_on": "all", "cache_dir": str(run_dir / "cache")}
         sections["data"] = config.data.model_copy(update=own)
     return config.model_copy(update=sections)
 

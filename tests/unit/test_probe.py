@@ -15,7 +15,7 @@ from drumline.plan.probe import Factors, Probe, again, corrected, factors_of, me
 from drumline.plan.search import Answer, Candidate, Refused, search
 from drumline.planning.question import ask
 from drumline.planning.tried import in_words
-from drumline.train.probe import STEPS, random_rows, require_here, short
+from drumline.train.probe import STEPS, best, random_rows, require_here, short
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir
 from tests.unit.test_truth import ESTIMATE, MEASURED
@@ -84,6 +84,13 @@ def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None
     assert {c.name: c.estimate for c in found.ranked}["b"] == ESTIMATE
 
 
+def test_the_two_that_are_tried_are_of_two_families(answer: Answer) -> None:
+    first, *others = answer.ranked
+    assert best(answer)[0] is first and best(answer)[1].family != first.family
+    assert best(replace(answer, ranked=(first, replace(first, name="again")))) == [first, replace(first, name="again")]
+    assert best(replace(answer, ranked=(first,))) == [first] and best(replace(answer, ranked=())) == []
+
+
 def test_another_cluster_cannot_be_tried(answer: Answer) -> None:
     require_here(answer.question.cluster)
     with pytest.raises(EnvironmentFault, match="not this machine"):
@@ -118,7 +125,7 @@ def test_the_best_two_are_tried_for_real(tmp_path: Path, monkeypatch: pytest.Mon
     path = write_config(
         tmp_path, tiny_model_dir(tmp_path / "model"), data={"max_length": 32}, batch={"global_samples": 2, "micro_batch": 1}
     )
-    ended = drumline("plan", path, "--probe", "--json")
+    ended = drumline("plan", path, "launch.nproc=2", "--probe", "--json")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert len(told["probes"]) == 2 and not any(probe["failed"] for probe in told["probes"])
