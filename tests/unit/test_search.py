@@ -1,0 +1,186 @@
+"""The search: what it takes and what it refuses for well-known shapes and clusters, and what it holds of what the user says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from drumline.config import strategies as s
+from drumline.config.load import load_text
+from drumline.plan.figures import TIGHT
+from drumline.plan.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, look_at, search, ways_of
+from drumline.plan.ways import describe, ways
+from tests.unit.shapes import facts, question
+
+BATCH = {"global_samples": 64}
+
+
+def families(answer: Answer) -> dict[str, list[Candidate]]:
+    found: dict[str, list[Candidate]] = {}
+    for candidate in answer.ranked:
+        found.setdefault(candidate.family, []).append(candidate)
+    return found
+
+
+def refused(answer: Answer) -> dict[str, str]:
+    return {r.name: r.reason for r in answer.refused}
+
+
+# (question, families one of which must come first, families that cannot fit, families that do).
+# Bytes of weights, gradients and AdamW's moments alone are 16 a parameter: 0.1B 1.8 GB, 8B 128 GB, 70B 1129 GB; frozen ones are 4.
+TABLE: dict[str, tuple[Question, set[str], set[str], set[str]]] = {
+    "0.1B on one device: nothing to spread": (question("0.1b", "1x4090"), {"single"}, set(), {"single", "fsdp2 offload"}),
+    "1B on 8 H100: a copy on each": (question("1b", "8xh100-80g", batch=BATCH), {"ddp"}, set(), {"ddp", "fsdp2", "zero1", "zero3"}),
+    "8B on 4 × 24 GB: 128 GB of state are more than 4 devices have": (
+        question("8b", "4x4090"), {"fsdp2 offload", "zero3 offload"},
+        {"single", "ddp", "fsdp2", "fsdp2 grad-op", "zero1", "zero2", "zero3", "ddp × tp", "tp", "pp"}, set(),
+    ),
+    "8B with LoRA there: 32 GB frozen, sharded 8": (
+        question("8b", "4x4090", "lora"), {"fsdp2", "fsdp2 grad-op", "zero3", "tp", "pp", "fsdp2 × tp", "fsdp2 × pp", "pp × tp"},
+        {"single", "ddp"}, {"fsdp2"},
+    ),
+    "8B with QLoRA: packed weights are whole on each": (question("8b", "2xa100-80g", "4bit"), {"ddp"}, set(), {"ddp"}),
+    "70B on 64 H100: state fits where all of them share it": (
+        question("70b", {"device": "h100-80g", "per_node": 8, "nodes": 8, "inter": "8x400Gb"}, batch={"global_samples": 128}),
+        {"fsdp2", "fsdp2 grad-op", "fsdp2 hybrid", "zero3", "fsdp2 × tp", "fsdp2 × pp", "fsdp2 × cp", "ddp × pp × tp", "fsdp2 × pp × tp",
+         "fsdp2 × cp × tp"},
+        {"single", "ddp", "zero1", "zero2", "ddp × cp", "ddp × tp"}, {"fsdp2", "fsdp2 × tp"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_taken_and_what_is_refused(name: str) -> None:
+    asked, first, out, there = TABLE[name]
+    answer = search(asked)
+    assert answer.ranked and answer.ranked[0].family in first, (answer.ranked[:2], refused(answer))
+    assert out <= refused(answer).keys() and there <= families(answer).keys()
+    for one in answer.refused:
+        held = one.best and one.best.estimate.memory.reserved
+        assert one.name not in out or (held and held > TIGHT * one.best.estimate.limit and " GB > " in one.reason), one.reason  # type: ignore[union-attr]
+
+
+def test_what_fits_comes_first_then_the_fastest_then_the_simplest() -> None:
+    answer = search(question("1b", "8xh100-80g", batch=BATCH))
+    order = [(c.estimate.verdict, c.estimate.tokens_per_s, c.simple) for c in answer.ranked]
+    verdicts = [verdict for verdict, _, _ in order]
+    assert verdicts == sorted(verdicts) and set(verdicts) <= {"fits", "tight"}
+    for index, (verdict, speed, simple) in enumerate(order):
+        for other in order[index + 1 :]:
+            if other[0] == verdict and other[1] > speed:
+                assert speed >= (1 - TIE) * other[1] and simple <= other[2]
+    assert all(len(best) <= FEW for best in families(answer).values())
+    names = [c.name for c in answer.ranked] + list(refused(answer))
+    assert len(names) == len(set(names)) and not families(answer).keys() & refused(answer).keys()
+
+
+@pytest.mark.parametrize(
+    "batch", [{"global_samples": 48}, {"global_tokens": 4096 * 48}, {"global_samples": 48, "micro_batch": 2}, {"accumulation": 6}]
+)
+def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
+    answer = search(question("1b", "8xa100-80g", batch=batch))
+    assert answer.ranked and {c.layout.batch.global_samples for c in answer.ranked} == {48}
+    for candidate in answer.ranked:
+        plan, said = candidate.layout.batch, candidate.config.batch
+        assert plan.micro_batch * plan.accumulation * candidate.layout.mesh.data_ranks == 48
+        assert (said.micro_batch == plan.micro_batch and (said.global_samples, said.global_tokens) != (None, None)) or said.accumulation
+        assert plan.micro_batch == batch.get("micro_batch", plan.micro_batch)
+
+
+def test_what_the_user_says_is_held() -> None:
+    said = question(
+        "1b", "8xa100-80g", batch=BATCH, memory={"activation_checkpointing": "full"}, strategy={"kind": "fsdp2", "offload": "cpu"}
+    )
+    answer = search(said)
+    assert {c.layout.activation_checkpointing for c in answer.ranked} == {"full"}
+    of_kind = [c.layout.strategy for c in answer.ranked if isinstance(c.layout.strategy, s.FSDP2Strategy)]
+    assert of_kind and all(strategy.offload == "cpu" for strategy in of_kind)
+    assert {"ddp", "zero2"} <= families(answer).keys(), "the others are there to compare with"
+    open_ = search(replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()})))
+    assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
+
+
+def test_strategies_that_are_tried_by_name_only() -> None:
+    by_name = ("dp", "local_sgd", "diloco", "model_parallel")
+    assert not {way.family for way in ways(s.AutoStrategy(), question("1b", "8xa100-80g").cluster, facts("1b"))} & set(by_name)
+    for kind in by_name:
+        answer = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy=kind))
+        assert any(name.startswith(kind) for name in families(answer)), refused(answer)
+    slow = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy={"kind": "ddp", "pp": 4, "pipeline": {"schedule": "zero_bubble"}}))
+    assert "pp 4 zero_bubble" in {c.name for c in slow.ranked}
+
+
+# (question, family, words of its refusal)
+RULED: list[tuple[Question, str, str]] = [
+    (question("9 heads", "8xh100-80g", batch=BATCH), "cp", "9 attention heads do not divide by cp 8"),
+    (question("9 heads", "2xh100-80g", batch=BATCH), "tp", "must divide by tp"),
+    (replace(question("1b", "2xh100-80g"), deepspeed=False), "zero2", "deepspeed is not installed"),
+    (replace(question("1b", "2xh100-80g"), processes=True), "single", "it is one process, and there are 2"),
+    (question("8b", "4x4090", "4bit"), "fsdp2", "packed weights are proven whole on each rank only"),
+    (question("1b", "8xh100-80g", batch={"global_samples": 12}), "ddp", "12 samples does not divide by 8 data ranks"),
+    (question("1b", "2xh100-80g", batch={"global_samples": 64}, data={"train": [{"kind": "file", "path": "x"}], "max_length": 4095}), "cp",
+     "4095 tokens do not divide into 2 parts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "family", "words"), RULED)
+def test_a_family_is_refused_in_the_words_of_its_rule(asked: Question, family: str, words: str) -> None:
+    assert words in refused(search(asked))[family]
+
+
+def test_every_family_has_an_answer() -> None:
+    asked = question("1b", {"device": "a100-80g", "per_node": 8, "nodes": 2}, batch=BATCH)
+    answer = search(asked)
+    assert {way.family for way in ways_of(asked)} == families(answer).keys() | refused(answer).keys()
+    names = [way.name for way in ways_of(asked)]
+    assert len(names) == len(set(names)) and "fsdp2 hybrid 2" in names and "fsdp2 × pp 2 interleaved × tp 4" in names
+    assert all(way.strategy.tp <= 8 for way in ways_of(asked) if isinstance(way.strategy, s.DDPStrategy)), "tp within a host"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "family"),
+    [
+        (s.FSDP2Strategy(reshard_after_forward=False, tp=2, pp=4), "fsdp2 grad-op × pp 4 × tp 2", "fsdp2 × pp × tp"),
+        (s.FSDP2Strategy(replicate=2), "fsdp2 hybrid 2", "fsdp2 hybrid"),
+        (s.DDPStrategy(tp=8), "tp 8", "tp"),
+        (s.DDPStrategy(tp=4), "ddp × tp 4", "ddp × tp"),
+        (s.TPStrategy(), "tp 8", "tp"),
+        (s.PPStrategy(degree=2, schedule="gpipe"), "ddp × pp 2 gpipe", "ddp × pp"),
+        (s.Zero3Strategy(offload_optimizer=s.Offload(kind="cpu")), "zero3 offload optimizer", "zero3 offload optimizer"),
+        (s.Zero3Strategy(offload_optimizer=s.Offload(kind="nvme", path="/d")), "zero3 nvme optimizer", "zero3 nvme optimizer"),
+    ],
+)
+def test_names(strategy: s.AnyStrategy, name: str, family: str) -> None:
+    way = describe(strategy, 8)
+    assert (way.name, way.family) == (name, family)
+
+
+def test_nvme_where_a_folder_is_named() -> None:
+    without = {way.family for way in ways_of(question("8b", "1xa100-80g"))}
+    named = {way.family for way in ways_of(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
+    assert named - without == {"zero3 nvme", "zero3 nvme optimizer"}
+
+
+def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> None:
+    """A row that fits only when little is kept of it is found, and with it the micro-batch that fits."""
+    asked = question("8b", "8xa100-80g", batch=BATCH)
+    found = look_at(asked, s.FSDP2Strategy())
+    assert isinstance(found, Candidate) and found.layout.activation_checkpointing in CHECKPOINTING
+    several: dict[str, Any] = {"global_samples": 64, "micro_batch": 8}
+    none = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "none"}), s.FSDP2Strategy())
+    full = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}), s.FSDP2Strategy())
+    assert not isinstance(none, Candidate) and isinstance(full, Candidate)
+    assert fits(asked) and not fits(question("70b", "1x4090"), [describe(s.SingleStrategy(), 1)])
+
+
+def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
+    """Auto may choose another micro-batch when a run goes on."""
+    from drumline.config.load import differences
+
+    data = "data: {train: [{kind: file, path: x}]}\n"
+    old, new = (load_text(data + f"batch: {{global_samples: 8, micro_batch: {micro}}}\n", []) for micro in (2, 4))
+    assert [d.key for d in differences(old, new)] == ["batch.micro_batch"] and not any(d.matters for d in differences(old, new))
+    open_ = load_text(data + "batch: {micro_batch: 2}\n", [])
+    assert all(d.matters for d in differences(open_, new))
