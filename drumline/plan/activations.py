@@ -119,13 +119,15 @@ def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: 
     if recomputes == "none":
         saved = everything
     else:
-        kept = 0.0
+        kept = twice = 0.0
         if recomputes == "selective":
             # Of attention the result, of matrix products every second one (strategies.recompute).
             outs = sum(out / (tp if cut else 1) for out, cut in block.products[::2])
             kept = width * (outs + queries) + 4 * block.heads / tp
+            # What a block keeps anyhow: attention's result, and where no adapter adds to them, its values and the gate.
+            twice = width * (queries + (0 if block.ranks else block.keys / tp + feed * block.gated)) + 4 * block.heads / tp
         saved = stream + kept
-        backward += everything - stream
+        backward += everything - stream - twice
         forward = max(forward, 2 * stream + wide + width * block.hidden)
     angles = 2 * width * max(1, block.queries // block.heads)  # cosines and sines of rotary positions
     end = (8 if kind != "low" else 6) * block.hidden + width * block.hidden + angles + 24
@@ -169,17 +171,18 @@ def _norm(block: Block, kind: Kind, h: int, learns: bool) -> float:
     return 4 * h + 4 * h * learns
 
 
-def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float]:
-    """(in the loss, from it to the end of the head's backward): what logits and the head's gradient take, for `tokens` of a micro-batch.
-    `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
+def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float, float]:
+    """(in the loss; from it to the end of the head's backward; from there on): what logits and the head's gradient take, for `tokens` of a
+    micro-batch. `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
     width = 4 if kind == "fp32" else 2
     weight = 4.0 * vocabulary * hidden * learns
+    left = weight / 2 if kind == "low" else weight
     if chunk == 0:
         logits = tokens * vocabulary
         # Low logits, fp32 ones and log-softmax; then its gradient twice besides it.
-        return (8 if kind == "fp32" else 10) * logits, 12 * logits + weight
+        return (8 if kind == "fp32" else 10) * logits, 12 * logits + left, left
     rows = min(chunk, tokens)
     cast = 2.0 * vocabulary * hidden if kind == "autocast" else 0.0
     product = 0.0 if kind == "fp32" else weight
     gradient = 4 * tokens * hidden
-    return (2 * 4 + width) * rows * vocabulary + weight + product + cast + gradient, 2 * weight + gradient
+    return (2 * 4 + width) * rows * vocabulary + weight + product + cast + gradient, 2 * weight + gradient, left

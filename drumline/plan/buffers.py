@@ -18,7 +18,6 @@ from drumline.plan.zero_states import FULL, LOW, flattened, offloads
 MIB = 2**20
 PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size, entries
 LIVE = 1_000_000_000  # stage3_max_live_parameters and _max_reuse_distance: what ZeRO 3 gathers stays so long, up to so many entries
-AVERAGED_AT_ONCE = 2**24  # entries, strategies.local.CHUNK
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,8 @@ class Buffers:
     forward: float = 0.0  # up to the loss
     through: float = 0.0  # from forward's begin to backward's end
     block: float = 0.0  # besides, while a block runs forward
-    backward: float = 0.0  # while one runs backward
+    begun: float = 0.0  # from backward's begin to its end
+    backward: float = 0.0  # besides, while a block runs backward
     last: float = 0.0  # at the end of backward
     step: float = 0.0
 
@@ -71,12 +71,13 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
         last = min(gradients, 2 * max(bucket, FULL * here.largest))
     if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
         last = 2 * gradients  # the first GPU adds up those of the others
-    if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
-        together = 2 * min(gradients, max(FULL * AVERAGED_AT_ONCE, FULL * here.largest))
-        step = max(step, together, gradients if isinstance(strategy, s.DiLoCoStrategy) else 0)
     # What comes in where a gradient is there already is a tensor of its own until it is added.
     forward, through = (copies, 0) if recomputes else (0, copies)
-    return Buffers(always, forward, through, 0.0, backward + FULL * here.largest, last, step)
+    if layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1 and layout.batch.accumulation > 1:
+        through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
+    # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo
+    # take no more than gradients did, which are gone by then.
+    return Buffers(always, forward, through, 0.0, 0.0, backward + FULL * here.largest, last, step)
 
 
 def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
@@ -93,10 +94,10 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     resharded = options.reshard_after_forward
     # While a block's weights are copied out of what was gathered for it, both are there.
     running = width * block.entries * (1 + (options.prefetch or 1))
-    returning = width * block.entries * (1 + (behind or 1))
+    begun, returning = width * block.entries, width * block.entries * (behind or 1)
     if not resharded:
         gathered += width * (whole.entries - root.entries)
-        running = returning = width * block.entries
+        running, begun, returning = width * block.entries, 0, width * block.entries
     waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
     several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
     unreduced = reduced * whole.learned if waits and several else 0
@@ -108,7 +109,7 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     offloaded = options.offload == "cpu" and layout.device == "cuda"
     copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
     step = stepping(layout, held(facts, mine, tp, shards)) if not offloaded else 0.0
-    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, returning + reduction, last - gathered, step)
+    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, begun, returning + reduction, last - gathered, step)
 
 
 def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
@@ -128,7 +129,7 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
         gathered = width * min(everything, alive + ahead + largest) - width * min(everything, cut.persistent)
         staged = FULL * cut.pieces if optimizer == "none" and low else 0
         reduced = width * min(bucket, cut.learned)
-        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, reduced, reduced, staged)
+        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, 0.0, reduced, reduced, staged)
     # A bucket in the type of the gradients, and in fp32 what is sent of it.
     bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
     taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * (2 if own.get("overlap_comm") else 1)
@@ -139,7 +140,11 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     accumulated = FULL * cut.learned if strategy.kind == "zero1" and layout.precision == "fp16" else 0
     flat = FULL * cut.flat // ranks if not low else 0
     # A gradient of its own for the largest weight, which the bucket does not take where it is full.
-    return Buffers(always, 0.0, 0.0, 0.0, taken + width * cut.largest, taken + sent + accumulated, flat)
+    # Whole gradients that ZeRO 1 adds up until the last micro-batch, where they are not among its states.
+    if strategy.kind == "zero1" and not bf16_1 and layout.batch.accumulation > 1:
+        always += FULL * cut.learned
+    full = bucket < cut.learned  # then it is sent before the end, too
+    return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), sent + accumulated, flat)
 
 
 def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:

@@ -49,7 +49,16 @@ BYTES_PER_IMAGE_FLOP = 0.004
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
     """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
     layout's own precision, checkpointing, adapter and tensor parallelism."""
-    return max((of_rank(layout, facts, activations, rank) for rank in range(layout.mesh.pp)), key=lambda m: m.peak)
+    return max((of_rank(layout, facts, activations, rank) for rank in _fullest(layout, facts)), key=lambda m: m.peak)
+
+
+def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
+    """Ranks of a pipeline that may be the fullest: both ends, and of those between the one that most blocks wait on."""
+    ranks = layout.mesh.pp
+    if layout.pipeline is None or ranks <= 3:
+        return list(range(ranks))
+    layers = layout.pipeline.layers
+    return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, part_of(facts, layers, ranks, r).blocks)[0]), ranks - 1]
 
 
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int) -> Memory:
@@ -117,13 +126,13 @@ def _phases(
         images = math.ceil(layout.rows / layout.devices_per_rank) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
         saved = images * (0.5 if layout.precision != "fp32" else 1.0)
         running = returning = saved / max(1, blocks)
-        ends = head = tail = 0.0
+        ends = head = tail = left = 0.0
     else:
         in_flight, number = flying(layout, rank, blocks)
         saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
         ends = tokens * kept.saved_ends
-        head, tail = _head(layout, facts, mine, tokens)
+        head, tail, left = _head(layout, facts, mine, tokens)
     every, there = state.gradients, _early(layout, state)
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
@@ -133,9 +142,9 @@ def _phases(
     return {
         "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
         "loss": Phase(there, saved + ends, head, through + buffers.forward),
-        "head": Phase(there, saved + ends + norm, tail, through),
-        "blocks": Phase(there, saved + returning, tail and tail / 2, through + buffers.backward),
-        "end": Phase(every, one + returning, 0.0, through + max(buffers.backward, buffers.last, embedding)),
+        "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
+        "blocks": Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward),
+        "end": Phase(every, one + returning, 0.0, through + buffers.begun + max(buffers.backward, buffers.last, embedding)),
         "clip": Phase(every, 0.0, 0.0, buffers.always),
         "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
     }
@@ -146,10 +155,10 @@ def _tokens(layout: Layout) -> float:
     return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
 
 
-def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float) -> tuple[float, float]:
+def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float) -> tuple[float, float, float]:
     algorithm = layout.config.algorithm
     if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
     chunk = int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:
@@ -180,9 +189,10 @@ def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
         return blocks * min(number, ranks - rank), min(number, ranks - rank)
     rounds = max(1, number // ranks)
     each, ahead = number // rounds, ranks - 1 - rank
-    # A rank's stages take turns; zero bubble warms up half as long, and keeps weights' gradients to come a little longer.
-    warm = (plan.stages_per_rank - 1) * each + 2 * ahead + 1
-    flight = min(warm, number * plan.stages_per_rank)
+    # A rank's stages take turns. Zero bubble keeps what gradients of weights need, and those of what lies between, for later.
+    zero_bubble = plan.schedule == "zero_bubble"
+    warm = (plan.stages_per_rank - 1) * each + 2 * (ranks - 1 if zero_bubble else ahead) + 1 + (ranks if zero_bubble else 0)
+    flight = min(warm, number * plan.stages_per_rank) * (1.1 if zero_bubble else 1.0)
     return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(flight / plan.stages_per_rank)
 
 
