@@ -12,12 +12,12 @@ from drumline.plan.figures import Activations, Estimate
 from drumline.plan.layout import Layout
 from drumline.plan.memory import host_memory, memory
 from drumline.plan.times import seconds
-from drumline.plan.traffic import traffic
+from drumline.plan.traffic import flows
 
 
 def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
     """`activations` None: by formula (plan.memory)."""
-    sent = traffic(layout, facts)
+    sent = flows(layout, facts)
     taken = seconds(layout, facts, cluster, sent)
     rate = layout.tokens_per_step / taken.total
     peak = cluster.device.flops.get(layout.precision)
@@ -25,7 +25,7 @@ def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: A
     return Estimate(
         memory=memory(layout, facts, cluster, activations),
         host=host_memory(layout, facts, cluster),
-        traffic=sent,
+        traffic=sent.traffic(),
         seconds=taken,
         tokens_per_s=rate,
         mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,

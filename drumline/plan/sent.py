@@ -6,47 +6,68 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Traffic
 
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
+Way = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
+Beside = Literal["forward", "backward", "last", "nothing"]
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 ROWS_CUT = ("colwise", "colwise_gather_output", "colwise_rep", "embedding", "head")
 COLUMNS_CUT = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
+class Flow(NamedTuple):
+    """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `way` through the mesh.
+    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, or nothing."""
+
+    kind: Kind
+    bytes_: float
+    ranks: int
+    way: Way
+    calls: float
+    beside: Beside
+
+
 @dataclass
 class Sent:
-    """The ring algorithm's shares, as `dist.traffic` has them. `part`: of the ranks, those that the calls which follow are of."""
+    """The ring algorithm's shares, as `dist.traffic` has them. `part`: of the ranks, those that the calls which follow are of; `way`,
+    `calls` and `beside`: see Flow."""
 
     part: float = 1.0
-    sums: dict[str, float] = field(default_factory=dict)
+    flows: list[Flow] = field(default_factory=list)
 
-    def all_reduce(self, bytes_: float, ranks: int) -> None:
-        self._add("all_reduce", bytes_ * 2 * (ranks - 1) / ranks)
+    def all_reduce(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
+        self._add("all_reduce", bytes_ * 2 * (ranks - 1) / ranks, ranks, way, calls, beside)
 
-    def all_gather(self, bytes_: float, ranks: int) -> None:
+    def all_gather(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
         """`bytes_`: of what this rank has."""
-        self._add("all_gather", bytes_ * (ranks - 1))
+        self._add("all_gather", bytes_ * (ranks - 1), ranks, way, calls, beside)
 
-    def reduce_scatter(self, bytes_: float, ranks: int) -> None:
+    def reduce_scatter(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
         """`bytes_`: of the whole."""
-        self._add("reduce_scatter", bytes_ * (ranks - 1) / ranks)
+        self._add("reduce_scatter", bytes_ * (ranks - 1) / ranks, ranks, way, calls, beside)
 
-    def all_to_all(self, bytes_: float, ranks: int) -> None:
-        self._add("all_to_all", bytes_ * (ranks - 1) / ranks)
+    def all_to_all(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
+        self._add("all_to_all", bytes_ * (ranks - 1) / ranks, ranks, way, calls, "nothing")
 
-    def broadcast(self, bytes_: float, ranks: int) -> None:
-        self._add("broadcast", bytes_ * (ranks - 1) / ranks)
+    def broadcast(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
+        self._add("broadcast", bytes_ * (ranks - 1) / ranks, ranks, way, calls, "nothing")
 
-    def p2p(self, bytes_: float) -> None:
-        self._add("p2p", bytes_)
+    def p2p(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
+        self._add("p2p", bytes_, ranks, way, calls, "nothing")
 
-    def _add(self, kind: str, bytes_: float) -> None:
-        self.sums[kind] = self.sums.get(kind, 0.0) + self.part * bytes_
+    def _add(self, kind: Kind, bytes_: float, ranks: int, way: Way, calls: float, beside: Beside) -> None:
+        if ranks > 1 and bytes_:
+            self.flows.append(Flow(kind, self.part * bytes_, ranks, way, self.part * calls, beside))
 
     def traffic(self) -> Traffic:
-        return Traffic(**self.sums)
+        sums = Counter[str]()
+        for flow in self.flows:
+            sums[flow.kind] += flow.bytes_  # type: ignore[assignment]
+        return Traffic(**sums)
 
 
 def share(length: int, ranks: int, rank: int) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Held, Sent, weights_of
+from drumline.plan.sent import WIDTH, Beside, Held, Sent, weights_of
 from drumline.plan.states import shards_of
 
 BLOCK = 256  # of strategies.compress.Int8
+CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local, bytes of strategies.spread
 NUMBER = 8  # bytes of an fp64
 
 
@@ -22,23 +26,25 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     options = strategy if isinstance(strategy, s.DDPStrategy) else s.DDPStrategy()
     weights = weights_of(facts)
     if options.broadcast_buffers:
-        sent.broadcast(facts.buffer_bytes, ranks)
+        sent.broadcast(facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        sent.all_reduce(4 * sum(number for weight, number in weights if weight.learned), ranks)  # who has a gradient
+        sent.all_reduce(4 * sum(number for weight, number in weights if weight.learned), ranks, "gradients")  # who has a gradient
+    buckets = math.ceil(4 * facts.learned / (options.bucket_cap_mb * 2**20))
+    how: Any = {"way": "gradients", "calls": buckets, "beside": "last"}
     if not compressed:
-        sent.all_reduce(4 * facts.learned, ranks)
+        sent.all_reduce(4 * facts.learned, ranks, **how)
         return
     kind = options.compression.kind
     if kind in ("bf16", "fp16"):
-        sent.all_reduce(2 * facts.learned, ranks)
+        sent.all_reduce(2 * facts.learned, ranks, **how)
     elif kind == "int8":
         part = -(-facts.learned // (ranks * BLOCK)) * (BLOCK + 4)
-        sent.all_to_all(part * ranks, ranks)
-        sent.all_gather(part, ranks)
+        sent.all_to_all(part * ranks, ranks, "gradients", buckets)
+        sent.all_gather(part, ranks, **how)
     elif kind == "topk":
-        sent.all_gather(8 * max(1, round(options.compression.ratio * facts.learned)), ranks)
+        sent.all_gather(8 * max(1, round(options.compression.ratio * facts.learned)), ranks, **how)
     else:
-        sent.all_reduce(4 * sum(number * _powersgd(w, options.compression.rank) for w, number in weights if w.learned), ranks)
+        sent.all_reduce(4 * sum(number * _powersgd(w, options.compression.rank) for w, number in weights if w.learned), ranks, **how)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
@@ -53,10 +59,11 @@ def _powersgd(weight: Weight, rank: int) -> int:
 
 def averaged(sent: Sent, layout: Layout, mine: Held) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
-    sent.all_reduce(4 * (mine.learned + mine.tensors), layout.mesh.data_ranks * layout.mesh.cp)
+    entries = mine.learned + mine.tensors
+    sent.all_reduce(4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
-def fsdp2(sent: Sent, layout: Layout, mine: Held) -> None:
+def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
     """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
     each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
     whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
@@ -66,26 +73,36 @@ def fsdp2(sent: Sent, layout: Layout, mine: Held) -> None:
     images = layout.config.images_alone and strategy.param_dtype == "auto"
     width = 4 if images else WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
     if strategy.reshard_after_forward:
-        of_blocks = rounds + 1 if piped else 2 * rounds
+        forward, backward = (rounds, 1) if piped else (rounds, rounds)
     else:
-        of_blocks = 1 if piped else rounds
-    sent.all_gather(width * (of_blocks * mine.units + (1 if piped else rounds) * mine.root), shards)
+        forward, backward = (1, 0) if piped else (rounds, 0)
+    blocks, rooted = layout_blocks(layout, facts), 1 if piped else rounds
+    sent.all_gather(rooted * width * mine.root, shards, "shard", rooted)
+    sent.all_gather(forward * width * mine.units, shards, "shard", forward * blocks, "forward")
+    sent.all_gather(backward * width * mine.units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
     reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_learned + mine.root_learned)
-    sent.reduce_scatter(reduced * shards, shards)
-    sent.all_reduce(reduced, strategy.replicate)
+    beside: Beside = "backward" if reductions == rounds else "last"
+    sent.reduce_scatter(reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
+    sent.all_reduce(reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
+
+
+def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
+    """Blocks of a rank, mean over the stages of a pipeline."""
+    return max(1, len(facts.block_weights)) / layout.mesh.pp
 
 
 def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
     """Local SGD and DiLoCo: all weights at `share` of the steps; a number for the norm at each."""
-    sent.all_reduce(share * 4 * facts.parameters, layout.mesh.data_ranks)
-    sent.all_reduce(NUMBER, layout.mesh.data_ranks)
+    sent.all_reduce(share * 4 * facts.parameters, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.parameters / CHUNK))
+    sent.all_reduce(NUMBER, layout.mesh.data_ranks, "gradients")
 
 
 def norm(sent: Sent, layout: Layout, mine: Held) -> None:
     """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
-    shards, tp = shards_of(layout), layout.mesh.tp
-    for there, ways in ((mine.is_cut, (shards, tp)), (mine.is_whole, (shards,))):
-        for ranks in ways if there else ():
-            sent.all_reduce(NUMBER, ranks)
-    sent.all_reduce(NUMBER, layout.mesh.pp)
+    for there in (mine.is_cut, mine.is_whole):
+        if there:
+            sent.all_reduce(NUMBER, shards_of(layout), "shard")
+    if mine.is_cut:
+        sent.all_reduce(NUMBER, layout.mesh.tp, "tp")
+    sent.all_reduce(NUMBER, layout.mesh.pp, "pp")

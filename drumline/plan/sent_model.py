@@ -28,9 +28,10 @@ def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: Held) -> None:
         width = WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
     message = layout.rows * layout.length * facts.hidden * width
     boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
-    sent.p2p(2 * layout.batch.accumulation * boundaries * message)
-    sent.p2p(4 * has.tied / shards_of(layout))
-    sent.broadcast(layout.mesh.pp * TOLD, layout.mesh.pp)
+    ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
+    sent.p2p(messages * message, ranks, "pp", messages)
+    sent.p2p(4 * has.tied / shards_of(layout), ranks, "pp", 2)
+    sent.broadcast(ranks * TOLD, ranks, "pp", 2)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Widths:
     """Of the layers that tensor parallelism cuts, all together: entries of one token that travel. `inputs`: what comes back to inputs of
     layers cut by rows of their weight, `stopped` of it where nothing learns before them; `outputs`: of layers cut by columns, and of them
     `again` where activation checkpointing repeats them; `embedding`; `rows`, `columns`: what is gathered of outputs that are wanted
-    whole, and comes back of inputs that are. `weights`: entries of whole weights whose gradients are added up."""
+    whole, and comes back of inputs that are. `weights`: entries of whole weights whose gradients are added up. `calls`:
+    layers, half of them."""
 
     inputs: int = 0
     stopped: int = 0
@@ -48,6 +50,7 @@ class Widths:
     rows: int = 0
     columns: int = 0
     weights: int = 0
+    calls: int = 0
 
 
 @lru_cache(maxsize=1024)
@@ -59,6 +62,7 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
     for index, (block, number) in enumerate(facts.kinds_of_blocks):
         sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.learned)
         matrices = [weight for weight in block if len(weight.shape) == 2]
+        sums["calls"] += number * len([weight for weight in matrices if weight.style]) // 2
         for place, weight in enumerate(matrices):
             rows, columns = weight.shape
             behind = matrices[place + 1 :]
@@ -86,10 +90,11 @@ def tensor(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     tokens, low = layout.rows * layout.length / layout.mesh.cp * rounds, WIDTH[layout.precision]
     recomputed = layout.activation_checkpointing != "none"
     of = widths(facts, layout.mesh.pp > 1)
-    sent.all_reduce(tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks)
-    sent.all_reduce(tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks)
-    sent.all_gather(tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks)
-    sent.all_reduce(4 * rounds * of.weights, ranks)
+    calls = rounds * of.calls
+    sent.all_reduce(tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
+    sent.all_reduce(tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
+    sent.all_gather(tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
+    sent.all_reduce(4 * rounds * of.weights, ranks, "tp", rounds)
     _vocabulary(sent, layout, facts, tokens)
 
 
@@ -101,7 +106,9 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     if algorithm.kind in ("reward", "classify"):
         return
     each = 4 + 8 + 4 * isinstance(algorithm, ROLLOUT) if isinstance(algorithm, (DPOConfig, *ROLLOUT)) else 4 + 8 + 8
-    sent.all_reduce(each * real + 4 * tokens * facts.hidden, layout.mesh.tp)
+    chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
+    calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
+    sent.all_reduce(each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
 
 
 def context(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
@@ -120,9 +127,11 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     turned = width if layout.data_parallel == "fsdp2" else 4
     if cp_method(layout.strategy) == "ulysses":
         kv *= ranks // math.gcd(kv, ranks)
-        sent.all_to_all(passes * tokens * facts.head_dim * (turned * (heads + 2 * kv) + width * heads), ranks)
+        sent.all_to_all(passes * tokens * facts.head_dim * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
     else:
-        sent.p2p((passes + len(facts.block_weights)) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width)
+        sent.p2p(
+            (passes + len(facts.block_weights)) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width, ranks, "cp", passes * rounds
+        )
     _answers(sent, layout, tokens)
 
 
@@ -130,9 +139,9 @@ def _answers(sent: Sent, layout: Layout, tokens: float) -> None:
     """What an objective asks of whole sequences."""
     ranks, algorithm = layout.mesh.cp, layout.config.algorithm
     if algorithm.kind in ("sft", "pretrain"):
-        sent.all_gather(tokens, ranks)  # whether the first choice is right
-        sent.all_reduce(4 * layout.batch.accumulation, ranks)
+        sent.all_gather(tokens, ranks, "cp", layout.batch.accumulation)  # whether the first choice is right
+        sent.all_reduce(4 * layout.batch.accumulation, ranks, "cp", layout.batch.accumulation)
     elif algorithm.kind == "classify":
-        sent.all_reduce(4 * layout.rows * layout.batch.accumulation, ranks)
+        sent.all_reduce(4 * layout.rows * layout.batch.accumulation, ranks, "cp", layout.batch.accumulation)
     else:
-        sent.all_gather(4 * tokens * (2 if isinstance(algorithm, ROLLOUT) else 1), ranks)
+        sent.all_gather(4 * tokens * (2 if isinstance(algorithm, ROLLOUT) else 1), ranks, "cp", layout.batch.accumulation)

@@ -10,6 +10,7 @@ after each micro-batch; what is kept whole is gathered after the step.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import lru_cache
 from typing import Any
@@ -17,10 +18,10 @@ from typing import Any
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Sent, weights_of
+from drumline.plan.sent import WIDTH, Beside, Sent, weights_of
 from drumline.plan.zero import user_config
 
-PERSISTENT, REUSE = 100_000, 1_000_000_000  # DeepSpeed's defaults: entries
+PERSISTENT, REUSE, BUCKET = 100_000, 1_000_000_000, 500_000_000  # DeepSpeed's defaults: entries
 
 
 def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
@@ -35,38 +36,43 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
             groups[len(weight.shape) >= 2] += number * weight.numel
     if not isinstance(strategy, s.Zero3Strategy):
         reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
-        sent.all_reduce(reductions * low * facts.learned, ranks)
+        buckets = reductions * math.ceil(facts.learned / int(own.get("zero_optimization.reduce_bucket_size", BUCKET)))
+        beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
+        sent.all_reduce(reductions * low * facts.learned, ranks, "shard", buckets, beside)
         for entries in groups.values():
-            sent.all_gather(width * 2 * _parts(entries, 2 * ranks), ranks)
+            sent.all_gather(width * 2 * _parts(entries, 2 * ranks), ranks, "shard")
         if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
             return  # each rank measures the norm of all gradients, which it has
-        sent.all_reduce(4 * len(groups) + (layout.precision != "fp32"), ranks)  # norms, and whether one is not finite
+        sent.all_reduce(4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
         return
     _stage_3(sent, layout, facts, own, width, low)
     for _ in groups:
-        sent.all_reduce(4 if offloads else 8, ranks)
+        sent.all_reduce(4 if offloads else 8, ranks, "shard")
 
 
 def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any], width: int, low: int) -> None:
     ranks, rounds = layout.mesh.shard, layout.batch.accumulation
     persistent = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
     reuse = int(own.get("zero_optimization.stage3_max_reuse_distance", REUSE))
-    parts = _cut(facts, ranks, persistent, reuse, layout.activation_checkpointing != "none")
-    sent.all_gather(width * (parts["whole"] + rounds * parts["gathered"]), ranks)
-    sent.reduce_scatter(low * rounds * parts["learned"] * ranks, ranks)
+    parts, calls = _cut(facts, ranks, persistent, reuse, layout.activation_checkpointing != "none"), rounds * len(facts.block_weights)
+    sent.all_gather(width * parts["whole"], ranks, "shard")
+    sent.all_gather(width * rounds * parts["gathered"], ranks, "shard", calls, "forward")
+    sent.all_gather(width * rounds * parts["again"], ranks, "shard", calls, "backward")
+    sent.reduce_scatter(low * rounds * parts["learned"] * ranks, ranks, "shard", calls, "backward")
 
 
 @lru_cache(maxsize=1024)
 def _cut(facts: ModelFacts, ranks: int, persistent: int, reuse: int, recomputed: bool) -> dict[str, int]:
-    """Entries of a rank's parts: of weights that are kept `whole`, of those `gathered` in a micro-batch (twice where both times count), of
-    those that are `learned`. `recomputed`: forward of a block runs again right before its backward."""
+    """Entries of a rank's parts: of weights that are kept `whole`, of those `gathered` for forward and `again` for backward, of those that
+    are `learned`. `recomputed`: forward of a block runs again right before its backward."""
     sums, behind = Counter[str](), 0
     for block in (*reversed(facts.block_weights), facts.end_weights):
         far = (3 if recomputed else 2) * behind >= reuse and block is not facts.end_weights
         for weight in block:
             part = _parts(weight.numel, ranks)
             is_kept = weight.numel <= persistent
-            sums["whole" if is_kept else "gathered"] += part * (2 if far and not is_kept else 1)
+            sums["whole" if is_kept else "gathered"] += part
+            sums["again"] += part if far and not is_kept else 0
             sums["learned"] += part if weight.learned else 0
         behind += sum(weight.numel for weight in block)
     return sums

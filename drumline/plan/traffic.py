@@ -23,11 +23,16 @@ def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traff
     (without packing a batch is as wide as its longest row), and all real tokens to carry a loss: of the cross-entropy over a cut vocabulary
     20 bytes are sent for each that does, against 28 × width in each block. See also `sent_data.ddp` and `sent_zero`.
     """
+    return flows(layout, facts, step).traffic()
+
+
+def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
+    """The same, told apart by what it is sent for."""
     sent = Sent()
     learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
     for of_model in (facts, *learning):
         _of_model(sent, layout, of_model, step)
-    return sent.traffic()
+    return sent
 
 
 def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, step: int | None) -> None:
@@ -46,7 +51,7 @@ def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, step: int | None) -
         has = held(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
         sent.part = part / mesh.pp  # all stages together, dealt to their ranks
         if layout.data_parallel == "fsdp2":
-            fsdp2(sent, layout, has)
+            fsdp2(sent, layout, facts, has)
         elif mesh.tp * mesh.pp > 1:
             averaged(sent, layout, has)
         else:

@@ -1,0 +1,140 @@
+"""What the planner says of time: published runs, and what must be longer than what."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cluster import catalog
+from drumline.cluster.cluster import Cluster
+from drumline.config.model import ModelConfig
+from drumline.config.schema import Config
+from drumline.models.load import facts, load_config
+from drumline.plan.facts import ModelFacts
+from drumline.plan.figures import Seconds
+from drumline.plan.layout import Layout
+from drumline.plan.mesh import Mesh, resolve_mesh
+from drumline.plan.plan import BatchPlan
+from drumline.plan.resolve import data_parallel_of, engine_of
+from drumline.plan.stages import bubble, plan_pipeline
+from drumline.plan.times import seconds
+from drumline.plan.traffic import flows, traffic
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from planner_published import ROWS, Published, predicted  # type: ignore[import-not-found,unused-ignore] # noqa: E402
+
+PUBLISHED = [row for row in ROWS if not row.without and "tokens_per_s" in row.measured]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.name)
+def test_published_throughput(row: Published) -> None:
+    """Within a tenth, for one at least of what a row leaves open."""
+    errors = [found["error"]["tokens_per_s"] for found in predicted(row)]
+    assert min(map(abs, errors)) < 0.10, errors
+
+
+@lru_cache
+def model(layers: int = 32) -> ModelFacts:
+    shape = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": layers}
+    said = ModelConfig(config={**shape, "num_attention_heads": 32, "num_key_value_heads": 32})
+    return facts(load_config(None, said), 2048)
+
+
+def cluster(nodes: int = 1, intra: str = "nvlink4", inter: str = "400Gb") -> Cluster:
+    device, links = catalog.device("h100-80g"), [catalog.link(name) for name in (intra, inter, "pcie5")]
+    assert device is not None and links[0] is not None and links[1] is not None and links[2] is not None
+    return Cluster(device, 8, nodes, links[0], links[1], links[2])
+
+
+def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: int = 4, **sections: Any) -> Layout:
+    config = Config.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"train": [{"kind": "file", "path": "rows"}], "max_length": 2048},
+            "strategy": strategy,
+            **sections,
+        }
+    )
+    mesh: Mesh = resolve_mesh(config.strategy, world)
+    batch = BatchPlan(
+        global_samples=micro_batch * accumulation * mesh.data_ranks,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        eval_micro_batch=micro_batch,
+        rows_per_sample=config.rows_per_sample,
+    )
+    return Layout(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        precision="bf16",
+        device="cuda",
+        engine=engine_of(mesh, config.strategy),
+        data_parallel=data_parallel_of(mesh, config.strategy),
+        activation_checkpointing=config.memory.activation_checkpointing,
+        length=2048,
+        tokens_per_row=2048.0,
+        pipeline=plan_pipeline(mesh, config.strategy, batch, model(), []),
+    )
+
+
+def taken(strategy: Any, on: Cluster | None = None, **options: Any) -> Seconds:
+    how, where = layout(strategy, **options), on or cluster()
+    return seconds(how, model(), where, flows(how, model()))
+
+
+def test_checkpointing_costs_what_is_computed_again() -> None:
+    """Of a forward, which is a third of a step: all of the blocks, or every second product."""
+    none, selective, full = (taken("fsdp2", memory={"activation_checkpointing": kind}).compute for kind in ("none", "selective", "full"))
+    assert none < selective < full
+    assert 1.25 < full / none < 1.34
+
+
+def test_communication_hides_behind_enough_computing() -> None:
+    """A gather beside a long forward costs one block's; where links are slow it cannot hide."""
+    long, slow = taken("fsdp2", micro_batch=8), taken("fsdp2", cluster(intra="pcie3"), micro_batch=1)
+    assert long.communication < 0.05 * long.compute
+    assert slow.communication > slow.compute
+    assert taken("fsdp2", cluster(nodes=2), world=16).communication > taken("fsdp2").communication
+
+
+def test_tensor_parallel_messages_never_hide() -> None:
+    how = layout("tp")
+    sent = traffic(how, model()).total
+    assert taken("tp").communication > 0.9 * sent / cluster().intra.bandwidth
+    assert 8 * taken("tp").total > taken("fsdp2").total, "which has eight times the tokens"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_the_bubble_is_the_schedules(schedule: str) -> None:
+    found = taken({"kind": "pp", "schedule": schedule}, accumulation=16)
+    idle = bubble(schedule, 8, 2 if schedule == "interleaved" else 1, 16)
+    least = idle / (1 - idle) * found.compute
+    assert least <= found.bubble < least + 0.5 * found.compute, "and what the slowest stage takes longer"
+
+
+def test_offloading_and_several_kernels_take_longer() -> None:
+    plain, offloaded = taken("zero3"), taken({"kind": "zero3", "offload_optimizer": "cpu", "offload_parameters": "cpu"})
+    assert plain.offload == 0 < offloaded.offload and offloaded.optimizer > plain.optimizer
+    assert taken({"kind": "zero3", "offload_optimizer": {"kind": "nvme", "path": "d"}}).offload > offloaded.offload
+    assert taken("ddp", optimizer={"fused": False}).optimizer > 2 * taken("ddp").optimizer > 12 * taken("fsdp2").optimizer
+
+
+def test_threads_pay_for_every_micro_batch() -> None:
+    how = replace(layout("dp", world=1), devices_per_rank=8)
+    found = seconds(how, model(), cluster(), flows(how, model()))
+    assert found.communication > 4 * 2 * 4 * model().parameters * 7 / 8 / cluster().intra.bandwidth
+
+
+def test_sampling_is_bound_by_memory() -> None:
+    """Every token of a batch reads all weights once."""
+    algorithm = {"kind": "grpo", "group_size": 8, "generator": {"kind": "vllm", "max_new_tokens": 512}, "rewards": [{"kind": "math"}]}
+    found = taken("ddp", algorithm=algorithm)
+    assert found.rollout > 512 * 2 * model().parameters / cluster().device.bandwidth
+    slower = taken("ddp", algorithm={**algorithm, "generator": {"kind": "hf", "max_new_tokens": 512}})
+    assert slower.rollout > found.rollout, "the host starts every kernel of every token"
