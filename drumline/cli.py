@@ -74,6 +74,7 @@ def plan(
     max_seq: Annotated[bool, typer.Option("--max-seq", help="The longest row that fits, by family.")] = False,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest micro-batch of a device that fits, by family.")] = False,
     what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="The best plan on other numbers of hosts.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three; up to a minute.")] = False,
     figure: Annotated[Path | None, typer.Option(metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     probe: Annotated[
@@ -93,7 +94,7 @@ def plan(
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
-    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, probe)
+    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, probe, trace)
     raise typer.Exit(run(asked))
 
 

@@ -202,11 +202,9 @@ def written_out(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def config_of(known: Known, model: ModelConfig) -> Any:
-    """The Hugging Face config of a known model, with `model.config` laid over it."""
-    from drumline.models.load import load_config
-
-    return load_config(None, model.model_copy(update={"config": {**known.values, **model.config}}))
+def written_as(known: Known, model: ModelConfig) -> ModelConfig:
+    """The model with its config written out in the place of its id."""
+    return model.model_copy(update={"id": None, "revision": None, "config": {**known.values, **model.config}})
 
 
 def unknown(name: str, reason: str) -> ModelError:

@@ -14,6 +14,7 @@ from drumline.plan.search import Answer, Question, search
 from drumline.planning import further
 from drumline.planning.as_json import as_json
 from drumline.planning.asked import FLAGS, Flags, asked
+from drumline.planning.question import Asked, ask
 from drumline.planning.written import to_use
 from drumline.report.bars import bars
 
@@ -35,6 +36,7 @@ class Options:
     most: further.Kind | None = None
     what_if: str | None = None
     probe: bool = False
+    trace: bool = False
 
 
 def plan(options: Options) -> int:
@@ -47,24 +49,39 @@ def plan(options: Options) -> int:
         return 0
     hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
     loaded = asked(options.config, options.overrides, options.flags)
-    question = _question(loaded, aside)
+    made = _asked(loaded, aside)
+    question = made.question
     if options.most is not None:
         _most(question, options.most, options, console)
     elif hosts is not None:
         _what_if(question, hosts, options, console)
     else:
-        _answer(_tried(question, loaded, aside) if options.probe else search(question), loaded, options, console, aside)
+        _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
     return 0
 
 
-def _question(loaded: Loaded, aside: Console) -> Question:
-    from drumline.planning.question import ask
+def _searched(made: Asked, loaded: Loaded, options: Options, aside: Console) -> Answer:
+    """The answer, with `--trace` of the best few by traced activations, with `--probe` corrected by a few real steps of the best. Raises
+    EnvironmentFault where there is to be a probe and the cluster is not this machine."""
+    if options.probe:
+        from drumline.train.probe import probe, require_here
 
+        require_here(made.question.cluster)
+    answer = search(made.question)
+    with bars(aside) as on_progress:
+        if options.trace:
+            from drumline.planning.traced import traced
+
+            answer = traced(answer, made.model, made.model_path, on_progress)
+        return probe(answer, loaded, on_progress) if options.probe else answer
+
+
+def _asked(loaded: Loaded, aside: Console) -> Asked:
     with bars(aside) as on_progress:
         made = ask(loaded, on_progress)
     for note in (*loaded.notes, *made.notes):
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
-    return made.question
+    return made
 
 
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
@@ -93,6 +110,8 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         further.show_guides(answer, console)
         further.show_changes(changes, console)
         if answer.ranked:
+            further.show_host(answer, console)
+            further.show_lighter(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
             console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
     if not answer.ranked:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Console
 
+from drumline.config.schema import LoRAConfig
 from drumline.errors import PlanError, UserError
 from drumline.plan.advice import Change, Most, max_batch, max_length
+from drumline.plan.figures import Estimate
 from drumline.plan.guides import disagreements
-from drumline.plan.search import Answer, Question
+from drumline.plan.search import Answer, Question, search
+from drumline.plan.variants import with_lora
 from drumline.planning.as_json import VERSION, candidate
 from drumline.planning.figures import GB, hours
 from drumline.planning.table import number, plain_table, show_headline
@@ -51,6 +55,32 @@ def show_guides(answer: Answer, console: Console) -> None:
         for each in found:
             console.print(f"  {each.guide}: {each.says} — {each.reason}", markup=False)
         console.print()
+
+
+def show_lighter(answer: Answer, console: Console) -> None:
+    """Where all weights learn only with offloading or with little room left, what adapters would give."""
+    question, first = answer.question, answer.ranked[0]
+    config, adapter = question.config, LoRAConfig()
+    if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
+        return
+    facts = with_lora(question.facts, adapter)
+    found = search(replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)) if facts else None
+    if found is not None and found.ranked:
+        best = found.ranked[0].estimate
+        speed = best.tokens_per_s / first.estimate.tokens_per_s
+        needs = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
+        console.print(f"With adapter=lora: {found.ranked[0].name}, {needs}, {_most_host(best):.0f} GB of a host.\n", markup=False)
+
+
+def show_host(answer: Answer, console: Console) -> None:
+    """Say that nobody said how much memory a host has, where that might matter."""
+    if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := _most_host(answer.ranked[0].estimate)) > 64:
+        words = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
+        console.print(f"{words}\n", markup=False)
+
+
+def _most_host(estimate: Estimate) -> float:
+    return max(estimate.host.load, estimate.host.train, estimate.host.save) / GB
 
 
 # ------------------------------------------------------------------------------------------------------------------ most

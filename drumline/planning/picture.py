@@ -41,10 +41,10 @@ def draw(answer: Answer, path: Path, top: int = MOST_BARS) -> None:
         raise UserError(
             f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=f"name a file that ends in {' or '.join(KINDS)}"
         )
-    shown = _shown(answer, min(top, MOST_BARS))
+    shown = chosen_of(answer, min(top, MOST_BARS))
     if not shown.fit and not shown.refused:
         raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
-    figure = _figure(answer, shown)
+    figure = figure_of(answer, shown)
     try:
         if path.suffix.lower() == ".html":
             drawn = io.StringIO()
@@ -65,7 +65,8 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _shown(answer: Answer, top: int) -> Shown:
+def chosen_of(answer: Answer, top: int) -> Shown:
+    """The first `top`, and of those that do not fit the nearest."""
     limit = answer.question.cluster.device.memory_bytes
     near = sorted((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved)
     refused = [c for c in near if c.estimate.memory.reserved <= FAR * limit] or near[:1]
@@ -73,13 +74,16 @@ def _shown(answer: Answer, top: int) -> Shown:
     return Shown(*drawn, limit / GB, len(answer.ranked) + len(near) - len(drawn[0]) - len(drawn[1]))
 
 
-def _figure(answer: Answer, shown: Shown) -> Any:
+def figure_of(answer: Answer, shown: Shown) -> Any:
+    """A matplotlib Figure. Raises EnvironmentFault where matplotlib is missing."""
     try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise EnvironmentFault("the package matplotlib is missing", where="--figure", fix="pip install 'drumline[plot]'") from None
     rows = len(shown.fit) + len(shown.refused)
     figure = Figure(figsize=(14, max(4.6, 2.0 + 0.34 * rows)), layout="constrained")
+    FigureCanvasAgg(figure)  # which knows how large texts are
     bars, points = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _bars(bars, shown)
     _points(points, shown)
@@ -95,7 +99,7 @@ def _bars(axes: Any, shown: Shown) -> None:
     places = [*range(len(shown.fit)), *(len(shown.fit) + 0.6 + i for i in range(len(shown.refused)))]
     left = [0.0] * len(candidates)
     for part, colour in zip((*CATEGORIES, RESERVE), COLOURS, strict=True):
-        widths = [_part(c, part) for c in candidates]
+        widths = [part_of(c, part) for c in candidates]
         drawn = axes.barh(places, widths, left=left, color=colour, height=0.72, label=part, edgecolor="white", linewidth=0.4)
         for bar in drawn[len(shown.fit) :]:
             bar.set_hatch("////")
@@ -109,15 +113,20 @@ def _bars(axes: Any, shown: Shown) -> None:
     axes.set_xlim(0, 1.08 * furthest)
     _limits(axes, shown.limit)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
-    axes.set_title("Memory by category" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
+    axes.set_title("Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
     axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (axes.figure.get_figheight() - 1.5)), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _part(candidate: Candidate, part: str) -> float:
+def part_of(candidate: Candidate, part: str) -> float:
+    """GB of a category at the peak: of the gradients, as many as are there then. They make the peak together, and with the reserve what
+    is needed."""
     memory = candidate.estimate.memory
     if part == RESERVE:
-        return max(0, memory.reserved - sum(getattr(memory, name) for name in CATEGORIES)) / GB
+        return (memory.reserved - memory.peak - memory.overhead) / GB
+    if part == "gradients":
+        others = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
+        return min(memory.gradients, max(0, memory.peak - others)) / GB
     return float(getattr(memory, part)) / GB
 
 
@@ -140,7 +149,7 @@ def _points(axes: Any, shown: Shown) -> None:
     if max(times) > 4 * min(times):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(0, 1.15 * max(times))
+        axes.set_ylim(0.85 * min(times), 1.1 * max(times))
     axes.set_xlim(left=0)
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
     axes.set_ylabel("seconds for 1M tokens")
@@ -156,7 +165,7 @@ def _places(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
 
 def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
     """Names in a column right of the axes, as high as their points but a line apart at least, each with a thin line to its point."""
-    axes.figure.canvas.draw()
+    axes.figure.canvas.draw()  # lays the axes out
     place = (axes.transData + axes.transAxes.inverted()).transform
     points = [(*place(at), c) for c, at in zip(candidates, zip(*_places(candidates), strict=True), strict=True)]
     points.sort(key=lambda point: (point[1], point[0]))

@@ -26,19 +26,23 @@ OnProgress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Asked:
-    """`question`, and what the user should know of how it came about."""
+    """`question`, and what the user should know of how it came about. `model`, `model_path`: where the policy's config is had from."""
 
     question: Question
     notes: tuple[str, ...]
+    model: ModelConfig
+    model_path: str | None
 
 
 @dataclass(frozen=True)
 class Found:
-    """A model's Hugging Face config. `path`: where its files are, None where only its shape is known; `how` in words."""
+    """A model's Hugging Face config. `model`: as it is to be asked for; `path`: where its files are, None where only its shape is known;
+    `how` in words."""
 
     hf_config: Any
+    model: ModelConfig
     path: str | None
-    how: str
+    how: str = ""
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
@@ -64,7 +68,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
     cluster = _cluster(config)
     deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
     question = Question(config, cluster, facts, data, roles, role_facts, deepspeed=deepspeed)
-    return Asked(question, (*notes, *cluster.notes))
+    return Asked(question, (*notes, *cluster.notes), policy.model, policy.path)
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
@@ -75,7 +79,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
 
     name = model.id
     if name is None:
-        return Found(load_config(None, model), None, "")
+        return Found(load_config(None, model), model, None)
     known = shapes.find(name)
     local = name.startswith((PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
     if local or known is None:
@@ -85,11 +89,12 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
             if local:
                 raise
             raise shapes.unknown(name, error.what) from None
-        return Found(load_config(path, model), path, "")
+        return Found(load_config(path, model), model, path)
     cached = _cached(known.id if "/" not in name else name, model.revision)
     if cached is not None:
-        return Found(load_config(cached, model), cached, "")
-    return Found(shapes.config_of(known, model), None, f"{name} is not on this machine; its shape is known: that of {known.id}")
+        return Found(load_config(cached, model), model, cached)
+    written = shapes.written_as(known, model)
+    return Found(load_config(None, written), written, None, f"{name} is not on this machine; its shape is known")
 
 
 def _cached(name: str, revision: str | None) -> str | None:

@@ -46,7 +46,7 @@ MAY: dict[str, set[str]] = {
     },
     "bench": {"config", "cluster", "plan", "launch", "report", "dist", "checkpoint", "models", "train"},
     "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},
-    "planning": {"config", "cluster", "plan", "models", "report", "data", "train"},
+    "planning": {"config", "cluster", "plan", "models", "report", "data", "tracing", "train"},
     "cli": {"config", "plan", "planning", "train", "bench", "use"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -1,7 +1,8 @@
-"""`drumline plan` and `drumline init` as a user types them: tables that fit the terminal, JSON that is documented, one line for a mistake."""
+"""`drumline plan` and `drumline init` as a user types them: tables that fit the terminal, documented JSON, one line for a mistake."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
@@ -17,7 +18,10 @@ import yaml
 
 from drumline.cli import main
 from drumline.config.load import load
+from drumline.plan.search import Answer, search
 from drumline.planning.asked import Flags, asked
+from drumline.planning.figures import CATEGORIES
+from drumline.planning.question import ask
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
@@ -182,6 +186,64 @@ def test_the_catalog(run: Run) -> None:
         assert name in out
 
 
+# ------------------------------------------------------------------------------------------------------------ the figure
+
+
+def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
+    """Pairs of texts of a figure whose boxes overlap by more than a pixel or two."""
+    from matplotlib.text import Text
+
+    figure.canvas.draw()
+    beyond = set()  # labels of ticks outside of what is seen
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        beyond |= {label for tick in ticks for label in (tick.label1, tick.label2) if not low <= tick.get_loc() <= high}
+    shown = [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible() and t not in beyond]
+    boxes = [(t.get_text(), Text.get_window_extent(t).shrunk(0.96, 0.8)) for t in shown]  # of a name without the line to its point
+    return [(a, b) for i, (a, first) in enumerate(boxes) for b, second in boxes[i + 1 :] if first.overlaps(second)]
+
+
+@pytest.mark.parametrize("flags", [[*LORA, "data.max_length=2048"], [*EIGHT_B[:2], "--cluster", "8xh100-80g"]], ids=["4090s", "h100s"])
+def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs `pip install 'drumline[plot]'`")
+    from drumline.planning import picture
+
+    answer = searched(flags)
+    shown = picture.chosen_of(answer, picture.MOST_BARS)
+    assert shown.fit and shown.refused
+    figure = picture.figure_of(answer, shown)
+    assert texts_that_meet(figure) == []
+    said = {text.get_text() for axes in figure.axes for text in [*axes.get_yticklabels(), *axes.texts]}
+    assert {c.name for c in (*shown.fit, *shown.refused)} <= said
+    for candidate in (*shown.fit, *shown.refused):
+        drawn = sum(picture.part_of(candidate, part) for part in (*CATEGORIES, picture.RESERVE))
+        assert drawn == pytest.approx(candidate.estimate.memory.reserved / 1e9, rel=0.02), candidate.name
+    front = picture.pareto(shown.fit)
+    assert all(a.estimate.memory.reserved < b.estimate.memory.reserved for a, b in itertools.pairwise(front))
+    for name in ("plan.png", "plan.svg", "plan.html"):
+        picture.draw(answer, tmp_path / name)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "plan.svg").read_text()
+    html = (tmp_path / "plan.html").read_text()
+    assert "<svg" in html and "<script" not in html and not re.search(r"(src|href)=.http", html)
+    assert all(c.name in html for c in answer.ranked) and all(r.reason.split(" — ")[0].replace(">", "&gt;") in html for r in answer.refused)
+
+
+def searched(flags: list[str]) -> Answer:
+    names, overrides = {"--model": "model", "--cluster": "cluster", "--length": "length", "--adapter": "adapter"}, list(flags)
+    said: dict[str, Any] = {}
+    while overrides and overrides[0] in names:
+        key, value = overrides.pop(0), overrides.pop(0)
+        said[names[key]] = int(value) if key == "--length" else value
+    return search(ask(asked(None, overrides, Flags(**said)), lambda *_: None).question)
+
+
+def test_a_figure_needs_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = run("plan", SMALL, "--cluster", "4x4090", "--figure", tmp_path / "x.png")
+    assert code == 2 and "drumline[plot]" in err and not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 BAD: dict[str, tuple[list[str], list[str]]] = {
@@ -194,7 +256,9 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     ),
     "unknown model": (["--model", "lama-3.1-8b"], ["lama-3.1-8b", "did you mean llama-3.1-8b", "model.shape={layers: 32"]),
     "no such folder": (["--model", "/no/such"], ["/no/such", "no such folder"]),
-    "shape that does not divide": (["model.shape={layers: 2, hidden: 30, heads: 4, vocabulary: 64}"], ["model.shape", "no multiple of heads"]),
+    "shape that does not divide": (
+        ["model.shape={layers: 2, hidden: 30, heads: 4, vocabulary: 64}"], ["model.shape", "no multiple of heads"],
+    ),
     "shape and id": (["--model", "gpt2", SMALL], ["not both"]),
     "too long for the model": (["--model", "gpt2", "--length", "4096"], ["4096", "1024 positions"]),
     "unknown adapter": (["--model", "gpt2", "--adapter", "lroa"], ["--adapter", "lora"]),
@@ -239,7 +303,7 @@ def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
     code, out, _ = run("init", path, *flags)
     assert code == 0 and "drumline train" in out
     said = init_lines(path.read_text())
-    assert said["data"]["train"] == [{"kind": "file", "path": "train.jsonl"}] and said["adapter"] == "lora"
+    assert said["data"]["train"] == [{"kind": "file", "path": str(tmp_path / "train.jsonl")}] and said["adapter"] == "lora"
     assert path.read_text().count("\n# ") >= 6, "it is commented"
     schema = json.loads((tmp_path / "drumline.schema.json").read_text())
     assert schema["title"] == "Drumline config"
@@ -273,7 +337,7 @@ def test_init_asks_five_questions_on_stdin(model: Path, tmp_path: Path) -> None:
     write_config(tmp_path, model)
     path = tmp_path / "asked.yaml"
     process = start_init(tmp_path, path, stdin=subprocess.PIPE)
-    out, err = process.communicate(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n", timeout=120)
+    _, err = process.communicate(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n", timeout=120)
     assert process.returncode == 0, err
     assert [number in err for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [True] * 5
     said = init_lines(path.read_text())

@@ -6,7 +6,7 @@ import pytest
 
 from drumline.config.model import ModelConfig
 from drumline.models.load import facts, load_config
-from drumline.models.shapes import KNOWN, config_of, find, hub_id, near
+from drumline.models.shapes import KNOWN, find, hub_id, near, written_as
 
 # As the hub counts the tensors of their safetensors files; None: the name's own figure, to a tenth.
 PUBLISHED = {
@@ -48,7 +48,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_published(name: str) -> None:
-    assert facts(config_of(KNOWN[name], ModelConfig(id=name)), 128).parameters == PUBLISHED[name]
+    assert facts(load_config(None, written_as(KNOWN[name], ModelConfig(id=name))), 128).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
