@@ -118,15 +118,6 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         raise further.refusal(answer, changes)
 
 
-def _tried(question: Question, loaded: Loaded, aside: Console) -> Answer:
-    """The answer, corrected by a few real steps of the best. Raises EnvironmentFault where the cluster is not this machine."""
-    from drumline.train.probe import probe, require_here
-
-    require_here(question.cluster)
-    with bars(aside) as on_progress:
-        return probe(search(question), loaded, on_progress)
-
-
 def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:
     found = further.most(question, kind)
     if options.as_json:
