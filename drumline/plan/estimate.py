@@ -9,8 +9,9 @@ from __future__ import annotations
 from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, Estimate
+from drumline.plan.host import host_memory
 from drumline.plan.layout import Layout
-from drumline.plan.memory import host_memory, memory
+from drumline.plan.memory import memory
 from drumline.plan.times import seconds
 from drumline.plan.traffic import flows
 

@@ -7,28 +7,42 @@ from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
 from drumline.plan.layout import Layout
-from drumline.plan.states import native_state, part_of
-from drumline.plan.zero_states import FULL, LOW, flattened, offloads, zero_state
+from drumline.plan.memory import memory, state_of
+from drumline.plan.states import State, part_of
+from drumline.plan.zero_states import FULL, LOW, flattened, offloads
 
-PROCESS = 2**30  # bytes of Python, torch and CUDA's libraries in one process, not shared with the others
-WINDOW = 2**30  # of a file that is read through while weights are loaded; pages that can be given back
+MIB = 2**20
+PROCESS = (
+    400 * MIB
+)  # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known
+WINDOW = 1024 * MIB  # of a file that is read through while weights are loaded; pages that can be given back
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemory:
-    """Bytes of one host with all of its ranks. On a CPU what a device would hold is part of it, but for activations."""
+    """Bytes of one host with all of its ranks. On a CPU what a device would hold is part of it."""
     ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
+    zero, process = layout.data_parallel == "zero", PROCESS
+    if layout.device == "cpu":
+        between = _states(layout, facts, cluster).device
+        train = memory(layout, facts, cluster).peak
+    else:
+        between = train = _states(layout, facts, cluster).host + (_pinned(layout, facts) if zero else 0)
+    # DeepSpeed is handed the whole model in fp32 by each rank, and what learns again in the type that it computes in; native engines
+    # read each rank's part out of the files, onto the device.
+    low = LOW * facts.parameters if layout.precision != "fp32" else 0
+    loading = max(FULL * facts.parameters + low if zero else 0, between) if layout.device == "cuda" else between
+    if zero and layout.device == "cpu":
+        loading += FULL * facts.parameters
+    return HostMemory(
+        load=ranks * (loading + process) + WINDOW,
+        train=ranks * (train + process),
+        save=ranks * (between + process + _saved(layout, facts)),
+    )
+
+
+def _states(layout: Layout, facts: ModelFacts, cluster: Cluster) -> State:
     mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0)
-    zero = layout.data_parallel == "zero"
-    state = zero_state(layout, facts) if zero else native_state(layout, facts, mine)
-    on_host = state.host if layout.device == "cuda" else state.here().device
-    if zero:
-        on_host += _pinned(layout, facts)
-    # DeepSpeed is handed the whole model in fp32 by each rank, and a copy of it in the type that it computes in.
-    whole = FULL * facts.learned + (LOW if layout.precision != "fp32" else FULL) * facts.parameters if zero else 0
-    loading = max(whole, on_host) if layout.device == "cuda" else max(whole, 0) + on_host
-    train = on_host + (PROCESS if layout.device == "cuda" else 0)
-    saved = _saved(layout, facts)
-    return HostMemory(load=ranks * (loading + PROCESS) + WINDOW, train=ranks * train, save=ranks * train + saved * ranks)
+    return state_of(layout, facts, mine)
 
 
 def _pinned(layout: Layout, facts: ModelFacts) -> int:

@@ -1,0 +1,231 @@
+"""The planner's memory by hand-made facts: who holds what, which phase is the fullest, what other models and sampling add, host memory;
+and models besides the policy against real engines. Peaks and states of real runs: tests/distributed/test_memory.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cluster.cluster import Cluster, DeviceSpec, Link
+from drumline.config.schema import Config
+from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.figures import Memory
+from drumline.plan.host import host_memory
+from drumline.plan.layout import Layout
+from drumline.plan.memory import flying, memory
+from drumline.plan.mesh import resolve_mesh
+from drumline.plan.plan import BatchPlan, Plan
+from drumline.plan.resolve import data_parallel_of, engine_of
+from drumline.plan.stages import plan_pipeline
+from drumline.plan.states import Part, held, part
+from tests.harness import LETTERS
+
+H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
+ATTENTION, MLP = ("LlamaDecoderLayer", "LlamaAttention", "Linear"), ("LlamaDecoderLayer", "LlamaMLP", "Linear")
+NORM = ("LlamaDecoderLayer", "LlamaRMSNorm")
+BLOCK = (
+    Weight("self_attn.q_proj.weight", (H, H), True, "colwise", ATTENTION),
+    Weight("self_attn.k_proj.weight", (KV, H), True, "colwise", ATTENTION),
+    Weight("self_attn.v_proj.weight", (KV, H), True, "colwise", ATTENTION),
+    Weight("self_attn.o_proj.weight", (H, H), True, "rowwise", ATTENTION),
+    Weight("mlp.gate_proj.weight", (F, H), True, "colwise", MLP),
+    Weight("mlp.up_proj.weight", (F, H), True, "colwise", MLP),
+    Weight("mlp.down_proj.weight", (H, F), True, "rowwise", MLP),
+    Weight("input_layernorm.weight", (H,), True, "", NORM),
+    Weight("post_attention_layernorm.weight", (H,), True, "", NORM),
+)
+PER_BLOCK = sum(w.numel for w in BLOCK)
+ENDS = (
+    Weight("model.embed_tokens.weight", (V, H), True, "embedding", ("Model", "Embedding"), "before"),
+    Weight("model.norm.weight", (H,), True, "", ("Model", "LlamaRMSNorm"), "after"),
+    Weight("lm_head.weight", (V, H), True, "head", ("Model", "Linear"), "after"),
+)
+FACTS = ModelFacts(
+    name="llama",
+    parameters=LAYERS * PER_BLOCK + 2 * V * H + H,
+    flops_per_token=6.0 * LAYERS * PER_BLOCK,
+    vocab_size=V,
+    max_positions=4096,
+    layers=LAYERS,
+    hidden=H,
+    heads=4,
+    kv_heads=2,
+    block_parameters=(PER_BLOCK,) * LAYERS,
+    embedding_parameters=V * H + H,
+    head_parameters=V * H,
+    block_weights=(BLOCK,) * LAYERS,
+    end_weights=ENDS,
+)
+LINK = Link("pcie", 25e9, 1e-5)
+CLUSTER = Cluster(DeviceSpec("a", "cuda", 80 * 10**9, 2e12, {"bf16": 1e15}), 8, 1, LINK, LINK, LINK, 10**12)
+
+
+def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation: int = 1, length: int = 128, **sections: Any) -> Layout:
+    config = Config.model_validate(
+        {"data": {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": False}, "strategy": strategy, **sections}
+    )
+    mesh = resolve_mesh(config.strategy, world)
+    batch = BatchPlan(
+        global_samples=micro * accumulation * mesh.data_ranks, micro_batch=micro, accumulation=accumulation, eval_micro_batch=micro
+    )
+    return Layout(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        precision="fp32" if config.precision.kind == "auto" else config.precision.kind,
+        device="cuda",
+        engine=engine_of(mesh, config.strategy),
+        data_parallel=data_parallel_of(mesh, config.strategy),
+        activation_checkpointing=config.memory.activation_checkpointing,
+        length=length,
+        tokens_per_row=length,
+        pipeline=plan_pipeline(mesh, config.strategy, batch, FACTS, []) if mesh.pp > 1 else None,
+    )
+
+
+def of(strategy: dict[str, Any], world: int = 8, facts: ModelFacts = FACTS, **options: Any) -> Memory:
+    return memory(layout(strategy, world, **options), facts, CLUSTER)
+
+
+def test_states_of_zero_are_those_of_the_paper() -> None:
+    """ZeRO, Rajbhandari et al. 2020, figure 1: of 16 bytes a parameter 2 + 2 + 12; here gradients are added up in fp32."""
+    P, low = FACTS.parameters, {"precision": "bf16"}
+    three = of({"kind": "zero3"}, **low)
+    assert [three.parameters, three.gradients, three.optimizer] == pytest.approx([2 * P / 8, 4 * P / 8, 12 * P / 8], rel=1e-3)
+    two = of({"kind": "zero2"}, **low)
+    assert [two.parameters, two.gradients, two.optimizer] == pytest.approx([2 * P, 4 * P / 8, 12 * P / 8], rel=1e-3)
+    one = of({"kind": "zero1"}, **low)
+    assert [one.parameters, one.gradients, one.optimizer] == pytest.approx([2 * P, 6 * P, 12 * P / 8], rel=1e-3)
+    whole = of({"kind": "ddp"}, **low)
+    assert [whole.parameters, whole.gradients, whole.optimizer] == [4 * P, 4 * P, 8 * P]
+
+
+@pytest.mark.parametrize(
+    ("weight", "tp", "shards", "entries"),
+    [
+        (Weight("w", (10, 7)), 1, 4, 3 * 7),
+        (Weight("w", (10, 7), True, "colwise"), 4, 1, 3 * 7),
+        (Weight("w", (10, 7), True, "rowwise"), 2, 1, 10 * 4),
+        (Weight("w", (10, 7), True, "rowwise"), 2, 4, 3 * 4),
+        (Weight("w", (10, 7), True, "colwise"), 2, 4, 2 * 7),
+        (Weight("b", (7,), True, "rowwise"), 2, 1, 7),
+        (Weight("e", (3, 2), True, "embedding"), 8, 1, 2),
+    ],
+)
+def test_the_fullest_rank_holds_the_rounded_up_part(weight: Weight, tp: int, shards: int, entries: int) -> None:
+    assert part(weight, tp, shards) == entries
+
+
+def test_tied_ends_are_on_both_ranks_of_a_pipeline() -> None:
+    tied = replace(FACTS, end_weights=(ENDS[0]._replace(place="both"), ENDS[1]))
+    first, last = Part(((0, 4),), True, False), Part(((4, 8),), False, True)
+    assert held(tied, first).entries == 4 * PER_BLOCK + V * H
+    assert held(tied, last).entries == 4 * PER_BLOCK + V * H + H
+    assert held(tied, Part(((0, 8),))).entries == 8 * PER_BLOCK + V * H + H
+
+
+@pytest.mark.parametrize(
+    ("schedule", "blocks"),
+    [("gpipe", [16, 16, 16, 16]), ("1f1b", [8, 6, 4, 2]), ("interleaved", [8, 8, 7, 5]), ("zero_bubble", [10, 10, 10, 10])],
+)
+def test_blocks_in_flight(schedule: str, blocks: list[float]) -> None:
+    plan = layout({"kind": "pp", "schedule": schedule}, 4, accumulation=8 if schedule in ("gpipe", "1f1b") else 4)
+    assert [flying(plan, rank, 2)[0] for rank in range(4)] == pytest.approx(blocks)
+
+
+def test_what_makes_a_run_larger_or_smaller() -> None:
+    base = of({"kind": "fsdp2"}, micro=8, length=512)
+    assert of({"kind": "fsdp2"}, micro=16, length=512).peak > base.peak
+    assert of({"kind": "fsdp2"}, micro=8, length=1024).peak > base.peak
+    peaks = [
+        of({"kind": "fsdp2"}, micro=8, length=512, memory={"activation_checkpointing": kind}).peak for kind in ("none", "selective", "full")
+    ]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] == base.peak
+    plain = of({"kind": "ddp"}, micro=8, length=512, algorithm={"kind": "sft", "loss_chunk": 0})
+    assert plain.logits == 12 * 8 * 512 * V + 4 * V * H and plain.phase == "backward"
+    assert of({"kind": "ddp"}, micro=8, length=512).peak < plain.peak
+    offloaded = of({"kind": "fsdp2", "offload": "cpu"}, micro=8, length=512)
+    assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.peak < base.peak
+    assert of({"kind": "tp"}, micro=8, length=512).peak < of({"kind": "ddp"}, micro=8, length=512).peak
+    assert base.reserved > base.peak + base.overhead and of({"kind": "single"}, 1).overhead < base.overhead
+
+
+def test_adapters_leave_little_to_learn() -> None:
+    frozen = tuple(w._replace(learned=False) for w in BLOCK)
+    factors = (Weight("self_attn.q_proj.lora_A.default.weight", (8, H), True, "", ATTENTION),)
+    facts = replace(
+        FACTS,
+        block_weights=(frozen + factors,) * LAYERS,
+        end_weights=tuple(w._replace(learned=False) for w in ENDS),
+        parameters=FACTS.parameters + LAYERS * 8 * H,
+        frozen=FACTS.parameters,
+    )
+    lora = of({"kind": "ddp"}, facts=facts, adapter="lora")
+    assert [lora.parameters, lora.gradients, lora.optimizer] == [4 * facts.parameters, 4 * LAYERS * 8 * H, 8 * LAYERS * 8 * H]
+    packed = of({"kind": "single"}, 1, facts=facts, adapter={"kind": "lora", "quantize": "8bit"})
+    linear = LAYERS * (PER_BLOCK - 2 * H)
+    assert packed.parameters == lora.parameters - 3 * linear
+
+
+def test_sampling_takes_keys_and_values_and_where_the_model_is_spread_a_copy() -> None:
+    algorithm = {"kind": "grpo", "rewards": [LETTERS], "kl": {"coefficient": 0.0}, "generator": {"kind": "hf", "batch": 4096}}
+    whole = of({"kind": "ddp"}, algorithm=algorithm)
+    assert whole.phase == "rollout"
+    keys_and_values = 2 * LAYERS * KV * 4 * 128 * 4096
+    assert whole.activations > keys_and_values
+    spread = of({"kind": "fsdp2"}, algorithm=algorithm)
+    assert spread.activations - whole.activations == 4 * FACTS.parameters
+
+
+def test_host_memory() -> None:
+    zero = host_memory(layout({"kind": "zero2"}, 8, precision="bf16"), FACTS, CLUSTER)
+    native = host_memory(layout({"kind": "fsdp2"}, 8, precision="bf16"), FACTS, CLUSTER)
+    assert zero.load - native.load == 8 * 6 * FACTS.parameters  # whole in fp32 and bf16 on each rank
+    offloaded = host_memory(layout({"kind": "fsdp2", "offload": "cpu"}, 8), FACTS, CLUSTER)
+    assert offloaded.train - native.train == pytest.approx(16 * FACTS.parameters, rel=1e-3)
+    at_once = host_memory(layout({"kind": "fsdp2"}, 8, checkpoint={"asynchronous": False}), FACTS, CLUSTER)
+    assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
+
+
+def test_it_is_quick_enough_for_a_search() -> None:
+    """Thousands of candidates a second; far below it even on a busy machine."""
+    layouts = [layout({"kind": "fsdp2"}, 8, micro=micro) for micro in (1, 2, 4)]
+    began = time.perf_counter()
+    for _ in range(100):
+        for candidate in layouts:
+            memory(candidate, FACTS, CLUSTER)
+    assert time.perf_counter() - began < 300 * 0.005
+
+
+ROLES: dict[str, dict[str, Any]] = {
+    "dpo, live": {"algorithm": {"kind": "dpo", "reference": "live"}},
+    "dpo, live, bf16": {"algorithm": {"kind": "dpo", "reference": "live"}, "precision": "bf16"},
+    "ppo, separate value": {
+        "algorithm": {"kind": "ppo", "value": "separate", "rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 8}}
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
+    from drumline.config.load import load
+    from drumline.models import load as models
+    from drumline.strategies.build import build_engine
+    from drumline.train.roles import find_roles
+    from drumline.train.setup import Request, make_plan
+    from tests.harness import write_config
+    from tests.tiny import tiny_model_dir
+
+    model = tiny_model_dir(tmp_path / "model")
+    path = write_config(tmp_path, model, strategy={"kind": "single"}, **ROLES[name])
+    plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
+    _, role_facts = find_roles(plan.config, plan.model_path, lambda *_: None)
+    own = models.load_config(plan.model_path, plan.config.model)
+    facts = models.facts(own, plan.config.data.max_length, plan.config.adapter, plan.config.head)
+    said = memory(Layout.of(plan, role_facts), facts, CLUSTER)
+    engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.learns)]
+    assert [said.parameters, said.optimizer] == [sum(getattr(e.held(), what) for e in engines) for what in ("parameters", "optimizer")]
