@@ -143,7 +143,7 @@ def train(path: Path) -> None:
     ranks = start(plan.device, plan.backend, 600.0)
     with watched(plan, 0) as watch:
         loop = build(plan, ranks, None, EventLog(Path(plan.run_dir) / "events.jsonl").emit, StopFlag(), [], Goodput(time.time()))
-        watch.engine = loop.engine
+        watch.built(loop.engine)
         for _, batch in zip(range(STEPS), loop.stream, strict=False):
             loop._train_step(batch, 0.0)
         loop.measure.finish(loop.state.step)

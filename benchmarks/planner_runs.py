@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +99,20 @@ RUNS = list(_runs())
 
 def measure(runs: list[Run], folder: Path) -> Iterator[dict[str, Any]]:
     """Train each for a few steps in `folder` and yield its name, processes, and what was planned and measured by category. One that
-    fails is yielded with its `error`. Runs of as many processes share a process group; their folders are removed at once."""
+    fails is yielded with its `error`. Each has processes of its own (DeepSpeed keeps its engines, which would count); their files go at
+    once."""
     from tests.distributed.ranks import run_plans
 
-    folder.mkdir(parents=True, exist_ok=True)
-    key = lambda run: (run.shape, run.processes)  # noqa: E731
-    for _, together in groupby(sorted(runs, key=key), key=key):
-        group = list(together)
-        for part in [group] if len(group) > 1 and group[0].shape == "small" else [[run] for run in group]:
-            plans = {run.name: _plan(run, folder / f"run-{RUNS.index(run)}") for run in part}
-            try:
-                run_plans(list(plans.values()), part[0].processes, timeout=1500)
-                yield from (_figures(run, plans[run.name]) for run in part)
-            except AssertionError as failed:
-                if len(part) == 1:
-                    yield {"name": part[0].name, "processes": part[0].processes, "error": str(failed)[-2000:]}
-                    continue
-                for run in part:  # which of them it was
-                    yield from measure([run], folder / "alone")
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs):
+        here = folder / str(number)
+        plan = _plan(run, here)
+        try:
+            run_plans([plan], run.processes, timeout=900)
+            yield _figures(run, plan)
+        except AssertionError as failed:
+            yield {"name": run.name, "processes": run.processes, "error": str(failed)[-2000:]}
+        finally:
+            shutil.rmtree(here)
 
 
 def _plan(run: Run, folder: Path) -> Path:

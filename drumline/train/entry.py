@@ -82,7 +82,7 @@ def train_on(
         emit("planned", **planned(plan.predicted.estimate))
     with watched(plan, ranks.rank) as watch:
         loop = build(plan, ranks, resume, emit, asked, past, goodput)
-        watch.engine = loop.engine
+        watch.built(loop.engine)
         loop.run()
 
 

@@ -59,6 +59,12 @@ class Watched:
         self.engine: Engine | None = None
         self.before = process_bytes()
 
+    def built(self, engine: Engine) -> None:
+        """The model is there. What the process has besides it is counted from here: building it has imported a lot."""
+        self.engine = engine
+        held = sum(engine.held())
+        self.before = {name: bytes_ - held for name, bytes_ in process_bytes().items()}
+
     def measured(self, error: BaseException) -> Exhausted:
         """Bytes at the moment of `error`, as far as anything tells them."""
         held = {} if self.engine is None else self.engine.held()._asdict()
