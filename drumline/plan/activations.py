@@ -174,7 +174,6 @@ def _norm(block: Block, kind: Kind, h: int, learns: bool) -> float:
 def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float, float]:
     """(in the loss; from it to the end of the head's backward; from there on): what logits and the head's gradient take, for `tokens` of a
     micro-batch. `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
-    width = 4 if kind == "fp32" else 2
     weight = 4.0 * vocabulary * hidden * learns
     left = weight / 2 if kind == "low" else weight
     if chunk == 0:
@@ -185,4 +184,6 @@ def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: flo
     cast = 2.0 * vocabulary * hidden if kind == "autocast" else 0.0
     product = 0.0 if kind == "fp32" else weight
     gradient = 4 * tokens * hidden
-    return (2 * 4 + width) * rows * vocabulary + weight + product + cast + gradient, 2 * weight + gradient, left
+    # Everything is written over the fp32 logits; a low copy stands beside them. The chunk before is still there when the next is made.
+    logits = (4 if kind == "fp32" else 6) * min(2 * rows, tokens) * vocabulary
+    return logits + weight + product + cast + gradient, 2 * weight + gradient, left

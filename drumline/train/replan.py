@@ -54,7 +54,8 @@ def question(plan: Plan) -> Question:
 
 def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
-    `said`: the human's config, where the plan's is not."""
+    `said`: the config that changes are told against; None: the plan's."""
+    said = said or batched(plan)
     asked = question(plan)
     # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
     predicted = estimate(Layout.of(plan, asked.role_facts), asked.facts, asked.cluster)
@@ -65,10 +66,10 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     there = limit(out, predicted.memory, predicted.limit)
     device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
     smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
-    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, said or plan.config)
+    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, said)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
     if not fitting:
-        fitting, line = _otherwise(smaller, plan, said or plan.config, line, leanest)
+        fitting, line = _otherwise(smaller, plan, said, line, leanest)
     if fitting:
         best = fitting[0]
         needs = size(best.estimate.memory.peak)
@@ -89,12 +90,20 @@ def _otherwise(asked: Question, plan: Plan, said: Config, line: str, leanest: Ca
     return [], f"{line} — nothing that takes the same steps fits into {size(asked.cluster.device.memory_bytes)}{least}{change}"
 
 
+def batched(plan: Plan) -> Config:
+    """A plan's config with its batch written out."""
+    b = plan.batch
+    batch = BatchConfig(global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation)
+    return plan.config.model_copy(update={"batch": batch})
+
+
 class Replanner:
     """What the launcher asks when a rank of its run is out of memory."""
 
     def __init__(self, plan: Plan, plan_path: Path) -> None:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
-        self.said = plan.config
+        self.said = batched(plan)
+        self.batch = plan.config.batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
         """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
@@ -114,24 +123,17 @@ class Replanner:
         old, taken = self.plan, advice.nearest
         # The batch stays as it was said: it is what a resumed run is held against, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
-        self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.said.batch})})
+        self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
         kept = self._keep()
         self.plan.save(self.plan_path)
         EventLog(Path(old.run_dir) / "events.jsonl").emit(
             "replan",
-            **{"from": changed(taken.config, self._batched(old)), "to": taken.name},
+            **{"from": changed(taken.config, batched(old)), "to": taken.name},
             why=f"rank {out.rank} {out.words()}; {verdict(out, advice.predicted.memory)}",
             predicted_bytes={"from": advice.predicted.memory.peak, "to": taken.estimate.memory.peak},
             plan=str(kept),
             step=step,
         )
-
-    @staticmethod
-    def _batched(plan: Plan) -> Config:
-        """A plan's config with its batch written out."""
-        b = plan.batch
-        batch = BatchConfig(global_samples=b.global_samples, micro_batch=b.micro_batch, accumulation=b.accumulation)
-        return plan.config.model_copy(update={"batch": batch})
 
     def _resolved(self, taken: Candidate) -> Plan:
         old = self.plan
