@@ -126,7 +126,7 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     if ended.returncode and not lost:
         raise SystemExit(f"{run.name} failed:\n{ended.stderr[-3000:]}")
     row = {"name": run.name, "verdict": estimate.verdict, "limit": estimate.limit, "planned": estimate.memory.model_dump()}
-    return {**row, "out_of_memory": lost, "categories": {} if lost else held_against(path)[1]}
+    return {**row, "out_of_memory": lost, "categories": {} if lost else held_against(path)}
 
 
 def train(path: Path) -> None:

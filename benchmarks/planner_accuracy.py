@@ -1,6 +1,6 @@
 """The planner held against what was measured: by others on GPUs (`published`), and here on CPUs under each strategy (`cpu`).
 
-    PYTHONPATH=. python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--out FILE.json] [--figure FILE.png]
+    PYTHONPATH=. python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--kept FOLDER] [--out FILE.json] [--figure FILE.png]
 
 published: the rows of reference/planner.md that there is a prediction for, and why there is none for the others.
 cpu: real runs at 1, 2 and 4 processes over gloo. Parameters, gradients, optimizer (bytes held by the engine) and traffic (bytes counted
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="both where none is named")
     parser.add_argument("--runs", default="", help="cpu: only runs with this in their names")
+    parser.add_argument("--kept", type=Path, help="cpu: keep what runs measured here; those that are here already are only predicted anew")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--figure", type=Path, help="draw predicted against measured as PNG")
     options = parser.parse_args()
@@ -47,10 +48,10 @@ def main() -> None:
         report["published"] = [published(row) for row in ROWS]
     if "cpu" in parts:
         chosen = [run for run in RUNS if options.runs in run.name]
+        report["cpu"] = []
+        print("  ".join(["run".ljust(34), *(name.rjust(12) for name in SHOWN)]))
         with tempfile.TemporaryDirectory() as folder:
-            report["cpu"] = []
-            print("  ".join(["run".ljust(34), *(name.rjust(12) for name in SHOWN)]))
-            for figures in measure(chosen, Path(folder)):
+            for figures in measure(chosen, options.kept or Path(folder)):
                 report["cpu"].append(figures)
                 print(line(figures), flush=True)
         report["summary"] = summary(report["cpu"])

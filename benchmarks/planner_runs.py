@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,22 +98,26 @@ def _runs() -> Iterator[Run]:
 RUNS = list(_runs())
 
 
-def measure(runs: list[Run], folder: Path) -> Iterator[dict[str, Any]]:
-    """Train each for a few steps in `folder` and yield its name, processes, and what was planned and measured by category. One that
-    fails is yielded with its `error`. Each has processes of its own (DeepSpeed keeps its engines, which would count); their files go at
-    once."""
+def measure(runs: list[Run], kept: Path) -> Iterator[dict[str, Any]]:
+    """Train each for a few steps and yield its name, processes, and what was predicted and measured by category; one that fails is yielded
+    with its `error`. What a run leaves in `kept` (plan.json, events.jsonl) is used where it is there already: it is then only predicted
+    anew. Each has processes of its own (DeepSpeed keeps its engines, and they would count); checkpoints go at once."""
     from tests.distributed.ranks import run_plans
 
-    for number, run in enumerate(runs):
-        here = folder / str(number)
-        plan = _plan(run, here)
+    for run in runs:
+        place = kept / run.name.replace(" ", "-").replace(",", "")
         try:
-            run_plans([plan], run.processes, timeout=900)
-            yield _figures(run, plan)
+            if not (place / "events.jsonl").exists():
+                with tempfile.TemporaryDirectory() as folder:
+                    plan = _plan(run, Path(folder) / "work")
+                    run_plans([plan], run.processes, timeout=900)
+                    place.mkdir(parents=True, exist_ok=True)
+                    for name in ("plan.json", "events.jsonl"):
+                        shutil.copy(plan.with_name(name), place)
+            categories = held_against(place / "plan.json")
+            yield {"name": run.name, "processes": run.processes, "categories": categories}
         except AssertionError as failed:
             yield {"name": run.name, "processes": run.processes, "error": str(failed)[-2000:]}
-        finally:
-            shutil.rmtree(here)
 
 
 def _plan(run: Run, folder: Path) -> Path:
@@ -152,26 +157,25 @@ def ready(folder: Path, shape: dict[str, Any], length: int, processes: int, sect
     return claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
 
 
-def _figures(run: Run, plan_path: Path) -> dict[str, Any]:
-    plan, categories = held_against(plan_path)
-    return {"name": run.name, "processes": run.processes, "parameters": plan.predicted.parameters, "categories": categories}
-
-
-def held_against(plan_path: Path) -> tuple[Any, dict[str, dict[str, float]]]:
-    """The plan of a run that has ended, and by category what it predicted and what was measured. The plan speaks of one rank of a
+def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
+    """By category what the planner says now of a run that has ended, and what was measured in it. The plan speaks of one rank of a
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
     from drumline.plan.plan import Plan
     from drumline.plan.truth import Measurement, compare
     from drumline.report.events import read
+    from drumline.train.replan import question
+    from drumline.train.setup import predict
 
     plan = Plan.load(plan_path)
-    assert plan.predicted.estimate is not None
-    (event,) = [e for e in read(Path(plan.run_dir) / "events.jsonl") if e["kind"] == "measured" and e["final"]]
+    known = question(plan)
+    estimate = predict(plan, known.facts, dict(known.role_facts), known.cluster).predicted.estimate
+    assert estimate is not None
+    (event,) = [e for e in read(plan_path.with_name("events.jsonl")) if e["kind"] == "measured" and e["final"]]
     measured = Measurement.model_validate({name: event[name] for name in Measurement.model_fields})
-    rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(plan.predicted.estimate, measured)}
+    rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(estimate, measured)}
     states = ("parameters", "gradients", "optimizer")
     distance = [sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states) for r in range(plan.mesh.world_size)]
     for name in states:
         rows[name]["measured"] = measured.by_rank[name][distance.index(min(distance))]
-    return plan, rows
+    return rows
