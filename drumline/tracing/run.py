@@ -32,8 +32,8 @@ class Untraceable(Exception):
 @dataclass(frozen=True)
 class Traced:
     """Bytes of one micro-batch of a model of `layers` blocks. `saved_at`, `peaks_at`: of activations, by place, as `Watch` has them;
-    `kept`: of activations between forward and backward. `gradients` of weights at the end of backward; `copies` of weights when the objective
-    begins, `copies_kept` when forward is through. `peak`: all that lives on top of what did before, in forward or backward."""
+    `kept`: of activations between forward and backward. `gradients`: of weights, at the end of backward; `copies` of weights when the
+    objective begins, `copies_kept` when forward is through. `peak`: all that lives on top of what did before, in forward or backward."""
 
     layers: int
     saved_at: dict[str, int] = field(default_factory=dict)
