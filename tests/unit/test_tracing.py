@@ -1,0 +1,153 @@
+"""What a trace without memory says of a micro-batch, held against the same micro-batch with memory, under the tracker of live bytes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config.load import load
+from drumline.config.strategies import SingleStrategy
+from drumline.dist.live import LiveBytes
+from drumline.models.load import facts, load_config
+from drumline.plan.facts import ModelFacts
+from drumline.plan.layout import Layout
+from drumline.plan.plan import Plan
+from drumline.strategies.build import build_engine
+from drumline.tracing import trace as tracing
+from drumline.tracing.batch import batch_of, objective_of
+from drumline.tracing.run import Traced, Untraceable, run
+from drumline.train.setup import Request, make_plan
+from tests.harness import LETTERS, write_config
+from tests.tiny import tiny_model_dir
+
+ROWS, LENGTH, LAYERS = 2, 96, 8
+LORA = {"kind": "lora", "r": 8}
+FULL = {"activation_checkpointing": "full"}
+CASES: dict[str, dict[str, Any]] = {
+    "packs": {},
+    "bf16": {"precision": "bf16", "data": {"packing": False}},
+    "full recomputation": {"memory": FULL},
+    "selective, bf16": {"memory": {"activation_checkpointing": "selective"}, "precision": "bf16"},
+    "LoRA": {"adapter": LORA},
+    "LoRA, full recomputation, bf16": {"adapter": LORA, "memory": FULL, "precision": "bf16"},
+    "all logits at once, bf16": {"algorithm": {"kind": "sft", "loss_chunk": 0}, "precision": "bf16"},
+    "eager attention": {"model": {"attention": "eager"}},
+    "pairs": {"algorithm": {"kind": "dpo"}},
+    "episodes": {"algorithm": {"kind": "grpo", "group_size": 4, "rewards": [LETTERS], "generator": {"kind": "hf", "max_new_tokens": 8}}},
+    "fsdp2, bf16": {"strategy": "fsdp2", "precision": "bf16"},
+}
+
+Made = Callable[[str], tuple[Plan, ModelFacts]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    root = tmp_path_factory.mktemp("tracing")
+    model = tiny_model_dir(root / "model", layers=LAYERS, hidden=64)
+
+    def make(name: str) -> tuple[Plan, ModelFacts]:
+        folder = root / str(list(CASES).index(name))
+        folder.mkdir(exist_ok=True)
+        plan = make_plan(Request(load(write_config(folder, model, **CASES[name]), []), world_size=1), on_progress=lambda *_: None)
+        config = plan.config
+        return plan, facts(load_config(plan.model_path, config.model), LENGTH, config.adapter, config.head, config.model.freeze)
+
+    return make
+
+
+def lived(plan: Plan) -> int:
+    """Bytes on top of what was there, at the peak of a real micro-batch."""
+    engine = build_engine(plan, "cpu")
+    gc.collect()
+    live = LiveBytes()
+    with live:
+        engine.forward_backward([batch_of(plan, ROWS, LENGTH)], objective_of(plan.config), 1.0)
+    return live.peak - live.base
+
+
+def whole(plan: Plan) -> Traced:
+    """All layers, traced."""
+    alone = {"data_parallel": "none", "config": plan.config.model_copy(update={"strategy": SingleStrategy()})}
+    gathered = plan.precision if plan.data_parallel == "fsdp2" else None
+    return run(plan.model_copy(update=alone), ROWS, LENGTH, gathered)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trace_is_what_lives(made: Made, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole model traced, to 1%; and what 2 and 4 layers say of all 8."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan, known = made(name)
+    traced, real = whole(plan), lived(plan)
+    assert traced.peak == pytest.approx(real, rel=0.01)
+    layout = replace(Layout.of(plan), length=LENGTH)
+    told = tracing.trace(plan.config, plan.model_path, layout, known)
+    assert told is not None and told.source == "trace" and told.live_loss is not None and told.live_loss_backward is not None
+    tokens, saved = layout.rows * LENGTH, traced.saved_at["loss"]
+    assert layout.rows == ROWS or name == "pairs"
+    scale = layout.rows / ROWS
+    assert (told.saved_ends + LAYERS * told.saved_block) * tokens == pytest.approx(saved * scale, rel=0.01)
+    for place, on_top in (("loss", told.live_loss), ("-loss", told.live_loss_backward), (f"{LAYERS - 1}", told.live_forward)):
+        assert saved * scale + on_top * tokens == pytest.approx(max(saved, traced.peaks_at[place]) * scale, rel=0.02), place
+    assert told.copies is not None and told.copies[1] + LAYERS * told.copies[0] == traced.copies
+
+
+def test_an_answer_is_kept_by_its_content(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[int] = []
+
+    def traces(question: dict[str, Any]) -> list[Traced]:
+        asked.append(question["rows"])
+        return [Traced(n, {"loss": 100 * n}, {str(n - 1): 100 * n, "loss": 100 * n}) for n in question["layers"]]
+
+    monkeypatch.setattr(tracing, "traces", traces)
+    plan, known = made("packs")
+    layout = Layout.of(plan)
+    first = tracing.trace(plan.config, plan.model_path, layout, known)
+    assert first == tracing.trace(plan.config, plan.model_path, layout, known) and len(asked) == 1
+    other_rate = plan.config.model_copy(update={"optimizer": plan.config.optimizer.model_copy(update={"lr": 1.0})})
+    assert first == tracing.trace(other_rate, plan.model_path, layout, known) and len(asked) == 1
+    tracing.trace(plan.config, plan.model_path, replace(layout, length=48), known)
+    tracing.trace(plan.config, plan.model_path, replace(layout, activation_checkpointing="full"), known)
+    assert len(asked) == 3
+
+
+def test_what_cannot_be_traced_says_why(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan, known = made("packs")
+
+    def refuse(_: Any) -> list[Traced]:
+        raise Untraceable("it counts its tokens")
+
+    monkeypatch.setattr(tracing, "traces", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), known) is None
+        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), replace(known, sees=True)) is None
+        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), replace(known, layers=1)) is None
+    said = [record.message for record in caplog.records]
+    assert [line.rpartition(": ")[2] for line in said] == [
+        "it counts its tokens",
+        "it sees images of many sizes",
+        "it has too few layers to go on from",
+    ]
+
+
+NEAR_AND_FAR = ["near", "near", "far"] * 4
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers", "expected"),
+    [([], 32, (2, 4)), ([], 3, (1, 2)), (["full"] * 6, 6, (2, 4)), (NEAR_AND_FAR, 12, (3, 6))],
+)
+def test_numbers_of_layers(kinds: list[str], layers: int, expected: tuple[int, int]) -> None:
+    assert tracing._layers(kinds, layers) == expected
+
+
+def test_layers_that_do_not_repeat_are_not_gone_on_from() -> None:
+    with pytest.raises(Untraceable):
+        tracing._layers(["a"] + ["b"] * 11, 12)
