@@ -10,6 +10,7 @@ from drumline.config import strategies as s
 from drumline.plan.activations import kind_of
 from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts
+from drumline.plan.figures import Activations
 from drumline.plan.layout import Layout
 from drumline.plan.states import Part, Sizes, ends, held, largest_block, shards_of
 from drumline.plan.zero import MOST_IN_A_BUCKET
@@ -34,12 +35,13 @@ class Buffers:
     step: float = 0.0
 
 
-def buffers_of(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None = None) -> Buffers:
+    """`kept`: what a trace knows of the copies that autocast makes, which hangs on the model's own code."""
     if layout.data_parallel == "zero":
         return _zero(layout, facts)
     if layout.data_parallel == "fsdp2":
         return _fsdp2(layout, facts, mine)
-    return _copies(layout, facts, mine)
+    return _copies(layout, facts, mine, kept)
 
 
 def stepping(layout: Layout, here: Sizes) -> float:
@@ -51,7 +53,7 @@ def stepping(layout: Layout, here: Sizes) -> float:
     return FULL * (copies * here.learned if layout.device == "cuda" and not sharded else 3 * here.largest)
 
 
-def _copies(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
     gradients, always, last, step = FULL * here.learned, 0.0, 0.0, stepping(layout, here)
@@ -73,6 +75,10 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
         last = 2 * gradients  # the first GPU adds up those of the others
     # What comes in where a gradient is there already is a tensor of its own until it is added.
     forward, through = (copies, 0) if recomputes else (0, copies)
+    if kept is not None and kept.copies is not None:
+        blocks = mine.blocks if layout.pipeline else facts.layers
+        made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
+        forward = max(0, made - through)
     if layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1 and layout.batch.accumulation > 1:
         through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
     # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo

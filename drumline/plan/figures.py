@@ -97,12 +97,11 @@ class Estimate(Frozen):
 
 
 class Activations(Frozen):
-    """Of the whole model on one rank, at a certain length, precision, checkpointing and adapter. Bytes for each token (rows × length, of
-    context parallelism this rank's part) of a micro-batch; gradients of weights are never among them.
+    """Of the whole model on one rank, at a layout's length, precision, checkpointing, adapter and tensor parallelism. Bytes for each token
+    (rows × length, of context parallelism this rank's part) of a micro-batch; gradients of weights are never among them.
 
-    With n blocks there are saved_ends + n × saved_block when the objective begins. On top of that come live_forward in the last block,
-    live_loss in the objective, live_loss_backward in its backward, and live_backward when the last block's begins; each block gives back
-    saved_block when its own is through.
+    With n blocks, n × saved_block + saved_ends are there when the objective begins. live_forward and live_backward come on top of what is
+    saved of blocks up to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved.
     """
 
     saved_block: float = Field(description="Kept from a block's forward to its backward.")
@@ -113,8 +112,8 @@ class Activations(Frozen):
     live_loss_backward: float | None = Field(None, description="The same in its backward, before any block's.")
     copies: tuple[int, int] | None = Field(
         None,
-        description="Bytes, not by token, of (a block, the ends): weights in a lower precision that autocast holds in forward.",
+        description="Bytes, not by token, of (a block, the ends; what the first block has less is taken off): weights in a lower "
+        "precision that autocast holds in forward. None: not traced.",
     )
-    copies_kept: tuple[int, int] | None = Field(None, description="Of these, what is there until backward.")
-    cut: bool = Field(False, description="What one tensor-parallel rank has; otherwise that of the whole width.")
+    copies_kept: tuple[int, int] = Field((0, 0), description="Of these, what is there until backward.")
     source: Literal["formula", "trace"] = "formula"

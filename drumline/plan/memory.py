@@ -65,7 +65,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
     state, others = state_of(layout, facts, mine), others_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
-    phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine), kept)
+    phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine, kept), kept)
     phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
     base = state.parameters + state.optimizer + others.parameters + others.optimizer
     held = {name: math.ceil(base + each.total + others.gradients * (name in ("clip", "step"))) for name, each in phases.items()}
@@ -131,11 +131,11 @@ def _phases(
         saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
         ends = tokens * kept.saved_ends
-        head, tail, left = _head(layout, facts, mine, tokens)
+        head, tail, left = _head(layout, facts, mine, tokens, kept)
     every, there = state.gradients, _early(layout, state)
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
-    norm = 12 * tokens * facts.hidden if mine.last else 0
+    norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None else 0
     embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
     one = tokens * kept.saved_block
     return {
@@ -154,15 +154,21 @@ def _tokens(layout: Layout) -> float:
     return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
 
 
-def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float) -> tuple[float, float, float]:
+def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations) -> tuple[float, float, float]:
+    """In the loss, in its backward, and behind that."""
     algorithm = layout.config.algorithm
+    head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
+    rows = math.ceil(facts.vocab_size / layout.mesh.tp)
+    if mine.last and kept.live_loss is not None:
+        # The gradient of a tied head waits for the embedding's: traced, it is among what lives in the blocks' backward.
+        apart = any(w.learned and w.place == "after" for w in head)
+        left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
+        return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
     if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
         return 0.0, 0.0, 0.0
-    rows = math.ceil(facts.vocab_size / layout.mesh.tp)
     chunk = int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:
         chunk = chunk or math.ceil(tokens)
-    head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
     return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.learned for w in head))
 
 

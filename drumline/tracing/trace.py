@@ -31,7 +31,7 @@ from drumline.tracing.run import Traced, Untraceable, run
 
 logger = logging.getLogger(__name__)
 # Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 1
+VERSION = 2
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 
@@ -50,7 +50,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
         stored = cache_dir() / "traces" / f"{_key(question)}.json"
         with contextlib.suppress(OSError, ValueError):
             return Activations.model_validate_json(stored.read_text())
-        found = _activations(question, facts.layers, layout)
+        found = _activations(question, layout)
     except (Untraceable, DrumlineError) as reason:
         logger.warning("%s is not traced, its activations are by formula: %s", facts.name, reason)
         return None
@@ -127,7 +127,7 @@ def _key(question: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _activations(question: dict[str, Any], layers: int, layout: Layout) -> Activations:
+def _activations(question: dict[str, Any], layout: Layout) -> Activations:
     apart = layout.mesh.tp * layout.mesh.cp > 1
     few, more = _in_child(question) if apart else traces(question)
     tokens = layout.rows * layout.length / layout.mesh.cp
@@ -139,21 +139,21 @@ def _activations(question: dict[str, Any], layers: int, layout: Layout) -> Activ
         return block, few_bytes - few.layers * block
 
     block, ends = line(few.saved_at["loss"], more.saved_at["loss"])
-    last, saved = more.layers - 1, more.saved_at["loss"]
-    # In backward a block stands on what is saved up to it.
-    behind = [more.peaks_at.get(f"-{i}", 0) - (saved - (last - i) * block) for i in range(more.layers)]
+    saved = more.saved_at["loss"]
+    # A block stands on what those up to it have saved.
+    ahead = [more.peaks_at[str(i)] - (i + 1) * block for i in range(more.layers)]
+    behind = [more.peaks_at.get(f"-{i}", 0) - (i + 1) * block for i in range(more.layers)]
     quantised = isinstance(layout.config.adapter, LoRAConfig) and layout.config.adapter.quantize != "none"
     copies, kept = line(few.copies, more.copies), line(few.copies_kept, more.copies_kept)
     return Activations(
         saved_block=block / tokens,
         saved_ends=ends / tokens,
-        live_forward=max(0, more.peaks_at[str(last)] - saved) / tokens,
+        live_forward=max(0, *ahead) / tokens,
         live_backward=max(0, *behind) / tokens,
         live_loss=max(0, more.peaks_at["loss"] - saved) / tokens,
         live_loss_backward=max(0, more.peaks_at.get("-loss", 0) - saved) / tokens,
         copies=(0, copies[1]) if quantised else copies,
         copies_kept=(0, kept[1]) if quantised else kept,
-        cut=layout.mesh.tp > 1,
         source="trace",
     )
 
