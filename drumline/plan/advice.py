@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from drumline.config.schema import BatchConfig, LoRAConfig
+from drumline.errors import PlanError
 from drumline.plan.cluster import with_nodes
-from drumline.plan.search import Answer, Candidate, Question, fits, gb, search, ways_of
+from drumline.plan.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
 from drumline.plan.variants import with_length, with_lora
 from drumline.plan.ways import Way
 
@@ -16,6 +17,7 @@ SHORT = 512  # tokens; no shorter row is advised
 MOST_HOSTS = 1024
 LONGEST = 1 << 20  # tokens, where the model has no end of its own
 MOST_ROWS = 1 << 12
+MOST_CHANGES = 3  # that one line names
 DISK = "/nvme"  # stands for a folder that is not named yet
 
 
@@ -46,6 +48,18 @@ def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     asked = [*_changes(question), _shorter(question), _more(question)]
     found = ((what, search(changed)) for what, changed in filter(None, asked) if fits(changed))
     return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
+
+
+def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
+    """Nothing fits: one line with what comes nearest, and the changes that change least (nothing_fits)."""
+    near = [refused.best for refused in answer.refused if refused.best is not None]
+    if not near:
+        first = answer.refused[0]
+        return PlanError(f"no strategy goes with this config: {first.name}: {first.reason}", where="strategy")
+    nearest = min(near, key=lambda candidate: candidate.estimate.memory.reserved)
+    helps = "; or ".join(change.line() for change in changes[:MOST_CHANGES])
+    fix = f"it would with {helps}" if helps else "no change was found that would: take a smaller model, or larger devices"
+    return PlanError(f"nothing fits; nearest is {nearest.name}: {why_not(nearest.estimate)}", where="strategy", fix=fix)
 
 
 def max_length(question: Question) -> tuple[Most, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from drumline.config.schema import Config
 from drumline.config.strategies import AutoStrategy
-from drumline.errors import PlanError
-from drumline.plan.advice import nothing_fits
+from drumline.plan.advice import nothing_fits, refusal
 from drumline.plan.batch import resolve_batch, row_tokens
 from drumline.plan.guides import GUIDES, chosen_by
 from drumline.plan.search import Answer, Candidate, Question, Refused, gb, look_at, search
@@ -24,16 +23,8 @@ def choose(question: Question) -> tuple[Config, str | None]:
     if answer.ranked:
         return _written(question.config, answer.ranked[0]), _why(answer)
     if any(refused.best for refused in answer.refused):
-        raise too_large(answer)
+        raise refusal(answer, nothing_fits(answer))
     return question.config, None
-
-
-def too_large(answer: Answer) -> PlanError:
-    """No strategy fits: the one that is nearest, and the changes that would help."""
-    nearest = min((r for r in answer.refused if r.best), key=lambda r: r.best.estimate.memory.reserved if r.best else 0)
-    changes = nothing_fits(answer)
-    fix = "; or ".join(change.line() for change in changes[:3]) or "name a strategy to try it all the same"
-    return PlanError(f"no strategy is predicted to fit; nearest is {nearest.name}: {nearest.reason}", where="strategy", fix=fix)
 
 
 def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.config.load import Loaded
-from drumline.plan.advice import nothing_fits, what_if
+from drumline.plan.advice import nothing_fits, refusal, what_if
 from drumline.plan.search import Answer, Question, search
 from drumline.planning import further
 from drumline.planning.as_json import as_json
@@ -115,7 +115,7 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
             config = None if loaded.path == Path(FLAGS) else loaded.path
             console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
     if not answer.ranked:
-        raise further.refusal(answer, changes)
+        raise refusal(answer, changes)
 
 
 def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:

@@ -26,18 +26,6 @@ WORDS: dict[Kind, tuple[str, str]] = {
 }
 
 
-def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
-    """Nothing fits: one line with the nearest, and the smallest change that would."""
-    near = [r for r in answer.refused if r.best is not None]
-    if not near:
-        first = answer.refused[0]
-        return PlanError(f"no strategy goes with this config: {first.name}: {first.reason}")
-    nearest = min(near, key=lambda r: r.best.estimate.memory.reserved if r.best else 0)
-    name = nearest.best.name if nearest.best else nearest.name
-    fix = f"it would with {changes[0].line()}" if changes else "no change was found that would: take a smaller model, or larger devices"
-    return PlanError(f"nothing fits; nearest is {name}: {nearest.reason}", fix=fix)
-
-
 def show_changes(changes: Sequence[Change], console: Console) -> None:
     """All that would make it fit, what changes the run least first."""
     if changes:

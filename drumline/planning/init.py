@@ -14,10 +14,9 @@ from rich.console import Console
 from drumline.config.load import Loaded, load_text, schema
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import EnvironmentFault, UserError
-from drumline.plan.advice import nothing_fits
+from drumline.plan.advice import nothing_fits, refusal
 from drumline.plan.search import Question, search
 from drumline.planning.asked import ADAPTERS, Flags, in_words
-from drumline.planning.further import refusal
 from drumline.planning.question import ask, find_model
 from drumline.planning.written import SCHEMA, file, why
 from drumline.report.bars import bars

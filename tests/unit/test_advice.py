@@ -66,7 +66,7 @@ def test_auto_says_what_would_fit() -> None:
     with pytest.raises(PlanError) as error:
         choose(question("70b", "1x4090"))
     line = error.value.line()
-    assert "no strategy is predicted to fit; nearest is" in line and "GB > 25.3 GB" in line and "devices in place of 1" in line
+    assert "nothing fits; nearest is" in line and "GB > 25.3 GB" in line and "devices in place of 1" in line
 
 
 # ------------------------------------------------------------------------------------------------------- the most that fits, what if
