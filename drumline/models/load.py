@@ -133,23 +133,13 @@ def pad_token_id(tokenizer: Any) -> int:
 def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
     `adapter`: laid over it, which raises ModelError where its targets are not in the model. `head` image: `length` is the side of a
-    square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`.
-
-    FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
-    is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
-    appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so 4 for each. A vision tower works for image tokens alone: its products are told apart, without
-    its attention, which hangs on the sizes of images.
+    square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
+    counted, `facts_of_module` says.
     """
     import torch
 
-    from drumline.models.blocks import block_list
-    from drumline.models.classes import LM, auto_class
-    from drumline.models.classifier import first_position, image_facts, looks_ahead
-    from drumline.models.scores import score_head, with_head
-    from drumline.models.tower import tower_flops, vision_tower
-    from drumline.models.vision import is_vision_language
-    from drumline.models.weights import buffer_bytes, weights_of
+    from drumline.models.classes import auto_class
+    from drumline.models.scores import with_head
 
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
@@ -158,12 +148,41 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
     model = with_head(model, head)
     freeze(model, frozen_names)
+    if isinstance(adapter, LoRAConfig):
+        from drumline.models import adapters
+
+        adapters.inject(model, adapter, seed=0)
+    return facts_of_module(model, length, adapter, head)
+
+
+def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, head: Head = "lm") -> ModelFacts:
+    """Sizes of a Hugging Face model that is there, on the meta device or any other; what does not learn (requires_grad) is frozen.
+    `adapter`: the one that lies over it.
+
+    FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
+    is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
+    appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
+    A frozen parameter has no gradient, so 4 for each. A vision tower works for image tokens alone: its products are told apart, without
+    its attention, which hangs on the sizes of images.
+
+    Raises ModelError for a module whose shapes cannot be found.
+    """
+    import torch
+
+    from drumline.models.blocks import block_list
+    from drumline.models.classes import LM
+    from drumline.models.classifier import first_position, image_facts, looks_ahead
+    from drumline.models.scores import score_head
+    from drumline.models.tower import tower_flops, vision_tower
+    from drumline.models.vision import is_vision_language
+    from drumline.models.weights import buffer_bytes, weights_of
+
+    config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen_bytes = 4 * frozen
     if isinstance(adapter, LoRAConfig):
         from drumline.models import adapters
 
-        adapters.inject(model, adapter, seed=0)
         frozen, frozen_bytes = adapters.frozen(model, adapter)
     if head == "image":
         return image_facts(model, length, frozen, frozen_bytes)
@@ -214,6 +233,19 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         end_weights=end_weights,
         buffer_bytes=buffer_bytes(model),
     )
+
+
+def _config_of(model: Any, needed: Sequence[str]) -> Any:
+    """The config that says a module's shapes."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    known = hasattr(config, "get_text_config") and hasattr(model, "get_input_embeddings")
+    lacking = [key for key in needed if getattr(config.get_text_config(), key, None) is None] if known else []  # type: ignore[union-attr]
+    if not known or lacking:
+        why = f"its config has no {lacking[0]}" if lacking else "it is no model of transformers"
+        raise ModelError(
+            f"the shapes of {name} are not known: {why}", where="model", fix="give a model with a transformer's layers and heads"
+        )
+    return config
 
 
 def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
