@@ -27,6 +27,7 @@ from tests.tiny import tiny_model_dir
 
 EIGHT_B = ["--model", "llama-3.1-8b", "--cluster", "4x4090", "--length", "4096"]
 LORA = [*EIGHT_B, "--adapter", "lora"]
+TOO_LARGE = ["--model", "llama-2-13b", "--cluster", "1xt4", "--length", "4096"]
 SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 Run = Callable[..., tuple[int, str, str]]
 
@@ -266,7 +267,6 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "unknown candidate": ([*EIGHT_B, "--explain", "fsdp3"], ["--explain", "'fsdp3'", "did you mean 'fsdp2"]),
     "unknown question": (["--model", "gpt2", "--what-if", "devices=2"], ["--what-if", "nodes=2,4,8"]),
     "picture of no kind": ([*EIGHT_B, "--figure", "x.bmp"], ["--figure x.bmp", ".png"]),
-    "nothing fits": (["--model", "llama-3.1-70b", "--cluster", "1xt4", "--length", "4096"], ["nothing fits", "15.6 GB", "it would with"]),
     "no such YAML": (["none.yaml"], ["none.yaml", "no such file"]),
 }  # fmt: skip
 
@@ -282,9 +282,12 @@ def test_a_mistake_is_one_line(run: Run, case: str) -> None:
 
 
 def test_nothing_fits_says_what_would(run: Run) -> None:
-    code, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "1x4090", "--length", "8192", "--json")
+    code, out, err = run("plan", *TOO_LARGE, "--json")
     answer = json.loads(out)
     assert code == 2 and not answer["ranked"] and answer["changes"]
+    assert err.startswith("error: ") or "\nerror: " in err
+    for words in ("nothing fits", "15.6 GB", "it would with", answer["changes"][0]["what"]):
+        assert words in err
     assert all(change["candidate"]["verdict"] != "no" for change in answer["changes"])
 
 
@@ -324,7 +327,7 @@ def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
 
 def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
-    code, _, err = run("init", path, "--model", "llama-3.1-70b", "--cluster", "1xt4", "--length", 4096, "--yes")
+    code, _, err = run("init", path, *TOO_LARGE, "--yes")
     assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
 
 
