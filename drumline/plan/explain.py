@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from drumline.plan.plan import PipelinePlan, Plan, Predicted
 
@@ -89,6 +90,19 @@ def explain(plan: Plan) -> str:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     lines = [f"{name:<14} {value}" for name, value in rows]
     return "\n".join(lines + [f"{'because':<14} {line}" for line in plan.why])
+
+
+def flow(value: Any) -> str:
+    """A value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
+    if isinstance(value, dict):
+        if set(value) == {"kind"}:
+            return str(value["kind"])
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
 
 
 def _stages(pipeline: PipelinePlan, ranks: int) -> str:

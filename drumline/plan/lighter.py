@@ -22,6 +22,7 @@ from drumline.config.strategies import (
     Zero3Strategy,
 )
 from drumline.errors import PlanError
+from drumline.plan.explain import flow
 from drumline.plan.plan import Plan
 from drumline.plan.search import Candidate, Question, evaluate
 
@@ -58,16 +59,8 @@ def changed(old: Config, new: Config) -> str:
         }
         if keys:
             kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
-            said.append(f"{section}: {_flow({**kind, **keys})}")
+            said.append(f"{section}: {flow({**kind, **keys})}")
     return ", ".join(said)
-
-
-def _flow(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def _host(candidate: Candidate) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from drumline.config.load import differences
 from drumline.config.schema import Config
+from drumline.plan.explain import flow
 from drumline.plan.search import Candidate, Question
 
 GB = 1e9
@@ -74,16 +75,3 @@ def overrides(asked: Config, candidate: Candidate) -> list[str]:
         if said != getattr(batch, key) and not (key == "global_samples" and asked.batch.global_tokens is not None):
             made.append(f"batch.{key}={getattr(batch, key)}")
     return made
-
-
-def flow(value: Any) -> str:
-    """A value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
-    if isinstance(value, dict):
-        if set(value) == {"kind"}:
-            return str(value["kind"])
-        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(flow, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drumline.plan.plan import Plan
@@ -31,19 +34,35 @@ def train(config: Path, run: Path, *overrides: str, limit: int | None = None, by
     prefix = ["prlimit", f"--data={limit}"] if limit else []
     command = [*prefix, sys.executable, "-m", *by, "drumline", "train", str(config), f"run.dir={run}", *overrides]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True)
-    most, until = 0, time.time() + 400
+    most = _Most(process.pid)
     try:
-        while process.poll() is None and time.time() < until:
-            most = max([most, *(data_bytes(pid) for pid in survivors(f"{run}/plan.json"))])
-            time.sleep(0.01)
+        if limit is None:
+            most.start()
+        _, err = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    _, err = process.communicate()
-    return process.returncode, err, most
+    return process.returncode, err, most.bytes_
 
 
-def data_bytes(pid: int) -> int:
+class _Most(threading.Thread):
+    """Follows the processes that `pid` has started, as long as it lives. `bytes_`: the most of VmData (proc(5)), which is what the
+    limit is about, that one of them had."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.bytes_ = pid, 0
+
+    def run(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while True:
+                ranks = psutil.Process(self.pid).children()
+                for _ in range(50):
+                    self.bytes_ = max([self.bytes_, *(_data_bytes(rank.pid) for rank in ranks)])
+                    time.sleep(0.01)
+
+
+def _data_bytes(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
