@@ -11,6 +11,7 @@ from drumline.plan.activations import block_of, formula
 from drumline.plan.facts import ModelFacts
 from drumline.plan.layout import Layout
 from drumline.plan.plan import PipelinePlan, RolePlan
+from drumline.plan.roles import reference_kind
 from drumline.plan.states import held, native_state, part_of, shards_of
 from drumline.plan.zero_states import FULL, LOW, zero_state
 
@@ -43,6 +44,8 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
                 optimizer=total.optimizer + state.optimizer,
             )
             continue
+        if name == "reference" and reference_kind(layout.config) == "precomputed" and sizes.parameters <= facts.learned:
+            continue  # it is gone before the first gradients, which take as much
         total = replace(total, parameters=total.parameters + _frozen(layout, own, sizes, rank, role))
     return total
 

@@ -45,6 +45,7 @@ class Measurement(Frozen):
     )
     timed: int = Field(description="Steps that were timed: all but the first two and the counted one.")
     traffic: float | None = Field(description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run.")
+    grows: bool = Field(False, description="What is sent grows with the tokens of a micro-batch.")
     width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
 
     @classmethod
@@ -96,13 +97,18 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
     predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
     # What grows with the tokens of a micro-batch is planned for the longest rows; shorter ones came.
     spared = (memory.activations + memory.logits) * max(0.0, 1.0 - measured.width)
-    predicted |= {"peak": memory.peak - spared, "reserved": memory.reserved - memory.overhead - spared}
+    # The tracker follows steps; what is sampled between them only an allocator sees.
+    steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
+    peak = max(steps) if steps and measured.by == "tracker" else memory.peak
+    predicted |= {"peak": peak - spared, "reserved": memory.reserved - memory.overhead - spared}
     rows = [Row(category=name, unit="bytes", predicted=predicted[name], measured=value) for name, value in measured.memory.items()]
     slack = float(HOST_SLACK * measured.ranks_per_host)
     for phase, value in measured.host.items():
         rows.append(Row(category=f"host {phase}", unit="bytes", predicted=getattr(estimate.host, phase), measured=value, slack=slack))
     if measured.traffic is not None:
-        rows.append(Row(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic))
+        less = measured.grows and measured.traffic < estimate.traffic.total
+        note = "rows may be shorter than planned, and what is sent grows with them" if less else ""
+        rows.append(Row(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic, note=note))
     rate = "" if estimate.calibrated else "the rates of this machine are not measured: `drumline calibrate`"
     parts = {"total": seconds.total - seconds.rollout, "communication": seconds.communication, "optimizer": seconds.optimizer}
     for name in [name for name in parts if name in measured.seconds]:

@@ -25,7 +25,8 @@ MEASURED = {
     "seconds": "of a step, median: {total, data, communication, optimizer, counted}; `total` without waiting for data; `counted`: of the"
     " one step under the tracker",
     "timed": "steps that were timed: all but the first two and the counted one",
-    "traffic": "bytes that a rank sends in a step, mean over ranks; null where it was not counted",
+    "traffic": "bytes that a rank sends in a step, mean over ranks and over the kinds of steps; null where it was not counted",
+    "grows": "whether what is sent grows with the tokens of a micro-batch",
     "width": "tokens of the widest micro-batch where the peak was seen, as a part of those planned for",
 }
 # kind → its fields besides `t` (unix seconds) and `kind`, and what they mean. Each such event has them all; an eval has its metrics, too.

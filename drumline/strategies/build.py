@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from weakref import WeakSet
 
 from drumline.config.model import Head
 from drumline.dist.seeds import derive
@@ -15,6 +16,9 @@ from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
 from drumline.strategies.forward import ForwardEngine
 from drumline.strategies.several import POLICY, Several, of_role
+
+# Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
+frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
 def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
@@ -31,6 +35,7 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), ro
             return _learning(plan.of_role(role), device, held, chosen.head)
         frozen = _frozen(plan.of_role(role), device, chosen.head)
         frozen.keep_low(all_weights=plan.engine == "deepspeed")
+        frozen_engines.add(frozen)
         return cast(Engine, frozen)
     learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
     names = dict.fromkeys(held)

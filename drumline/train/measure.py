@@ -26,6 +26,7 @@ from drumline.plan.communication import shares
 from drumline.plan.figures import Estimate
 from drumline.plan.plan import Plan
 from drumline.plan.truth import Measurement, compare, notes
+from drumline.strategies.build import frozen_engines
 from drumline.strategies.engine import Engine
 from drumline.train.host import HostPeak
 
@@ -71,6 +72,7 @@ class Measure:
         counts, began = self.traffic.due(step), time.time()
         if counts and phase == "clip":
             self.held = self.engine.held()._asdict()  # at the end of backward
+            self.held["parameters"] += sum(frozen.held().parameters for frozen in frozen_engines)
         if counts and self.plan.device == "cpu":
             self._tracker = self._tracker or LiveBytes()
             self._tracker.phase = phase
@@ -153,6 +155,7 @@ class Measure:
             seconds=seconds,
             timed=len(self.seconds["total"]),
             traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
+            grows=self.plan.mesh.tp * self.plan.mesh.pp * self.plan.mesh.cp > 1,
             width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
         )
 

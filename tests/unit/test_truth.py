@@ -77,6 +77,13 @@ def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None
     assert warned(**changes) == expected
 
 
+def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
+    sampling = ESTIMATE.model_copy(
+        update={"memory": ESTIMATE.memory.model_copy(update={"peak": 1800, "phases": {"rollout": 1800, "step": 1000}})}
+    )
+    assert warned(sampling) == [] and warned(sampling, by="allocator") == ["peak"]
+
+
 def test_seconds_count_only_by_rates_that_were_measured() -> None:
     guessed = ESTIMATE.model_copy(update={"calibrated": False})
     assert warned(guessed, seconds={"total": 99.0}) == []
