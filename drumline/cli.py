@@ -93,6 +93,8 @@ def plan(
     from drumline.planning.further import Kind
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
+    if max_seq and max_batch:
+        raise UserError("--max-seq and --max-batch are questions of their own", where="drumline plan", fix="ask one at a time")
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
     asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, probe, trace)
     raise typer.Exit(run(asked))

@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.config.load import Loaded
+from drumline.errors import UserError
 from drumline.plan.advice import nothing_fits, refusal, what_if
 from drumline.plan.search import Answer, Question, search
 from drumline.planning import further
-from drumline.planning.as_json import as_json
+from drumline.planning.as_json import as_json, candidate
 from drumline.planning.asked import FLAGS, Flags, asked
 from drumline.planning.question import Asked, ask
 from drumline.planning.written import to_use
@@ -47,6 +48,7 @@ def plan(options: Options) -> int:
 
         show_devices(console)
         return 0
+    _one_question(options)
     hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
     loaded = asked(options.config, options.overrides, options.flags)
     made = _asked(loaded, aside)
@@ -58,6 +60,16 @@ def plan(options: Options) -> int:
     else:
         _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
     return 0
+
+
+def _one_question(options: Options) -> None:
+    """Raises UserError for flags of which one would be ignored."""
+    further_ones = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
+    shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
+    asked_ = [name for name, value in further_ones.items() if value]
+    beside = [name for name, value in shown.items() if value]
+    if len(asked_) > 1 or (asked_ and beside):
+        raise UserError(f"{' and '.join([*asked_, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
 
 
 def _searched(made: Asked, loaded: Loaded, options: Options, aside: Console) -> Answer:
@@ -92,8 +104,11 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         draw(answer, options.figure)
         aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
     if options.explain is not None:
-        from drumline.planning.words import explain
+        from drumline.planning.words import explain, pick
 
+        if options.as_json:
+            print(json.dumps(candidate(answer.question, pick(answer, options.explain)[0], options.tokens), indent=2))
+            return
         console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
         return
     changes = () if answer.ranked else nothing_fits(answer)

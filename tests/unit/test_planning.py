@@ -159,6 +159,7 @@ def test_explain_says_where_numbers_come_from(run: Run) -> None:
         if name in ("parameters", "gradients", "optimizer", "activations", "peak"):
             assert f"{bytes_ / 1e9:.2f}" in out, name
     _, out, _ = run("plan", *EIGHT_B, "--explain", "zero2")
+    assert json.loads(run("plan", *EIGHT_B, "--explain", "1", "--json")[1]) == first
     assert zero2["reason"] in out and "8.03B" in out and "deepspeed" in out
 
 
@@ -266,6 +267,8 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "unknown algorithm": (["--model", "gpt2", "--algorithm", "sfx"], ["--algorithm sfx", "did you mean 'sft'"]),
     "unknown candidate": ([*EIGHT_B, "--explain", "fsdp3"], ["--explain", "'fsdp3'", "did you mean 'fsdp2"]),
     "unknown question": (["--model", "gpt2", "--what-if", "devices=2"], ["--what-if", "nodes=2,4,8"]),
+    "two questions": (["--model", "gpt2", "--max-seq", "--max-batch"], ["one at a time"]),
+    "a question and a picture": (["--model", "gpt2", "--what-if", "nodes=2", "--trace"], ["--what-if and --trace", "one at a time"]),
     "picture of no kind": ([*EIGHT_B, "--figure", "x.bmp"], ["--figure x.bmp", ".png"]),
     "no such YAML": (["none.yaml"], ["none.yaml", "no such file"]),
 }  # fmt: skip
