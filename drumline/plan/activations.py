@@ -19,6 +19,7 @@ from drumline.plan.layout import Layout
 
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
+EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is told by the config alone
 PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
 
 
@@ -51,11 +52,17 @@ def block_of(facts: ModelFacts) -> Block:
     base = [w for w in linear if "lora_" not in w.name]
     attention = [w for w in base if _in_attention(w)]
     feed = [w for w in base if w not in attention]
-    out = _sides(attention[-1])[0] if attention else facts.hidden
-    kv = max(0, sum(_sides(w)[1] for w in attention[:-1]) - out) // 2 if attention else facts.hidden
+    back = next((w for w in attention if "o_proj" in w.name), attention[-1] if attention else None)
+    ahead = [w for w in attention if w is not back]  # of queries, keys and values, which some models have in one
+    out = _sides(back)[0] if back else facts.hidden
+    kv = max(0, sum(_sides(w)[1] for w in ahead) - out) // 2 if back else facts.hidden
     norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
     factors = [w for w in linear if "lora_A" in w.name]
-    of_queries = {id(w) for w in attention[:-1]}
+    experts = [
+        min(n for n in w.shape[1:] if n != facts.hidden) for w in weights if len(w.shape) == 3 and set(w.shape[1:]) != {facts.hidden}
+    ]
+    inner = (EXPERTS * min(experts) if experts else _sides(feed[-1])[0] * (EXPERTS if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
+    of_queries = {id(w) for w in ahead}
     places = {
         _stem(w.name): ("qkv" if id(w) in of_queries else "out") if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base
     }
@@ -63,8 +70,8 @@ def block_of(facts: ModelFacts) -> Block:
         hidden=facts.hidden,
         queries=out,
         keys=kv,
-        feed=_sides(feed[-1])[0] if feed else 4 * facts.hidden,
-        gated=len(feed) != 2,
+        feed=inner,
+        gated=len(feed) != 2 or bool(experts) or _sides(feed[0])[1] == 2 * inner,
         norms=sum(w.shape[0] == facts.hidden for w in norms) or 2,
         head_norms=any(w.shape[0] != facts.hidden for w in norms),
         products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
@@ -129,9 +136,22 @@ def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: 
         saved = stream + kept
         backward += everything - stream - twice
         forward = max(forward, 2 * stream + wide + width * block.hidden)
-    angles = 2 * width * max(1, block.queries // block.heads)  # cosines and sines of rotary positions
-    end = (8 if kind != "low" else 6) * block.hidden + width * block.hidden + angles + 24
+    # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
+    angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
+    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.learns else stream) + angles + 4
     return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
+
+
+@lru_cache(maxsize=256)
+def tower_bytes(facts: ModelFacts, low: bool) -> float:
+    """Of a vision tower that learns, for one image token, of which each has four patches: inputs and outputs of its linear layers, and half
+    as much again. An estimate."""
+    main = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))[0]
+    total = 0.0
+    for weights, number in facts.kinds_of_blocks if facts.sees else ():
+        if weights is not main and any(w.learned for w in weights):
+            total += number * sum(sum(w.shape) for w in weights if len(w.shape) == 2)
+    return 4 * 1.5 * (2 if low else 4) * total
 
 
 def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, eager: bool, tp: int) -> float:

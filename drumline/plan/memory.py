@@ -15,7 +15,7 @@ from typing import Literal
 
 from drumline.cluster.cluster import Cluster
 from drumline.config.algorithms import ClassifyConfig, RewardModelConfig
-from drumline.plan.activations import formula, head_bytes, kind_of
+from drumline.plan.activations import formula, head_bytes, kind_of, tower_bytes
 from drumline.plan.buffers import Buffers, buffers_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, Memory
@@ -43,6 +43,7 @@ NAMES: dict[str, Literal["forward", "loss", "backward", "clip", "step", "rollout
 }
 # Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
 BYTES_PER_IMAGE_FLOP = 0.004
+IMAGE_SHARE = 0.5  # of the tokens of a model that sees, those taken to stand for images
 
 
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
@@ -129,13 +130,15 @@ def _phases(
     else:
         in_flight, number = flying(layout, rank, blocks)
         saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
+        if mine.first and facts.sees:
+            saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
         ends = tokens * kept.saved_ends
         head, tail, left = _head(layout, facts, mine, tokens, kept)
     every, there = state.gradients, _early(layout, state)
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
-    norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None else 0
+    norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
     embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
     one = tokens * kept.saved_block
     return {
