@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from drumline.config.algorithms import ROLLOUT, VLLMGenerator
@@ -93,10 +94,11 @@ def _rollout(layout: Layout, facts: ModelFacts) -> float:
     if isinstance(generator, VLLMGenerator):
         return 0.0
     block, mesh = block_of(facts), layout.mesh
-    cache = 2.0 * facts.layers * block.keys * width * layout.length * generator.batch
-    logits = 3.0 * FULL * generator.batch * facts.vocab_size
+    sequences = min(generator.batch, math.ceil(algorithm.minibatches * layout.batch.global_samples / mesh.data_ranks))
+    cache = 2.0 * facts.layers * block.keys * width * layout.length * sequences
+    logits = 3.0 * FULL * sequences * facts.vocab_size
     whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
     copy = 0 if whole else width * facts.parameters
     # The prompts' own forward, whose activations nobody keeps.
-    prompt = generator.batch * layout.length * formula(layout, facts).live_forward
+    prompt = sequences * max(1, layout.length - generator.max_new_tokens) * formula(layout, facts).live_forward
     return cache + logits + copy + prompt

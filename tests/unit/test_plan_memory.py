@@ -172,10 +172,16 @@ def test_adapters_leave_little_to_learn() -> None:
 
 
 def test_sampling_takes_keys_and_values_and_where_the_model_is_spread_a_copy() -> None:
-    algorithm = {"kind": "grpo", "rewards": [LETTERS], "kl": {"coefficient": 0.0}, "generator": {"kind": "hf", "batch": 4096}}
+    algorithm = {
+        "kind": "grpo",
+        "rewards": [LETTERS],
+        "kl": {"coefficient": 0.0},
+        "minibatches": 512,
+        "generator": {"kind": "hf", "batch": 512},
+    }
     whole = of({"kind": "ddp"}, algorithm=algorithm)
     assert whole.phase == "rollout"
-    keys_and_values = 2 * LAYERS * KV * 4 * 128 * 4096
+    keys_and_values = 2 * LAYERS * KV * 4 * 128 * 512
     assert whole.activations > keys_and_values
     spread = of({"kind": "fsdp2"}, algorithm=algorithm)
     assert spread.activations - whole.activations == 4 * FACTS.parameters
