@@ -10,6 +10,8 @@ import pytest
 from drumline.config import strategies as s
 from drumline.config.load import load_text
 from drumline.plan.figures import TIGHT
+from drumline.plan.plan import RolePlan
+from drumline.plan.roles import wanted_roles
 from drumline.plan.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, look_at, search, ways_of
 from drumline.plan.ways import describe, ways
 from tests.unit.shapes import facts, question
@@ -184,3 +186,20 @@ def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
     assert [d.key for d in differences(old, new)] == ["batch.micro_batch"] and not any(d.matters for d in differences(old, new))
     open_ = load_text(data + "batch: {micro_batch: 2}\n", [])
     assert all(d.matters for d in differences(open_, new))
+
+
+@pytest.mark.parametrize("algorithm", [{"kind": "dpo", "reference": "live"}, "ppo", "reward"])
+def test_other_models_are_spread_alike(algorithm: Any) -> None:
+    """With the models that an algorithm needs besides the policy; a search raises where its layout is not the plan's."""
+    rewards = {"kind": "ppo", "rewards": [{"kind": "function", "path": "rewards.py:good"}]}
+    one = {"global_samples": 64, "micro_batch": 1}
+    asked = question("1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm)
+    roles = {
+        name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        for name, wanted in wanted_roles(asked.config).items()
+    }
+    answer = search(replace(asked, roles=roles, role_facts=dict.fromkeys(roles, facts("1b"))))
+    pipes = next(c for c in answer.ranked if c.layout.pipeline and c.layout.mesh.tp == 1)
+    assert set(pipes.layout.roles) == set(roles) and all(role.layers for role in pipes.layout.roles.values())
+    whole, alone = (next(c for c in found.ranked if c.name == "ddp").estimate.memory.parameters for found in (answer, search(asked)))
+    assert whole > alone if roles else whole == alone
