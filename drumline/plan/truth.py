@@ -16,6 +16,7 @@ from drumline.plan.figures import Estimate
 from drumline.plan.frozen import Frozen
 
 OFF = 0.15  # of the prediction: beyond it, a category is warned of
+NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be held against
 # Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan says.
 HOST_SLACK = 2**29
 MEMORY = ("parameters", "gradients", "optimizer", "peak", "reserved")
@@ -95,13 +96,26 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
     """A row for each category that both know."""
     memory, seconds = estimate.memory, estimate.seconds
     predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
-    # What grows with the tokens of a micro-batch is planned for the longest rows; shorter ones came.
-    spared = (memory.activations + memory.logits) * max(0.0, 1.0 - measured.width)
     # The tracker follows steps; what is sampled between them only an allocator sees.
     steps = [bytes_ for phase, bytes_ in memory.phases.items() if phase != "rollout"]
-    peak = max(steps) if steps and measured.by == "tracker" else memory.peak
+    peak, grows = memory.peak, memory.activations + memory.logits
+    if memory.phase == "rollout" and steps and measured.by == "tracker":
+        peak = max(steps)
+        grows = max(0, peak - memory.parameters - memory.gradients - memory.optimizer)
+    # What grows with the tokens of a micro-batch is planned for the longest rows; shorter ones came.
+    spared = grows * max(0.0, 1.0 - measured.width)
     predicted |= {"peak": peak - spared, "reserved": memory.reserved - memory.overhead - spared}
-    rows = [Row(category=name, unit="bytes", predicted=predicted[name], measured=value) for name, value in measured.memory.items()]
+    narrow = {"peak": memory.peak, "reserved": memory.reserved} if measured.width < NARROW else {}
+    rows = [
+        Row(
+            category=name,
+            unit="bytes",
+            predicted=predicted[name],
+            measured=value,
+            note="rows were much shorter than planned" if value <= narrow.get(name, -1) else "",
+        )
+        for name, value in measured.memory.items()
+    ]
     slack = float(HOST_SLACK * measured.ranks_per_host)
     for phase, value in measured.host.items():
         rows.append(Row(category=f"host {phase}", unit="bytes", predicted=getattr(estimate.host, phase), measured=value, slack=slack))

@@ -17,7 +17,8 @@ from tests.distributed.ranks import run_plans
 from tests.harness import drumline, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
-ROWS = ("ddp", "fsdp2", "zero2")
+# How far the peak may lie off. It is some MB of a tiny model here, of which FSDP2's buffers are predicted too large.
+ROWS = {"ddp": 0.15, "fsdp2": 0.25, "zero2": 0.15}
 # All rows are as wide as planned, so that the peak is that of what was predicted.
 SECTIONS: dict[str, Any] = {
     "data": {"max_length": 64, "packing": True},
@@ -61,8 +62,8 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(runs: Path, name: str) -
         assert last["memory"][category] == planned["memory"][category], category
         assert max(last["by_rank"][category]) == last["memory"][category]
     assert last["traffic"] == pytest.approx(planned["traffic"]["total"], rel=1e-6)
-    assert "peak" in last["off"]
-    assert set(last["warned"]) <= {"peak"}, last["warnings"]
+    assert abs(last["off"]["peak"]) < ROWS[name]
+    assert set(last["warned"]) <= {"peak"} and ("peak" in last["warned"]) == (abs(last["off"]["peak"]) > 0.15), last["warnings"]
 
 
 def test_a_wrong_plan_is_warned_of(runs: Path) -> None:

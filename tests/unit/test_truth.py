@@ -63,7 +63,9 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
         ({"memory": {"optimizer": 0, "gradients": 200}}, ["optimizer", "gradients"]),
         ({"memory": {"reserved": 1100}}, []),  # what torch does not own is not in it
         ({"memory": {"peak": 700}, "width": 0.5}, []),  # half of what grows with tokens
-        ({"memory": {"peak": 1000}, "width": 0.5}, ["peak"]),
+        ({"memory": {"peak": 990}, "width": 0.5}, []),  # far below the plan's own, so only shown
+        ({"memory": {"peak": 1010}, "width": 0.5}, ["peak"]),
+        ({"memory": {"peak": 1100}, "width": 0.8}, ["peak"]),
         ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
         ({"host": {"train": 2 * GIB}}, ["host train"]),
         ({"host": {"train": 2 * GIB}, "ranks_per_host": 4}, []),
@@ -79,7 +81,7 @@ def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None
 
 def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
     sampling = ESTIMATE.model_copy(
-        update={"memory": ESTIMATE.memory.model_copy(update={"peak": 1800, "phases": {"rollout": 1800, "step": 1000}})}
+        update={"memory": ESTIMATE.memory.model_copy(update={"phase": "rollout", "peak": 1800, "phases": {"rollout": 1800, "step": 1000}})}
     )
     assert warned(sampling) == [] and warned(sampling, by="allocator") == ["peak"]
 
