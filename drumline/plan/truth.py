@@ -141,4 +141,6 @@ def notes(measured: Measurement) -> list[str]:
         said.append(f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them")
     if measured.memory and not measured.timed:
         said.append("too short to be timed: seconds are those of steps after the counted one")
+    if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
+        said.append(f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s")
     return said

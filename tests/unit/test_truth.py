@@ -115,6 +115,7 @@ def test_notes_say_what_is_missing() -> None:
     assert notes(MEASURED) == []
     assert "too short to be measured" in notes(MEASURED.model_copy(update={"memory": {}}))[0]
     assert "too short to be timed" in notes(MEASURED.model_copy(update={"timed": 0}))[0]
+    assert notes(MEASURED.model_copy(update={"seconds": {"total": 0.5, "counted": 2.0}})) == ["the counted step took 2 s, the others 0.5 s"]
     assert "50% of the planned tokens" in notes(MEASURED.model_copy(update={"width": 0.5}))[0]
 
 
