@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config
 from drumline.config.strategies import AnyStrategy
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, PipelinePlan, Plan, RolePlan
+from drumline.plan.plan import BatchPlan, DataPlan, PipelinePlan, Plan, RolePlan
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,17 @@ class Layout:
         """Real tokens of a global batch."""
         return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
 
+    @property
+    def positions(self) -> float:
+        """Tokens of a row that are computed: all of its width where that is fixed; elsewhere rows of like length share a batch, and what
+        little padding that takes is left out. An image counts as one."""
+        if self.config.images_alone:
+            return 1.0
+        fixed = self.config.compile.enabled or self.config.packs or self.mesh.pp * self.mesh.cp > 1
+        return float(self.length) if fixed else self.tokens_per_row
+
     @classmethod
     def of(cls, plan: Plan, role_facts: Mapping[str, ModelFacts] | None = None) -> Layout:
-        data, length = plan.data, plan.config.data.max_length
-        rows = plan.batch.rows_per_sample
-        mean = data.train_tokens / (data.train_samples * rows) if data is not None and data.train_samples else float(length)
         return cls(
             config=plan.config,
             mesh=plan.mesh,
@@ -62,11 +69,20 @@ class Layout:
             engine=plan.engine,
             data_parallel=plan.data_parallel,
             activation_checkpointing=plan.activation_checkpointing,
-            length=length,
-            tokens_per_row=mean,
+            length=plan.config.data.max_length,
+            tokens_per_row=tokens_of_a_row(plan.config, plan.data),
             pipeline=plan.pipeline,
             roles=plan.roles,
             role_facts=role_facts or {},
             steps=plan.steps,
             devices_per_rank=plan.devices_per_rank,
         )
+
+
+def tokens_of_a_row(config: Config, data: DataPlan | None) -> float:
+    """Real tokens of a row, mean over the data; all that fit where it is not known. A prompt is taken to be answered at full length."""
+    length = float(config.data.max_length)
+    if data is None or not data.train_samples:
+        return length
+    answer = config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
+    return min(length, data.train_tokens / (data.train_samples * config.rows_per_sample) + answer)

@@ -22,7 +22,7 @@ from drumline.plan.batches import batches
 from drumline.plan.estimate import estimate
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import TIGHT, Estimate
-from drumline.plan.layout import Layout
+from drumline.plan.layout import Layout, tokens_of_a_row
 from drumline.plan.mesh import resolve_mesh
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.probe import Probe
@@ -189,8 +189,7 @@ class _Look:
         self.precision = precision_of(self.config, machine, self.device, [])
         open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
         self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
-        rows, data = self.config.rows_per_sample, question.data
-        self.tokens = data.train_tokens / (data.train_samples * rows) if data and data.train_samples else float(self.config.data.max_length)
+        self.tokens = tokens_of_a_row(self.config, question.data)
 
     def best_of(self, way: Way, family: _Family) -> tuple[Layout, Estimate] | None:
         """The best micro-batch and checkpointing of a strategy; None where none fits, which is noted. Raises PlanError where rules or

@@ -98,6 +98,19 @@ def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> Non
     sent.all_reduce(NUMBER, layout.mesh.data_ranks, "gradients")
 
 
+def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+    """Statistics shared over ranks, for each micro-batch: forward gathers counts, means and squares, backward adds up two sums; fp32."""
+    model, world = layout.config.model, layout.mesh.world_size
+    if not model.sync_batchnorm:
+        return
+    ranks, rounds = model.sync_batchnorm_ranks or world, layout.batch.accumulation
+    norms = [(w, n) for w, n in weights_of(facts) if w.owners and "BatchNorm" in w.owners[-1] and w.name.endswith("weight")]
+    channels, calls = sum(weight.numel * number for weight, number in norms), rounds * sum(number for _, number in norms)
+    parts = 3 * channels if layout.device == "cpu" else 2 * channels + sum(number for _, number in norms)
+    sent.all_gather(4 * rounds * parts, ranks, "gradients", calls)
+    sent.all_reduce(4 * rounds * 2 * channels, ranks, "gradients", calls)
+
+
 def norm(sent: Sent, layout: Layout, mine: Held) -> None:
     """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
     for there in (mine.is_cut, mine.is_whole):

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from drumline.config import strategies as s
 from drumline.config.algorithms import ROLLOUT, DPOConfig
+from drumline.config.model import Head
 from drumline.plan.facts import ModelFacts
 from drumline.plan.layout import Layout
 from drumline.plan.rule import cp_method
@@ -81,13 +82,13 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
     return Widths(**sums)
 
 
-def tensor(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+def tensor(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """For each micro-batch: a layer cut by rows of its weight adds up what comes back to its input, one cut by columns its output; and so
     does the embedding, whose rows lie apart. Under autocast gradients of inputs are fp32, outputs in the low type."""
     ranks, rounds = layout.mesh.tp, layout.batch.accumulation
     if ranks == 1:
         return
-    tokens, low = layout.rows * layout.length / layout.mesh.cp * rounds, WIDTH[layout.precision]
+    tokens, low = layout.rows * layout.positions / layout.mesh.cp * rounds, WIDTH[layout.precision]
     recomputed = layout.activation_checkpointing != "none"
     of = widths(facts, layout.mesh.pp > 1)
     calls = rounds * of.calls
@@ -95,7 +96,8 @@ def tensor(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     sent.all_reduce(tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
     sent.all_gather(tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
     sent.all_reduce(4 * rounds * of.weights, ranks, "tp", rounds)
-    _vocabulary(sent, layout, facts, tokens)
+    if head in ("lm", "valued"):
+        _vocabulary(sent, layout, facts, tokens)
 
 
 def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) -> None:
@@ -103,15 +105,13 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
     real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
     algorithm = layout.config.algorithm
-    if algorithm.kind in ("reward", "classify"):
-        return
     each = 4 + 8 + 4 * isinstance(algorithm, ROLLOUT) if isinstance(algorithm, (DPOConfig, *ROLLOUT)) else 4 + 8 + 8
     chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
     calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
     sent.all_reduce(each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
 
 
-def context(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
     to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
     repeats the forward. Then what the loss says of each token is gathered. Ring attention is counted as it would send at least:
@@ -132,16 +132,19 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
         sent.p2p(
             (passes + len(facts.block_weights)) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width, ranks, "cp", passes * rounds
         )
-    _answers(sent, layout, tokens)
+    _answers(sent, layout, tokens, head)
 
 
-def _answers(sent: Sent, layout: Layout, tokens: float) -> None:
-    """What an objective asks of whole sequences."""
-    ranks, algorithm = layout.mesh.cp, layout.config.algorithm
+def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
+    """What an objective asks of whole sequences: bytes for each token, and sums."""
+    ranks, rounds, algorithm = layout.mesh.cp, layout.batch.accumulation, layout.config.algorithm
+    if head == "text":
+        sent.all_reduce(4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
+        return
     if algorithm.kind in ("sft", "pretrain"):
-        sent.all_gather(tokens, ranks, "cp", layout.batch.accumulation)  # whether the first choice is right
-        sent.all_reduce(4 * layout.batch.accumulation, ranks, "cp", layout.batch.accumulation)
-    elif algorithm.kind == "classify":
-        sent.all_reduce(4 * layout.rows * layout.batch.accumulation, ranks, "cp", layout.batch.accumulation)
+        sent.all_reduce(4 * rounds, ranks, "cp", rounds)
+        each = 1  # whether the first choice is right
     else:
-        sent.all_gather(4 * tokens * (2 if isinstance(algorithm, ROLLOUT) else 1), ranks, "cp", layout.batch.accumulation)
+        log_probs, entropy = head != "score", isinstance(algorithm, ROLLOUT) and head != "score"
+        each = 4 * (log_probs + entropy + (head in ("score", "valued")))
+    sent.all_gather(each * tokens, ranks, "cp", rounds)

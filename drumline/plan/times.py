@@ -57,7 +57,7 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> 
 def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, float]:
     """Seconds in which a rank computes forward, and backward with what is computed again; mean over the stages of a pipeline."""
     mesh, precision, rounds = layout.mesh, layout.precision, layout.batch.accumulation
-    tokens = layout.rows * _positions(layout) / mesh.cp / layout.devices_per_rank  # of a micro-batch
+    tokens = layout.rows * layout.positions / mesh.cp / layout.devices_per_rank  # of a micro-batch
     rate = (cluster.rate(precision, max(1, round(tokens)), facts.hidden) or cluster.rate("fp32")) * mesh.tp * mesh.pp
     bandwidth = (cluster.calibration.memory or cluster.device.bandwidth) * mesh.pp
     moved = (MOVED_COMPILED if layout.config.compile.enabled else MOVED) * facts.hidden * facts.layers * (WHOLE + (1 - WHOLE) / mesh.tp)
@@ -71,15 +71,6 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
     if layout.device == "cpu":  # the cores that start kernels run them, too
         return first + start_first, second + start_second
     return max(first, start_first), max(second, start_second)
-
-
-def _positions(layout: Layout) -> float:
-    """Tokens of a row that are computed: all of its width where that is fixed; else rows of like length share a batch."""
-    config = layout.config
-    if config.images_alone:
-        return 1.0
-    fixed = config.compile.enabled or config.packs or layout.mesh.pp * layout.mesh.cp > 1
-    return float(layout.length) if fixed else layout.tokens_per_row
 
 
 @lru_cache(maxsize=1024)

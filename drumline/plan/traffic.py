@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from drumline.config import strategies as s
+from drumline.config.model import Head
 from drumline.plan.communication import averages, compresses
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Traffic
 from drumline.plan.layout import Layout
 from drumline.plan.sent import Sent, held, tp_ranks
-from drumline.plan.sent_data import averaged, ddp, fsdp2, norm, together
+from drumline.plan.sent_data import averaged, batch_norms, ddp, fsdp2, norm, together
 from drumline.plan.sent_model import context, pipeline, tensor
 from drumline.plan.sent_zero import zero
 from drumline.plan.states import shards_of
@@ -19,9 +20,9 @@ def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traff
     rollouts, frozen roles, sums of losses and checkpoints are left out. `step`: of the step after so many; None: the mean of a long run,
     which differs for local SGD and DiLoCo alone.
 
-    Exact for weights, gradients, norms, stages and sequences. Where activations travel (tp), rows are taken to be `layout.length` wide
-    (without packing a batch is as wide as its longest row), and all real tokens to carry a loss: of the cross-entropy over a cut vocabulary
-    20 bytes are sent for each that does, against 28 × width in each block. See also `sent_data.ddp` and `sent_zero`.
+    Exact for weights, gradients, norms, stages and sequences. Where activations travel (tp), rows are taken to be `layout.positions` wide:
+    without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
+    over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `sent_data.ddp`, `sent_zero`.
     """
     return flows(layout, facts, step).traffic()
 
@@ -29,15 +30,17 @@ def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traff
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
     """The same, told apart by what it is sent for."""
     sent = Sent()
-    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
-    for of_model in (facts, *learning):
-        _of_model(sent, layout, of_model, step)
+    _of_model(sent, layout, facts, layout.config.head, step)
+    for name, role in layout.roles.items():
+        if role.learns and name in layout.role_facts:
+            _of_model(sent, layout, layout.role_facts[name], role.head, step)
     return sent
 
 
-def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, step: int | None) -> None:
+def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, head: Head, step: int | None) -> None:
     mesh, strategy = layout.mesh, layout.strategy
     sent.part = 1.0
+    batch_norms(sent, layout, facts)
     if layout.engine == "deepspeed":
         zero(sent, layout, facts)
         return
@@ -60,8 +63,8 @@ def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, step: int | None) -
         sent.part = part
         norm(sent, layout, has)
     sent.part = 1 / mesh.pp
-    tensor(sent, layout, facts)
-    context(sent, layout, facts)
+    tensor(sent, layout, facts, head)
+    context(sent, layout, facts, head)
 
 
 def _compresses(layout: Layout, step: int | None) -> bool:

@@ -16,7 +16,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.traffic import traffic
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import LOW, ROWS, Row
+from tests.distributed.rows import CUT, LOW, ROWS, Row
 from tests.distributed.test_parity import merge
 from tests.harness import WORDS, events, write_config, write_rows
 from tests.tiny import tiny_model_dir
@@ -50,25 +50,28 @@ UNEVEN = (
     "zero3 4",
     "fsdp2 2, bf16",
     "tp 2, bf16",
-    "fsdp2 2, reduced in bf16",
     "zero1 2, bf16",
     "zero2 2, bf16",
 )
-LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing", "zero2 2, accumulation 4")
-COMPRESSED: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 4}}
+PARTS = {"stage3_param_persistence_threshold": 100}
+LORA = ("fsdp2 2, activation checkpointing", "tp 2", "tp 2, activation checkpointing")
+COMPRESSED: dict[str, dict[str, Any]] = {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 4}}
+FAR = {**CUT, "options": {"zero_optimization": {**PARTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 40000}}}
+OWN_HEAD = {"init": "random", "config": {"tie_word_embeddings": False}}
 SELECTIVE: dict[str, Any] = {"memory": {"activation_checkpointing": "selective"}}
 EXACT = [
     *(row for row in ROWS + LOW if row.name in UNEVEN),
     *(Row(f"lora, {r.name}", r.world_size, {**r.sections, "adapter": {"kind": "lora", "r": 4}}) for r in ROWS if r.name in LORA),
     *(Row(f"ddp, {kind}", 2, {"strategy": {"kind": "ddp", "compression": {"kind": kind, **o}}}) for kind, o in COMPRESSED.items()),
     Row("zero1, accumulation 4", 2, {"strategy": "zero1", "batch": {"micro_batch": 1}}),
+    Row("zero3, what is far apart gathered twice", 2, {"strategy": FAR, "model": OWN_HEAD}),
     Row("local_sgd, a step together", 2, {"strategy": {"kind": "local_sgd", "period": 3}}),
     Row("diloco, a step apart", 2, {"strategy": {"kind": "diloco", "period": 4}}),
     Row("cp, bf16", 2, {"strategy": "cp", "precision": "bf16"}),
     Row("tp, selective", 2, {"strategy": "tp", **SELECTIVE}),
     Row("cp, selective", 2, {"strategy": "cp", **SELECTIVE}),
 ]
-assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 6, "a row is named that is not there"
+assert len(EXACT) == len(UNEVEN) + len(LORA) + len(COMPRESSED) + 7, "a row is named that is not there"
 
 
 def slug(row: Row) -> str:

@@ -26,7 +26,7 @@ from drumline.plan.times import seconds
 from drumline.plan.traffic import flows, traffic
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from planner_published import ROWS, Published, predicted  # type: ignore[import-not-found,unused-ignore] # noqa: E402
+from planner_published import ROWS, Published, predicted  # type: ignore[import-not-found,unused-ignore]
 
 PUBLISHED = [row for row in ROWS if not row.without and "tokens_per_s" in row.measured]
 
