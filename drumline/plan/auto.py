@@ -7,7 +7,7 @@ from drumline.config.strategies import AutoStrategy
 from drumline.plan.advice import nothing_fits, refusal
 from drumline.plan.batch import resolve_batch, row_tokens
 from drumline.plan.guides import GUIDES, chosen_by
-from drumline.plan.search import Answer, Candidate, Question, Refused, gb, look_at, search
+from drumline.plan.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
 from drumline.plan.stages import in_flight
 from drumline.plan.ways import describe
 
@@ -54,11 +54,16 @@ def _why(answer: Answer) -> str:
     second = next((other for other in others if other.family != first.family), None)
     batch, figures = first.layout.batch, first.estimate
     kind = first.layout.activation_checkpointing
+    if figures.verdict != "fits":
+        reason = f"tight, and none of {answer.looked_at} layouts fits with room"
+    elif any(c.estimate.tokens_per_s > figures.tokens_per_s and c.estimate.verdict == "fits" for c in others):
+        reason = f"of {answer.looked_at} layouts as fast as any that fits (within {TIE:.0%}), and simpler"
+    else:
+        reason = f"of {answer.looked_at} layouts the fastest predicted to fit"
     parts = [
         f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}"
         + (f", {kind} checkpointing" if kind != "none" else ""),
-        f"{'fastest predicted to fit' if figures.verdict == 'fits' else 'tight, and nothing fits with room'} of {answer.looked_at} layouts:"
-        f" {figures.tokens_per_s:,.0f} tokens/s at {gb(figures.memory.reserved)} of {gb(figures.limit)}",
+        f"{reason}: {figures.tokens_per_s:,.0f} tokens/s at {gb(figures.memory.reserved)} of {gb(figures.limit)}",
     ]
     if second is not None:
         parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")
