@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -334,34 +335,31 @@ def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> Non
     assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
 
 
-def start_init(folder: Path, path: Path, **streams: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "drumline", "init", str(path)]
-    return subprocess.Popen(command, cwd=folder, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **streams)
-
-
-def test_init_asks_five_questions_on_stdin(model: Path, tmp_path: Path) -> None:
+def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path, model)
-    path = tmp_path / "asked.yaml"
-    process = start_init(tmp_path, path, stdin=subprocess.PIPE)
-    _, err = process.communicate(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n", timeout=120)
-    assert process.returncode == 0, err
-    assert [number in err for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [True] * 5
-    said = init_lines(path.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n"))
+    code, _, err = run("init", "asked.yaml")
+    assert code == 0 and [number in err for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [True] * 5
+    said = init_lines(Path("asked.yaml").read_text())
     assert (said["algorithm"], said["data"]["max_length"], said["adapter"]) == ("sft", 96, "lora")
-    process = start_init(tmp_path, tmp_path / "other.yaml", stdin=subprocess.PIPE)
-    _, err = process.communicate(f"{model}\n", timeout=120)
-    assert process.returncode == 2 and "--yes" in err and not (tmp_path / "other.yaml").exists()
+    assert said["data"]["train"][0]["path"] == "train.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n"))
+    code, _, err = run("init", "other.yaml")
+    assert code == 2 and "--yes" in err and not Path("other.yaml").exists()
 
 
 def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
     write_config(tmp_path, model)
     path = tmp_path / "typed.yaml"
     ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "drumline", "init", str(path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, text=True, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        process = start_init(tmp_path, path, stdin=theirs)
         os.write(ours, f"no-such-model\n{model}\nsfx\nsft\ntrain.jsonl\n4xh10\nhere\nfull 96\n".encode())
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=240)
     finally:
+        process.kill()
         os.close(ours)
         os.close(theirs)
     assert process.returncode == 0, err
