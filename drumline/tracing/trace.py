@@ -46,7 +46,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
     cannot be traced: the formula is as good as there is.
     """
     try:
-        question = _question(config, model_path, layout, facts)
+        question = question_of(config, model_path, layout, facts)
         stored = cache_dir() / "traces" / f"{_key(question)}.json"
         with contextlib.suppress(OSError, ValueError):
             return Activations.model_validate_json(stored.read_text())
@@ -60,7 +60,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
     return found
 
 
-def _question(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
+def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
     """All that a trace hangs on, as JSON. `layers`: the two numbers of layers."""
     if facts.sees:
         raise Untraceable("it sees images of many sizes")
@@ -129,7 +129,7 @@ def _key(question: dict[str, Any]) -> str:
 
 def _activations(question: dict[str, Any], layout: Layout) -> Activations:
     apart = layout.mesh.tp * layout.mesh.cp > 1
-    few, more = _in_child(question) if apart else traces(question)
+    few, more = in_child(question) if apart else traces(question)
     tokens = layout.rows * layout.length / layout.mesh.cp
     step = more.layers - few.layers
 
@@ -172,7 +172,7 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
         )
 
 
-def _in_child(question: dict[str, Any]) -> list[Traced]:
+def in_child(question: dict[str, Any]) -> list[Traced]:
     """In a process of its own: this one may be a rank of a process group that is real."""
     try:
         done = subprocess.run(

@@ -10,38 +10,28 @@ from pathlib import Path
 from typing import Any
 
 
-def steps(plan: Any, rank: int) -> dict[str, Any]:
-    from drumline.dist.live import LiveBytes, plain_parts
+def steps(plan: Any) -> dict[str, Any]:
+    from drumline.dist.live import LiveBytes
     from drumline.dist.traffic import SentBytes
     from drumline.strategies.build import build_engine
-    from drumline.train.build import build_algorithm
-    from drumline.train.streams import build_streams
+    from drumline.tracing.batch import batch_of, objective_of
 
-    objective = build_algorithm(plan.config).objective
-    engine: Any = build_engine(plan, "cpu")
-    stream = iter(build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu").training)
-    told: dict[str, Any] = {}
-    for step in range(3):
-        batch = next(stream)
-        live, sent = LiveBytes(), SentBytes()
-        if step < 2:
-            engine.forward_backward(batch.micro_batches, objective, 100.0)
-        else:
-            gc.collect()
-            with sent, live:
-                before = live.current
-                engine.forward_backward(batch.micro_batches, objective, 100.0)
-                held = engine.held()
-                live.phase = "clip"
-                norm = engine.grad_norm()
-                live.phase = "step"
-                engine.step(1e-3, norm)
-            told = {"held": held, "base": live.base, "before": before, "peak": live.peak, "in": live.phase_of_peak, "sent": sent.total}
-            told |= {"peaks": live.peaks, "after": live.current, "rows": sum(len(b.input_ids_BT) for b in batch.micro_batches)}
-            told["weights"] = sum(p.nbytes for w in engine.model.parameters() for p in plain_parts(w.data))
-            continue
+    objective, engine = objective_of(plan.config), build_engine(plan, "cpu")
+    rows = plan.batch.micro_batch * plan.batch.rows_per_sample
+    batches = [batch_of(plan, rows, plan.config.data.max_length)] * plan.batch.accumulation
+    for _ in range(2):
+        engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm())
-    return told
+    gc.collect()
+    live = LiveBytes()
+    with SentBytes(), live:
+        engine.forward_backward(batches, objective, 100.0)
+        held = engine.held()
+        live.phase = "clip"
+        norm = engine.grad_norm()
+        live.phase = "step"
+        engine.step(1e-3, norm)
+    return {"held": held, "base": live.base, "peak": live.peak, "in": live.phase_of_peak, "peaks": live.peaks, "after": live.current}
 
 
 def main(paths: list[str]) -> None:
@@ -50,7 +40,7 @@ def main(paths: list[str]) -> None:
 
     ranks = start("cpu", "gloo", 60.0)
     for path in map(Path, paths):
-        (path.parent / f"{ranks.rank}.json").write_text(json.dumps(steps(Plan.load(path), ranks.rank)))
+        (path.parent / f"{ranks.rank}.json").write_text(json.dumps(steps(Plan.load(path))))
     stop()
 
 

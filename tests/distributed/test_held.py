@@ -10,6 +10,10 @@ import pytest
 from safetensors import safe_open
 
 from drumline.config.load import load
+from drumline.models.load import facts, load_config
+from drumline.plan.layout import Layout
+from drumline.plan.plan import Plan
+from drumline.tracing import trace as tracing
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT
@@ -17,7 +21,7 @@ from tests.harness import write_config
 from tests.tiny import tiny_model_dir
 
 # name → strategy, precision; parameters, gradients and optimizer of both ranks together, in bytes for each parameter.
-# Everything whole on both: 2 × (4, 4, 8). ZeRO 2 keeps fp32 copies of its part (4 / 2) beside the moments.
+# Everything whole on both: 2 × (4, 4, 8). ZeRO keeps fp32 copies of its part (4 / 2) beside the moments.
 ROWS: dict[str, tuple[Any, str, tuple[int, int, int]]] = {
     "ddp": ("ddp", "fp32", (8, 8, 16)),
     "fsdp2": ("fsdp2", "fp32", (4, 4, 8)),
@@ -25,8 +29,10 @@ ROWS: dict[str, tuple[Any, str, tuple[int, int, int]]] = {
     "diloco": ("diloco", "fp32", (8, 8, 32)),
     "zero1, bf16": ("zero1", "bf16", (4, 12, 12)),
     "zero2, bf16": ("zero2", "bf16", (4, 4, 12)),
-    "zero3": (CUT, "fp32", (4, 4, 8)),
+    "zero3": (CUT, "fp32", (4, 4, 12)),
 }
+# Strategies whose activations are traced as rank 0 of a process group that sends nothing.
+CUTS: dict[str, tuple[Any, str]] = {"tp": ("tp", "fp32"), "cp": ("cp", "fp32")}
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +41,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, list[dict[str, Any]]]:
+def told(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("held")
     plans: dict[str, Path] = {}
-    for number, (name, (strategy, precision, _)) in enumerate(ROWS.items()):
+    for number, (name, (strategy, precision, *_)) in enumerate((ROWS | CUTS).items()):
         folder = root / str(number)
         folder.mkdir()
-        batch = {"global_samples": 4, "micro_batch": 1}
+        batch = {"global_samples": 1 if name in CUTS else 4, "micro_batch": 1}
         path = write_config(folder, model, strategy=strategy, precision=precision, batch=batch)
         request = Request(load(path, []), world_size=2)
         plans[name] = claim_run_dir(make_plan(request, on_progress=lambda *_: None), request)[0]
     run_module("tests.distributed.held_worker", list(plans.values()), 2)
-    return {name: [json.loads((plan.parent / f"{rank}.json").read_text()) for rank in (0, 1)] for name, plan in plans.items()}
+    told: dict[str, Any] = {"plans": plans}
+    return told | {name: [json.loads((plan.parent / f"{rank}.json").read_text()) for rank in (0, 1)] for name, plan in plans.items()}
 
 
 def sizes(model: Path) -> dict[str, int]:
@@ -74,3 +81,15 @@ def test_a_step_gives_back_what_it_took(told: dict[str, Any], name: str) -> None
     if name == "ddp":
         # Its buckets, which gradients are views of, stay between steps; when backward starts, all activations are there.
         assert told[name][0]["peaks"]["step"] == told[name][0]["base"] >= sum(told[name][0]["held"])
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str) -> None:
+    """All layers, traced in a child without other ranks, against the first of two real ones: to 2%."""
+    plan = Plan.load(told["plans"][name])
+    config = plan.config
+    known = facts(load_config(plan.model_path, config.model), config.data.max_length)
+    question = tracing.question_of(config, plan.model_path, Layout.of(plan), known)
+    (traced,) = tracing.in_child({**question, "layers": [known.layers]})
+    real = told[name][0]
+    assert traced.peak == pytest.approx(max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02)
