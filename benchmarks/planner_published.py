@@ -125,7 +125,7 @@ def _figures(sections: dict[str, Any], way: dict[str, Any]) -> dict[str, float |
     import yaml
 
     from drumline.config.load import Loaded, load_text
-    from drumline.plan.search import evaluate
+    from drumline.plan.choice.search import evaluate
     from drumline.planning.question import ask
 
     said = yaml.safe_dump({**sections, "data": {**sections["data"], "train": [{"kind": "file", "path": "rows.jsonl"}]}})

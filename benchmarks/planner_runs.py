@@ -161,8 +161,8 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     """By category what the planner says now of a run that has ended, and what was measured in it. The plan speaks of one rank of a
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
+    from drumline.plan.forecast.truth import Measurement, compare
     from drumline.plan.plan import Plan
-    from drumline.plan.truth import Measurement, compare
     from drumline.report.events import read
     from drumline.train.replan import question
     from drumline.train.setup import predict

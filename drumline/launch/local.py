@@ -14,7 +14,7 @@ from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launch.restarts import Restarts
-from drumline.plan.exhausted import Exhausted
+from drumline.plan.choice.exhausted import Exhausted
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
 from drumline.report.tail import Tail

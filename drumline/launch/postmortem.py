@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.exhausted import Exhausted
+from drumline.plan.choice.exhausted import Exhausted
 from drumline.report.redact import redact
 
 # What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.

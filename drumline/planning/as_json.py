@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from drumline.cluster.cluster import Link
-from drumline.plan.advice import Change
-from drumline.plan.guides import disagreements
-from drumline.plan.search import Answer, Candidate, Question, Refused
+from drumline.plan.choice.advice import Change
+from drumline.plan.choice.guides import disagreements
+from drumline.plan.choice.search import Answer, Candidate, Question, Refused
 from drumline.planning.figures import chosen, cost, devices, hours
 
 VERSION = 1

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from drumline.errors import UserError
 from drumline.plan.explain import plan_line
+from drumline.plan.forecast.truth import OFF, Measurement, Row, compare, notes
 from drumline.plan.plan import Plan
-from drumline.plan.truth import OFF, Measurement, Row, compare, notes
 from drumline.report.events import read
 
 TRAIN = "train with this version: drumline train CONFIG.yaml"

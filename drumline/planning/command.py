@@ -10,8 +10,8 @@ from rich.console import Console
 
 from drumline.config.load import Loaded
 from drumline.errors import UserError
-from drumline.plan.advice import nothing_fits, refusal, what_if
-from drumline.plan.search import Answer, Question, search
+from drumline.plan.choice.advice import nothing_fits, refusal, what_if
+from drumline.plan.choice.search import Answer, Question, search
 from drumline.planning import further
 from drumline.planning.as_json import as_json, candidate
 from drumline.planning.asked import FLAGS, Flags, asked

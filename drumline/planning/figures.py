@@ -6,8 +6,8 @@ from typing import Any
 
 from drumline.config.load import differences
 from drumline.config.schema import Config
+from drumline.plan.choice.search import Candidate, Question
 from drumline.plan.explain import flow
-from drumline.plan.search import Candidate, Question
 
 GB = 1e9
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from drumline.config.schema import LoRAConfig
 from drumline.errors import PlanError, UserError
-from drumline.plan.advice import Change, Most, max_batch, max_length
+from drumline.plan.choice.advice import Change, Most, max_batch, max_length
+from drumline.plan.choice.guides import disagreements
+from drumline.plan.choice.search import Answer, Question, search
+from drumline.plan.choice.variants import with_lora
 from drumline.plan.figures import Estimate
-from drumline.plan.guides import disagreements
-from drumline.plan.search import Answer, Question, search
-from drumline.plan.variants import with_lora
 from drumline.planning.as_json import VERSION, candidate
 from drumline.planning.figures import GB, hours
 from drumline.planning.table import number, plain_table, show_headline

@@ -14,8 +14,8 @@ from rich.console import Console
 from drumline.config.load import Loaded, load_text, schema
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import EnvironmentFault, UserError
-from drumline.plan.advice import nothing_fits, refusal
-from drumline.plan.search import Question, search
+from drumline.plan.choice.advice import nothing_fits, refusal
+from drumline.plan.choice.search import Question, search
 from drumline.planning.asked import ADAPTERS, Flags, in_words
 from drumline.planning.question import ask, find_model
 from drumline.planning.written import SCHEMA, file, why

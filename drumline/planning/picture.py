@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import EnvironmentFault, UserError
+from drumline.plan.choice.search import Answer, Candidate
 from drumline.plan.figures import FITS, TIGHT
-from drumline.plan.search import Answer, Candidate
 from drumline.planning.figures import CATEGORIES, GB
 from drumline.planning.table import headline, number
 

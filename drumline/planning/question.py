@@ -15,11 +15,11 @@ from drumline.config.load import Loaded
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.errors import DataError, ModelError
+from drumline.plan.choice.search import Question
 from drumline.plan.cluster import cluster_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.roles import wanted_roles
-from drumline.plan.search import Question
 
 OnProgress = Callable[[str, int, int | None], None]
 

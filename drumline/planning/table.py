@@ -11,8 +11,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from drumline.plan.choice.search import Answer, Candidate, Question
 from drumline.plan.explain import count
-from drumline.plan.search import Answer, Candidate, Question
 from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours, mesh_words
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns

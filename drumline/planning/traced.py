@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from drumline.config.model import ModelConfig
-from drumline.plan.estimate import estimate
-from drumline.plan.search import Answer, Candidate, Refused, in_order, why_not
+from drumline.plan.choice.search import Answer, Candidate, Refused, in_order, why_not
+from drumline.plan.forecast.estimate import estimate
 
 FEW = 3
 OnProgress = Callable[[str, int, int | None], None]

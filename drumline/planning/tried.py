@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from drumline.plan.probe import Factors, Probe
-from drumline.plan.truth import compare
+from drumline.plan.choice.probe import Factors, Probe
+from drumline.plan.forecast.truth import compare
 from drumline.planning.check import remarks, table
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.suggest import nearest
 from drumline.errors import UserError
+from drumline.plan.choice.search import Answer, Candidate, Question
 from drumline.plan.explain import count
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import FITS, TIGHT
 from drumline.plan.layout import Layout
-from drumline.plan.search import Answer, Candidate, Question
 from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours
 from drumline.planning.table import number
 

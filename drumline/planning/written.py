@@ -10,8 +10,8 @@ from typing import Any
 from drumline import __version__
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import write_yaml
+from drumline.plan.choice.search import Answer, Candidate
 from drumline.plan.figures import FITS
-from drumline.plan.search import Answer, Candidate
 from drumline.planning.figures import GB, overrides, whole
 from drumline.planning.table import number
 

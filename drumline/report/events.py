@@ -11,7 +11,7 @@ from typing import Any
 from drumline.report.redact import SECRET as SECRET
 from drumline.report.redact import plain
 
-# Of `measured`: what plan.truth.Measurement describes at more length.
+# Of `measured`: what plan.forecast.truth.Measurement describes at more length.
 MEASURED = {
     "step": "steps done",
     "final": "true: at the end of the run; false: as soon as a step was counted and some were timed",

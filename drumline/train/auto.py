@@ -11,12 +11,12 @@ from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import Machine
 from drumline.cluster.stored import calibration_for
 from drumline.config.schema import Config
-from drumline.plan.auto import choose
+from drumline.plan.choice.auto import choose
+from drumline.plan.choice.search import Question
 from drumline.plan.cluster import cluster_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.resolve import device_of, processes_of
-from drumline.plan.search import Question
 
 
 def settle(

@@ -13,7 +13,7 @@ import torch
 
 from drumline.cluster.detect import detect
 from drumline.errors import DrumlineError
-from drumline.plan.exhausted import Exhausted
+from drumline.plan.choice.exhausted import Exhausted
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
 

@@ -24,8 +24,8 @@ from drumline.dist.reduce import Gather
 from drumline.dist.traffic import Traffic
 from drumline.plan.communication import shares
 from drumline.plan.figures import Estimate
+from drumline.plan.forecast.truth import Measurement, compare, notes
 from drumline.plan.plan import Plan
-from drumline.plan.truth import Measurement, compare, notes
 from drumline.strategies.build import frozen_engines
 from drumline.strategies.engine import Engine
 from drumline.train.host import HostPeak

@@ -17,11 +17,11 @@ from drumline.config.data import FileSource
 from drumline.config.load import Loaded
 from drumline.config.schema import CheckpointConfig, Config, EvalConfig
 from drumline.errors import EnvironmentFault
+from drumline.plan.choice.probe import Probe, again
+from drumline.plan.choice.search import Answer, Candidate
+from drumline.plan.forecast.truth import Measurement
 from drumline.plan.plan import Plan
-from drumline.plan.probe import Probe, again
 from drumline.plan.roles import reference_kind
-from drumline.plan.search import Answer, Candidate
-from drumline.plan.truth import Measurement
 from drumline.report.bars import OnProgress
 from drumline.report.events import read
 
@@ -30,7 +30,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the two `best` candidates take (plan.probe.again). They train on the run's data where
+    """The answer, its estimates corrected by what the two `best` candidates take (plan.choice.probe.again). They train on the run's data where
     these are prepared, else on random words; nothing is evaluated, saved or left on disk.
 
     Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline

@@ -12,16 +12,16 @@ from drumline.config.schema import BatchConfig, Config
 from drumline.config.strategies import AutoStrategy
 from drumline.models import load as models
 from drumline.models.classes import with_classes
-from drumline.plan.advice import nothing_fits
-from drumline.plan.estimate import estimate
-from drumline.plan.exhausted import Exhausted, limit, verdict
+from drumline.plan.choice.advice import nothing_fits
+from drumline.plan.choice.exhausted import Exhausted, limit, verdict
+from drumline.plan.choice.lighter import changed, lighter
+from drumline.plan.choice.search import Candidate, Question, search
 from drumline.plan.explain import size
 from drumline.plan.figures import Estimate
+from drumline.plan.forecast.estimate import estimate
 from drumline.plan.layout import Layout
-from drumline.plan.lighter import changed, lighter
 from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
-from drumline.plan.search import Candidate, Question, search
 from drumline.report.events import EventLog
 from drumline.train.auto import cluster_here
 from drumline.train.labelled import image_side

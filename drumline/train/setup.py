@@ -22,9 +22,9 @@ from drumline.models import load as models
 from drumline.models.classes import LM, with_classes
 from drumline.models.package import resolve as resolve_model
 from drumline.models.vision import Vision, find_vision
-from drumline.plan.estimate import estimate
 from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.estimate import estimate
 from drumline.plan.layout import Layout
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve

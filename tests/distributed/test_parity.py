@@ -15,9 +15,9 @@ import pytest
 from drumline.bench.difference import difference
 from drumline.config.load import load
 from drumline.models import load as models
+from drumline.plan.forecast.traffic import traffic
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
-from drumline.plan.traffic import traffic
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans

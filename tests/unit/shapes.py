@@ -7,9 +7,9 @@ from typing import Any
 
 from drumline.cluster.detect import Machine
 from drumline.config.schema import Adapter, Config, LoRAConfig, NoAdapter
+from drumline.plan.choice.search import Question
 from drumline.plan.cluster import cluster_of
 from drumline.plan.facts import ModelFacts
-from drumline.plan.search import Question
 
 # layers, hidden, heads, heads of keys and values, intermediate, vocabulary, tied
 SHAPES = {

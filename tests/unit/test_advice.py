@@ -9,11 +9,11 @@ import pytest
 from drumline.config import strategies as s
 from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import PlanError
-from drumline.plan.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
-from drumline.plan.auto import choose
-from drumline.plan.guides import GUIDES, chosen_by, disagreements
-from drumline.plan.search import Question, fits, search, ways_of
-from drumline.plan.variants import with_length, with_lora
+from drumline.plan.choice.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
+from drumline.plan.choice.auto import choose
+from drumline.plan.choice.guides import GUIDES, chosen_by, disagreements
+from drumline.plan.choice.search import Question, fits, search, ways_of
+from drumline.plan.choice.variants import with_length, with_lora
 from tests.unit.shapes import facts, laid, question
 
 BATCH = {"global_samples": 64}

@@ -11,9 +11,9 @@ import torch
 from drumline.cluster.detect import Groups
 from drumline.config.schema import Config
 from drumline.launch.postmortem import RankEnd, exhausted
-from drumline.plan.exhausted import Exhausted, correction, limit, verdict, wrong
+from drumline.plan.choice.exhausted import Exhausted, correction, limit, verdict, wrong
+from drumline.plan.choice.lighter import changed
 from drumline.plan.figures import Memory
-from drumline.plan.lighter import changed
 from drumline.train.exhausted import doing, is_out_of_memory, said_by_cuda
 
 GiB = 2**30

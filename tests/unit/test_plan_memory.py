@@ -14,14 +14,14 @@ from drumline.cluster.cluster import Cluster, DeviceSpec, Link
 from drumline.config.schema import Config
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Memory
-from drumline.plan.host import host_memory
+from drumline.plan.forecast.host import host_memory
+from drumline.plan.forecast.memory import flying, memory
+from drumline.plan.forecast.states import Part, held, part
 from drumline.plan.layout import Layout
-from drumline.plan.memory import flying, memory
 from drumline.plan.mesh import resolve_mesh
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import data_parallel_of, engine_of
 from drumline.plan.stages import plan_pipeline
-from drumline.plan.states import Part, held, part
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8

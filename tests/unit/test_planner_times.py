@@ -17,13 +17,13 @@ from drumline.config.schema import Config
 from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Seconds
+from drumline.plan.forecast.times import seconds
+from drumline.plan.forecast.traffic import flows, traffic
 from drumline.plan.layout import Layout
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan
 from drumline.plan.resolve import data_parallel_of, engine_of
 from drumline.plan.stages import bubble, plan_pipeline
-from drumline.plan.times import seconds
-from drumline.plan.traffic import flows, traffic
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from planner_published import ROWS, Published, predicted  # type: ignore[import-not-found,unused-ignore]

@@ -19,7 +19,7 @@ import yaml
 
 from drumline.cli import main
 from drumline.config.load import load
-from drumline.plan.search import Answer, search
+from drumline.plan.choice.search import Answer, search
 from drumline.planning.asked import Flags, asked
 from drumline.planning.figures import CATEGORIES
 from drumline.planning.question import ask

@@ -9,11 +9,11 @@ import pytest
 
 from drumline.config import strategies as s
 from drumline.config.load import load_text
+from drumline.plan.choice.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, look_at, search, ways_of
+from drumline.plan.choice.ways import describe, ways
 from drumline.plan.figures import TIGHT
 from drumline.plan.plan import RolePlan
 from drumline.plan.roles import wanted_roles
-from drumline.plan.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, look_at, search, ways_of
-from drumline.plan.ways import describe, ways
 from tests.unit.shapes import facts, question
 
 BATCH = {"global_samples": 64}

@@ -18,8 +18,8 @@ from drumline.config.strategies import SingleStrategy
 from drumline.dist.live import LiveBytes
 from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.memory import memory
 from drumline.plan.layout import Layout
-from drumline.plan.memory import memory
 from drumline.plan.plan import Plan
 from drumline.strategies.build import build_engine
 from drumline.tracing import trace as tracing

@@ -11,8 +11,8 @@ import pytest
 
 from drumline.errors import UserError
 from drumline.plan.figures import Estimate, HostMemory, Memory, Seconds, Traffic
+from drumline.plan.forecast.truth import Measurement, Row, compare, notes
 from drumline.plan.plan import Plan, Predicted
-from drumline.plan.truth import Measurement, Row, compare, notes
 from drumline.planning.check import check
 from drumline.report.events import EventLog
 from drumline.train.host import HostPeak

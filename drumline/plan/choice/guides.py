@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from drumline.config import strategies as s
+from drumline.plan.choice.search import TIE, Answer, Candidate, Question, Refused, look_at
+from drumline.plan.choice.ways import describe
 from drumline.plan.explain import count
-from drumline.plan.search import TIE, Answer, Candidate, Question, Refused, look_at
-from drumline.plan.ways import describe
 
 BILLION = 1_000_000_000
 Asks = Callable[[Question], bool]

@@ -22,9 +22,9 @@ from drumline.config.strategies import (
     Zero3Strategy,
 )
 from drumline.errors import PlanError
+from drumline.plan.choice.search import Candidate, Question, evaluate
 from drumline.plan.explain import flow
 from drumline.plan.plan import Plan
-from drumline.plan.search import Candidate, Question, evaluate
 
 HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
 CHUNKED = PretrainConfig | SFTConfig | DPOConfig

@@ -11,10 +11,10 @@ from drumline.config import strategies as s
 from drumline.config.algorithms import ROLLOUT, DPOConfig
 from drumline.config.model import Head
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.sent import WIDTH, Held, Sent
+from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
 from drumline.plan.rule import cp_method
-from drumline.plan.sent import WIDTH, Held, Sent
-from drumline.plan.states import shards_of
 
 TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 

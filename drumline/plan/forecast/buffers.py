@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.config import strategies as s
-from drumline.plan.activations import kind_of
 from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
+from drumline.plan.forecast.activations import kind_of
+from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, shards_of
+from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
-from drumline.plan.states import Part, Sizes, ends, held, largest_block, shards_of
 from drumline.plan.zero import MOST_IN_A_BUCKET
-from drumline.plan.zero_states import FULL, LOW, flattened, offloads
 
 MIB = 2**20
 PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size, entries

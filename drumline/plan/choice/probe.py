@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from drumline.plan.figures import Estimate
+from drumline.plan.forecast.truth import Measurement, compare
 from drumline.plan.frozen import Frozen
-from drumline.plan.truth import Measurement, compare
 
 if TYPE_CHECKING:
-    from drumline.plan.search import Answer
+    from drumline.plan.choice.search import Answer
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -94,7 +94,7 @@ def corrected(estimate: Estimate, by: Factors) -> Estimate:
 def again(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     """The answer with every estimate corrected (of a candidate that was tried by its own factors, of the others by the mean of these) and
     ranked anew; what does not fit any more is refused, and what fits now is not. One that failed is refused."""
-    from drumline.plan.search import Candidate, Refused, in_order, why_not
+    from drumline.plan.choice.search import Candidate, Refused, in_order, why_not
 
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())

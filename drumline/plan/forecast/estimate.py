@@ -9,11 +9,11 @@ from __future__ import annotations
 from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, Estimate
-from drumline.plan.host import host_memory
+from drumline.plan.forecast.host import host_memory
+from drumline.plan.forecast.memory import memory
+from drumline.plan.forecast.times import seconds
+from drumline.plan.forecast.traffic import flows
 from drumline.plan.layout import Layout
-from drumline.plan.memory import memory
-from drumline.plan.times import seconds
-from drumline.plan.traffic import flows
 
 
 def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.forecast.states import State, slots
 from drumline.plan.layout import Layout
-from drumline.plan.states import State, slots
 from drumline.plan.zero import STAGES
 
 FULL, LOW = 4, 2  # bytes of an entry

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from drumline.config.algorithms import ROLLOUT, VLLMGenerator
 from drumline.config.schema import MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
-from drumline.plan.activations import block_of, formula
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.activations import block_of, formula
+from drumline.plan.forecast.states import held, native_state, part_of, shards_of
+from drumline.plan.forecast.zero_states import FULL, LOW, zero_state
 from drumline.plan.layout import Layout
 from drumline.plan.plan import PipelinePlan, RolePlan
 from drumline.plan.roles import reference_kind
-from drumline.plan.states import held, native_state, part_of, shards_of
-from drumline.plan.zero_states import FULL, LOW, zero_state
 
 
 @dataclass(frozen=True)

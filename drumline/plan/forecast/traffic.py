@@ -7,12 +7,12 @@ from drumline.config.model import Head
 from drumline.plan.communication import averages, compresses
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Traffic
+from drumline.plan.forecast.sent import Sent, held, tp_ranks
+from drumline.plan.forecast.sent_data import averaged, batch_norms, ddp, fsdp2, norm, together
+from drumline.plan.forecast.sent_model import context, pipeline, tensor
+from drumline.plan.forecast.sent_zero import zero
+from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
-from drumline.plan.sent import Sent, held, tp_ranks
-from drumline.plan.sent_data import averaged, batch_norms, ddp, fsdp2, norm, together
-from drumline.plan.sent_model import context, pipeline, tensor
-from drumline.plan.sent_zero import zero
-from drumline.plan.states import shards_of
 
 
 def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traffic:

@@ -14,11 +14,11 @@ from functools import lru_cache
 from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Seconds
+from drumline.plan.forecast.sent import WIDTH, Flow, Sent
+from drumline.plan.forecast.times_host import offload_seconds, optimizer_seconds
+from drumline.plan.forecast.times_rollout import rollout_seconds, scoring_flops
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Flow, Sent
 from drumline.plan.stages import bubble, stage_cost
-from drumline.plan.times_host import offload_seconds, optimizer_seconds
-from drumline.plan.times_rollout import rollout_seconds, scoring_flops
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in

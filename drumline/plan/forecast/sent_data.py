@@ -7,9 +7,9 @@ from typing import Any
 
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.forecast.sent import WIDTH, Beside, Held, Sent, weights_of
+from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Beside, Held, Sent, weights_of
-from drumline.plan.states import shards_of
 
 BLOCK = 256  # of strategies.compress.Int8
 CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local, bytes of strategies.spread

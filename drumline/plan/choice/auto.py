@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from drumline.config.schema import Config
 from drumline.config.strategies import AutoStrategy
-from drumline.plan.advice import nothing_fits, refusal
 from drumline.plan.batch import resolve_batch, row_tokens
-from drumline.plan.guides import GUIDES, chosen_by
-from drumline.plan.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
+from drumline.plan.choice.advice import nothing_fits, refusal
+from drumline.plan.choice.guides import GUIDES, chosen_by
+from drumline.plan.choice.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
+from drumline.plan.choice.ways import describe
 from drumline.plan.stages import in_flight
-from drumline.plan.ways import describe
 
 
 def choose(question: Question) -> tuple[Config, str | None]:

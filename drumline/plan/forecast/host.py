@@ -6,10 +6,10 @@ from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
+from drumline.plan.forecast.memory import memory, state_of
+from drumline.plan.forecast.states import State, part_of
+from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
-from drumline.plan.memory import memory, state_of
-from drumline.plan.states import State, part_of
-from drumline.plan.zero_states import FULL, LOW, flattened, offloads
 
 MIB = 2**20
 PROCESS = (

@@ -19,8 +19,8 @@ from typing import Any
 
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.forecast.sent import WIDTH, Beside, Sent, weights_of
 from drumline.plan.layout import Layout
-from drumline.plan.sent import WIDTH, Beside, Sent, weights_of
 from drumline.plan.zero import user_config
 
 PERSISTENT, REUSE, LIVE, BUCKET = 100_000, 10**9, 10**9, 5 * 10**8  # DeepSpeed's defaults: entries

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from drumline.config.schema import LoRAConfig
 from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.states import PACKED
+from drumline.plan.forecast.states import PACKED
 
 LINEAR = "Linear"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from drumline.config.schema import BatchConfig, LoRAConfig
 from drumline.errors import PlanError
+from drumline.plan.choice.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
+from drumline.plan.choice.variants import with_length, with_lora
+from drumline.plan.choice.ways import Way
 from drumline.plan.cluster import with_nodes
-from drumline.plan.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
-from drumline.plan.variants import with_length, with_lora
-from drumline.plan.ways import Way
 
 STEP = 64  # tokens that lengths are told in
 SHORT = 512  # tokens; no shorter row is advised

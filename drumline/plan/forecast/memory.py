@@ -15,14 +15,14 @@ from typing import Literal
 
 from drumline.cluster.cluster import Cluster
 from drumline.config.algorithms import ClassifyConfig, RewardModelConfig
-from drumline.plan.activations import formula, head_bytes, kind_of, tower_bytes
-from drumline.plan.buffers import Buffers, buffers_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, Memory
+from drumline.plan.forecast.activations import formula, head_bytes, kind_of, tower_bytes
+from drumline.plan.forecast.buffers import Buffers, buffers_of
+from drumline.plan.forecast.others import others_of
+from drumline.plan.forecast.states import Part, State, end_weights, native_state, part, part_of
+from drumline.plan.forecast.zero_states import FULL, zero_state
 from drumline.plan.layout import Layout
-from drumline.plan.others import others_of
-from drumline.plan.states import Part, State, end_weights, native_state, part, part_of
-from drumline.plan.zero_states import FULL, zero_state
 
 GIB = 2**30
 CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (reference/planner.md, Method 4)

@@ -6,8 +6,8 @@ from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
 from drumline.config.schema import OptimizerConfig
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
-from drumline.plan.states import shards_of
 
 # A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share; an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
 HOST_BANDWIDTH = 204.8e9
