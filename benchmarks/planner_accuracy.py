@@ -48,6 +48,10 @@ def main() -> None:
         report["published"] = [published(row) for row in ROWS]
     if "cpu" in parts:
         chosen = [run for run in RUNS if options.runs in run.name]
+        if options.kept:
+            report["kept"] = (
+                "what was measured may be of earlier calls with the same folder, on a machine busy with other work; predictions are of now"
+            )
         report["cpu"] = []
         print("  ".join(["run".ljust(34), *(name.rjust(12) for name in SHOWN)]))
         with tempfile.TemporaryDirectory() as folder:

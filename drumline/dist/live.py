@@ -36,6 +36,9 @@ class LiveBytes(TorchDispatchMode):
     `current`: bytes that live now. `base`: those that lived when it was entered first. `peak`: the most there have been at once, after
     any operator, in `phase_of_peak`; `peaks`: the same of each phase. `phase`: set it to `clip` or `step`; None leaves it to autograd
     (`backward` inside of its engine, recomputation included, else `forward`).
+
+    While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a tensor of its own, and otherwise in
+    place: where backward's end is the peak, a tied embedding is seen with one gradient more than a run without the mode has.
     """
 
     def __init__(self, device: str = "cpu", fake: bool = False, rounds: int = 1) -> None:

@@ -122,6 +122,7 @@ PHASES = {
     "end": "backward's end: all gradients are there",
     "clip": "the norm of all gradients",
     "step": "the optimizer's update",
+    "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
     "rollout": "sampling from the policy",
 }
 

@@ -30,8 +30,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the two `best` candidates take (plan.choice.probe.again). They train on the run's data where
-    these are prepared, else on random words; nothing is evaluated, saved or left on disk.
+    """The answer, its estimates corrected by what the two `best` candidates take (plan.choice.probe.again). They train on the run's
+    data where these are prepared, else on random words; nothing is evaluated, saved or left on disk.
 
     Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline
     train` would raise before it starts.

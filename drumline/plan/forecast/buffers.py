@@ -31,8 +31,10 @@ class Buffers:
     block: float = 0.0  # besides, while a block runs forward
     begun: float = 0.0  # from backward's begin to its end
     backward: float = 0.0  # besides, while a block runs backward
+    second: float = 0.0  # more than that from the second block on, when what the first one saved is gone
     last: float = 0.0  # at the end of backward
     step: float = 0.0
+    average: float = 0.0  # behind backward, while gradients are averaged without DDP
 
 
 def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None = None) -> Buffers:
@@ -56,7 +58,7 @@ def stepping(layout: Layout, here: Sizes) -> float:
 def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
-    gradients, always, last, step = FULL * here.learned, 0.0, 0.0, stepping(layout, here)
+    gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
     low = kind_of(layout) == "autocast"
     linear = held(facts, Part(mine.stages, False, False), layout.mesh.tp)
@@ -70,10 +72,9 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     averaged = layout.data_parallel == "ddp" and (layout.mesh.tp > 1 or layout.engine == "pipeline")
     if averaged and layout.mesh.data_ranks * layout.mesh.cp > 1:
         bucket = (strategy.bucket_cap_mb if isinstance(strategy, s.DDPStrategy) else 25.0) * MIB
-        last = min(gradients, 2 * max(bucket, FULL * here.largest))
+        average = min(gradients, 2 * max(bucket, FULL * here.largest))
     if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
         last = 2 * gradients  # the first GPU adds up those of the others
-    # What comes in where a gradient is there already is a tensor of its own until it is added.
     forward, through = (copies, 0) if recomputes else (0, copies)
     if kept is not None and kept.copies is not None:
         blocks = mine.blocks if layout.pipeline else facts.layers
@@ -83,7 +84,7 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
         through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
     # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo
     # take no more than gradients did, which are gone by then.
-    return Buffers(always, forward, through, 0.0, 0.0, backward + FULL * here.largest, last, step)
+    return Buffers(always, forward, through, 0.0, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
 
 
 def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
@@ -107,15 +108,15 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
     several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
     unreduced = reduced * whole.learned if waits and several else 0
-    # Unsharded gradients, what they are put into to be reduced, that of the block before, which is still on its way, and the result.
-    reduction = (width + 2 * reduced) * block.learned + FULL * math.ceil(block.learned / shards)
+    # Unsharded gradients; what those of the block before were put into to be reduced, which is still on its way, and the result.
+    reduction, second = float(width * block.learned), float(reduced * block.learned + FULL * math.ceil(block.learned / shards))
     if unreduced:
-        reduction += width * block.learned
+        reduction, second = (width + 2 * reduced + width) * block.learned + FULL * math.ceil(block.learned / shards), 0.0
     last = gathered + (width + reduced) * root.learned
     offloaded = options.offload == "cpu" and layout.device == "cuda"
     copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
     step = stepping(layout, held(facts, mine, tp, shards)) if not offloaded else 0.0
-    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, begun, returning + reduction, last - gathered, step)
+    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, begun, returning + reduction, second, last - gathered, step)
 
 
 def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
@@ -135,7 +136,7 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
         gathered = width * min(everything, alive + ahead + largest) - width * min(everything, cut.persistent)
         staged = FULL * cut.pieces if optimizer == "none" and low else 0
         reduced = width * min(bucket, cut.learned)
-        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, 0.0, reduced, reduced, staged)
+        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
     # A bucket in the type of the gradients, and in fp32 what is sent of it.
     bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
     taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * (2 if own.get("overlap_comm") else 1)
@@ -150,7 +151,7 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     if strategy.kind == "zero1" and not bf16_1 and layout.batch.accumulation > 1:
         always += FULL * cut.learned
     full = bucket < cut.learned  # then it is sent before the end, too
-    return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), sent + accumulated, flat)
+    return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)
 
 
 def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:

@@ -37,6 +37,7 @@ NAMES: dict[str, Literal["forward", "loss", "backward", "clip", "step", "rollout
     "head": "backward",
     "blocks": "backward",
     "end": "backward",
+    "average": "backward",
     "clip": "clip",
     "step": "step",
     "rollout": "rollout",
@@ -127,6 +128,7 @@ def _phases(
         saved = images * (0.5 if layout.precision != "fp32" else 1.0)
         running = returning = saved / max(1, blocks)
         ends = head = tail = left = 0.0
+        in_flight, number = 0.0, 1
     else:
         in_flight, number = flying(layout, rank, blocks)
         saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
@@ -136,17 +138,25 @@ def _phases(
         ends = tokens * kept.saved_ends
         head, tail, left = _head(layout, facts, mine, tokens, kept)
     every, there = state.gradients, _early(layout, state)
+    if layout.pipeline and number == layout.batch.accumulation > 1:
+        # All are forward before the first is backward: once a gradient is there, one of them is gone.
+        there = max(0, every - math.ceil(tokens * kept.saved_block * in_flight / number))
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
     norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
     embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
     one = tokens * kept.saved_block
+    first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
+    second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
     return {
         "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
         "loss": Phase(there, saved + ends, head, through + buffers.forward),
         "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
-        "blocks": Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward),
-        "end": Phase(every, one + returning, 0.0, through + buffers.begun + max(buffers.backward, buffers.last, embedding)),
+        "blocks": max(first, second, key=lambda phase: phase.total),
+        "end": Phase(
+            every, one + returning, 0.0, through + buffers.begun + max(buffers.backward + buffers.second, buffers.last, embedding)
+        ),
+        "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
         "clip": Phase(every, 0.0, 0.0, buffers.always),
         "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
     }
