@@ -49,12 +49,12 @@ def slug(row: Row, case: Case) -> str:
 
 def wanted(session: pytest.Session) -> dict[Case, list[Row]]:
     """The rows that the chosen tests of this file look at, and the reference: `-k "tp 2"` trains nothing else."""
-    chosen = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES} if any(not hasattr(item, "callspec") for item in chosen) else {}
-    for item in chosen:
+    tests = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
+    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES} if any(not hasattr(item, "callspec") for item in tests) else {}
+    for item in tests:
         if hasattr(item, "callspec"):
             rows.setdefault(item.callspec.params.get("case", LOW_CASE), [REFERENCE]).append(item.callspec.params["row"])
-    return rows
+    return {case: list(dict.fromkeys(chosen)) for case, chosen in rows.items()}  # two tests may look at one run
 
 
 @pytest.fixture(scope="module")
