@@ -19,6 +19,8 @@ from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
 
 T = TypeVar("T")
+# What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
+LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 logger = logging.getLogger(__name__)
 
 
@@ -231,6 +233,7 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
         flops_per_image_token=tower_flops(model) if tower else 0.0,
         block_weights=block_weights,
         end_weights=end_weights,
+        changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
         buffer_bytes=buffer_bytes(model),
     )
 

@@ -3,7 +3,6 @@ and models besides the policy against real engines. Peaks and states of real run
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +147,8 @@ def test_what_makes_a_run_larger_or_smaller() -> None:
     plain = of({"kind": "ddp"}, micro=8, length=512, algorithm={"kind": "sft", "loss_chunk": 0})
     assert plain.logits == 12 * 8 * 512 * V + 4 * V * H and plain.phase == "backward"
     assert of({"kind": "ddp"}, micro=8, length=512).peak < plain.peak
+    capped = of({"kind": "ddp"}, facts=replace(FACTS, changes_logits=True), micro=8, length=512)
+    assert capped.logits == plain.logits, "what caps its logits makes them whole"
     offloaded = of({"kind": "fsdp2", "offload": "cpu"}, micro=8, length=512)
     assert offloaded.parameters == offloaded.optimizer == 0 and offloaded.peak < base.peak
     assert of({"kind": "tp"}, micro=8, length=512).peak < of({"kind": "ddp"}, micro=8, length=512).peak
@@ -195,16 +196,6 @@ def test_host_memory() -> None:
     assert offloaded.train - native.train == pytest.approx(16 * FACTS.parameters, rel=1e-3)
     at_once = host_memory(layout({"kind": "fsdp2"}, 8, checkpoint={"asynchronous": False}), FACTS, CLUSTER)
     assert native.save - at_once.save == pytest.approx(12 * FACTS.parameters, rel=1e-3)
-
-
-def test_it_is_quick_enough_for_a_search() -> None:
-    """Thousands of candidates a second; far below it even on a busy machine."""
-    layouts = [layout({"kind": "fsdp2"}, 8, micro=micro) for micro in (1, 2, 4)]
-    began = time.perf_counter()
-    for _ in range(100):
-        for candidate in layouts:
-            memory(candidate, FACTS, CLUSTER)
-    assert time.perf_counter() - began < 300 * 0.005
 
 
 ROLES: dict[str, dict[str, Any]] = {

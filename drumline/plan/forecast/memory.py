@@ -179,7 +179,7 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
         return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
     if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
         return 0.0, 0.0, 0.0
-    chunk = int(getattr(algorithm, "loss_chunk", 0))
+    chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:
         chunk = chunk or math.ceil(tokens)
     return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.learned for w in head))
