@@ -205,6 +205,6 @@ def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any)
     made.sampler.temperature = None  # type: ignore[assignment]
     with pytest.raises(DrumlineError, match="continuous batching failed: unsupported operand"):
         made.generate(prompts(), 0)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
     assert len(continuous(model, batch=1).generate(prompts()[:2], 0)) == 2
     assert continuous(model).generate([], 0) == []

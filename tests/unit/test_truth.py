@@ -164,7 +164,7 @@ def test_the_peak_of_each_phase_is_its_own() -> None:
     del block
     host.end("train")
     host.end("save")
-    assert host.bytes_["train"] == with_block
+    assert with_block <= host.bytes_["train"] < with_block + 16 * 2**20  # other threads of this process take a little, too
     assert host.bytes_["save"] <= with_block - 32 * 2**20
 
 
