@@ -25,8 +25,13 @@ from tests.distributed.rows import CASES, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, R
 from tests.harness import events, write_config
 from tests.tiny import tiny_model_dir
 
-# Under tensor parallelism it depends on how long a batch's longest row is: see test_planner_traffic.
-COUNTED = [(row, case) for row, case in PAIRS if case.name == "packed" and row.world_size > 1 and "tp 2" not in row.name]
+# Under tensor parallelism it depends on how long a batch's longest row is, and ZeRO 3 gathers more where one process has had several
+# engines, as here: see test_planner_traffic.
+COUNTED = [
+    (row, case)
+    for row, case in PAIRS
+    if case.name == "packed" and row.world_size > 1 and "tp 2" not in row.name and not row.name.startswith("zero3")
+]
 # In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 38 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 39) / 2}
 # Plans that one process group trains in a row.
