@@ -55,8 +55,8 @@ def plan_line(plan: Plan) -> str:
         f"{plan.steps if plan.steps is not None else '?'} steps",
         f"lr {plan.lr:g} {plan.config.schedule.kind}",
     ]
-    if predicted.state_bytes_per_rank:
-        parts.append(f"weights+gradients+moments {size(predicted.state_bytes_per_rank)} a rank")
+    if estimate := predicted.estimate:
+        parts.append(f"{size(estimate.memory.reserved)} of {size(estimate.limit)} a rank at its peak")
     return " · ".join(parts)
 
 
@@ -84,8 +84,11 @@ def explain(plan: Plan) -> str:
     if plan.deepspeed:
         rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
     predicted = plan.predicted
-    if predicted.state_bytes_per_rank:
-        rows.append(("state a rank", f"{size(predicted.state_bytes_per_rank)} of weights, gradients and moments"))
+    if estimate := predicted.estimate:
+        memory = estimate.memory
+        states = memory.parameters + memory.gradients + memory.optimizer
+        rows.append(("state a rank", f"{size(states)} of weights, gradients and moments"))
+        rows.append(("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"))
     if predicted.flops_per_token:
         rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
     lines = [f"{name:<14} {value}" for name, value in rows]

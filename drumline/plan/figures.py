@@ -43,6 +43,10 @@ class HostMemory(Frozen):
     train: int
     save: int
 
+    @property
+    def most(self) -> int:
+        return max(self.load, self.train, self.save)
+
 
 class Traffic(Frozen):
     """Bytes that a rank sends in one optimizer step, mean over ranks, by kind of collective; counted as `dist.traffic` counts them."""
@@ -88,9 +92,13 @@ class Estimate(Frozen):
     calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
 
     @property
+    def host_fits(self) -> bool:
+        return self.host_limit is None or self.host.most <= self.host_limit
+
+    @property
     def verdict(self) -> Literal["fits", "tight", "no"]:
         """By the share of the device's memory that is reserved; host memory that does not suffice is a no, too."""
-        if self.host_limit is not None and max(self.host.load, self.host.train, self.host.save) > self.host_limit:
+        if not self.host_fits:
             return "no"
         share = self.memory.reserved / self.limit
         return "fits" if share < FITS else "tight" if share <= TIGHT else "no"

@@ -72,7 +72,6 @@ class Predicted(Frozen):
 
     parameters: int | None = None
     learned: int | None = Field(None, description="Of these, those that learn; the others lie frozen under an adapter.")
-    state_bytes_per_rank: int | None = Field(None, description="Weights, gradients and moments, bytes.")
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
     estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")

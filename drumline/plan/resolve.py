@@ -12,7 +12,7 @@ from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch, row_tokens
-from drumline.plan.communication import communication_why, kept_bytes
+from drumline.plan.communication import communication_why
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
@@ -21,11 +21,6 @@ from drumline.plan.rule import Case, cp_method
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.zero import Decided, adopt, deepspeed_config
-
-# Bytes of training state per parameter: fp32 weight and gradient, and the optimizer's fp32 moments (ZeRO, Rajbhandari et
-# al. 2020, section 3.1, has K=12 with an extra half-precision copy, which autocast makes only for a layer at a time).
-STATE_BYTES = {"adamw": 4 + 4 + 8, "sgd": 4 + 4 + 4}
-FROZEN_BYTES = 4  # fp32
 
 
 def resolve(
@@ -68,10 +63,7 @@ def resolve(
     if config.strategy.kind == "dp":
         why += _dp_why(devices, batch.micro_batch)
     require_samples(config, mesh, data)
-    if data is not None and data.images:
-        mean = data.image_tokens / data.samples_with_images
-        share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
-        why.append(f"{share}, where {mean:.0f} tokens of a sample stand for them on average")
+    why += _images_why(data)
     steps = _steps(config, batch, data, why)
     why += communication_why(config.strategy, world)
     zero = Decided(config, batch, precision, steps, run_dir, facts)
@@ -100,13 +92,13 @@ def resolve(
         looks_ahead=facts is not None and facts.looks_ahead,
         first_position=(facts.first_position or 0) if facts is not None else 0,
         roles=roles,
-        predicted=_predict(config, machine, mesh, device, precision, facts, data, [(roles[n], f) for n, f in role_facts.items()]),
+        predicted=_predict(machine, device, precision, facts, data),
         why=why,
     )
 
 
 def _settled(config: Config, world: int, why: list[str]) -> Config:
-    """Where nobody has searched (see plan.search), auto is the plainest strategy there is."""
+    """Where nobody has searched (see plan.choice.search), auto is the plainest strategy there is."""
     if config.strategy.kind != "auto":
         return config
     strategy = st.SingleStrategy() if world == 1 else st.DDPStrategy()
@@ -160,6 +152,14 @@ def _batch_norm_why(config: Config, batch: BatchPlan, facts: ModelFacts | None) 
         f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a step,"
         " so accumulation is not quite the larger batch"
     ]
+
+
+def _images_why(data: DataPlan | None) -> list[str]:
+    if data is None or not data.images:
+        return []
+    mean = data.image_tokens / data.samples_with_images
+    share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
+    return [f"{share}, where {mean:.0f} tokens of a sample stand for them on average"]
 
 
 def _dp_why(devices: int, micro_batch: int) -> list[str]:
@@ -249,29 +249,14 @@ def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
     return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
 
 
-def _predict(
-    config: Config,
-    machine: Machine,
-    mesh: Mesh,
-    device: str,
-    precision: str,
-    facts: ModelFacts | None,
-    data: DataPlan | None,
-    roles: list[tuple[RolePlan, ModelFacts]],
-) -> Predicted:
+def _predict(machine: Machine, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None) -> Predicted:
     peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
     if facts is None:
         return Predicted(peak_flops_per_device=peak)
-    state_bytes = facts.learned * (STATE_BYTES[config.optimizer.kind] + kept_bytes(config.strategy, mesh.world_size)) + facts.frozen_bytes
-    for role, sizes in roles:
-        state_bytes += sizes.parameters * (STATE_BYTES[config.optimizer.kind] if role.learns else FROZEN_BYTES)
-    # Where weights are sharded at all, ranks that hold parts of the same sequences shard them too.
-    parts = mesh.shard * mesh.tp * mesh.pp * (mesh.cp if config.strategy.kind == "fsdp2" else 1)
     image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
     return Predicted(
         parameters=facts.parameters,
         learned=facts.learned,
-        state_bytes_per_rank=math.ceil(state_bytes / parts),
         flops_per_token=facts.flops_per_token + facts.flops_per_image_token * image_share,
         peak_flops_per_device=peak,
     )

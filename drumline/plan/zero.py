@@ -30,8 +30,10 @@ ZEROPP = {
     "quantized_gradients": "zero_quantized_gradients",
     "hierarchical_partition": "zero_hpz_partition_size",
 }
-MOST_IN_A_BUCKET = 500_000_000  # elements; DeepSpeed's own default
-MOST_IN_A_BUFFER = 100_000_000  # elements of a weight on its way from the disk; the same
+# DeepSpeed's own defaults, in entries: what is reduced at once, of a weight on its way from the disk, weights that stay whole once they
+# were gathered, those gathered ahead, those that may be whole at once and how far apart two uses of one may be.
+MOST_IN_A_BUCKET, MOST_IN_A_BUFFER = 500_000_000, 100_000_000
+PERSISTENT, PREFETCHED, LIVE, REUSE = 100_000, 50_000_000, 1_000_000_000, 1_000_000_000
 # DeepSpeed's features that would change what a step computes, or that Drumline does itself: path → the only value that goes.
 NEUTRAL: dict[str, Any] = {
     "amp.enabled": False,

@@ -68,7 +68,7 @@ def show_host(answer: Answer, console: Console) -> None:
 
 
 def _most_host(estimate: Estimate) -> float:
-    return max(estimate.host.load, estimate.host.train, estimate.host.save) / GB
+    return estimate.host.most / GB
 
 
 # ------------------------------------------------------------------------------------------------------------------ most

@@ -6,7 +6,6 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -16,6 +15,7 @@ from drumline.errors import DrumlineError
 from drumline.plan.choice.exhausted import Exhausted
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
+from drumline.train.host import process_bytes
 
 # Words of errors that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
 WORDS = (
@@ -124,13 +124,3 @@ def said_by_cuda(message: str) -> dict[str, int]:
         known["reserved"] = values["allocated"] + values["idle"]
         known["room"] = min(known["reserved"] + values.get("free", 0), values.get("allowed", 2**62))
     return known
-
-
-def process_bytes() -> dict[str, int]:
-    """Counts of this process by the kernel (Linux's /proc/self/status): VmSize, VmData, VmRSS, VmHWM (the largest VmRSS so far)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {
-        name: int(rest.split()[0]) * 1024
-        for name, _, rest in (line.partition(":") for line in lines)
-        if name in ("VmSize", "VmData", "VmRSS", "VmHWM")
-    }

@@ -1,11 +1,25 @@
-"""The largest resident set of this process, phase by phase."""
+"""Host memory of this process: the kernel's counts, and the largest resident set phase by phase."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # proc(5): "reset the peak resident set size to the process's current resident set size value"
+COUNTS = ("VmSize", "VmData", "VmRSS", "VmHWM")
+
+
+def process_bytes() -> dict[str, int]:
+    """VmSize, VmData, VmRSS and VmHWM (the largest VmRSS so far), in bytes. Where there is no /proc, what psutil knows instead."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        now = psutil.Process().memory_info()
+        return {"VmSize": now.vms, "VmData": now.vms, "VmRSS": now.rss, "VmHWM": now.rss}
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) * 1024 for name in COUNTS}
 
 
 class HostPeak:
@@ -22,19 +36,10 @@ class HostPeak:
 
 
 def _take_peak() -> int:
-    """Bytes: the peak since the last call where Linux lets it be set back; else the peak so far, or what is resident now."""
-    try:
-        fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    except OSError:
-        import psutil
-
-        return psutil.Process().memory_info().rss
+    """Bytes: the peak since the last call where Linux lets it be set back; else what is resident now."""
+    counts = process_bytes()
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError:
-        return _bytes(fields["VmRSS"])  # the peak would be that of all phases
-    return _bytes(fields["VmHWM"])
-
-
-def _bytes(field: str) -> int:
-    return int(field.split()[0]) * 1024
+        return counts["VmRSS"]  # the peak would be that of all phases
+    return counts["VmHWM"]

@@ -67,14 +67,12 @@ def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) 
     return resolve(said, world_size=world_size, roles=roles, role_facts=sizes, **told)
 
 
-def test_a_role_of_another_size_is_cut_by_its_own_layers_and_counted(tmp_path: Path) -> None:
+def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
     plan = planned(tmp_path, "pp", {"kind": "dpo"})
     assert plan.pipeline is not None and [stop for _, stop in plan.pipeline.layers] == [1, 2]
     role = plan.of_role("reference")
     assert role.pipeline is not None and [stop for _, stop in role.pipeline.layers] == [3, 6]
     assert role.model_path == str(tmp_path / "other") and role.config.model.id == role.model_path
-    alone = plan.predicted.learned
-    assert alone and plan.predicted.state_bytes_per_rank and plan.predicted.state_bytes_per_rank > 16 * alone / 2 + 4 * alone / 2
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("zero1", "none"), ("zero2", "none"), ("zero3", "fsdp2")])

@@ -13,7 +13,6 @@ from drumline.config.algorithms import DPOConfig, PretrainConfig, SFTConfig
 from drumline.config.schema import BatchConfig, Config
 from drumline.config.strategies import (
     AnyStrategy,
-    AutoStrategy,
     DDPStrategy,
     FSDP2Strategy,
     Offload,
@@ -41,7 +40,7 @@ def lighter(question: Question, plan: Plan, limit: int, below: int, said: Config
             continue
         found.append((changes, candidate))
     leanest = min((c for _, c in found), key=lambda c: c.estimate.memory.reserved, default=None)
-    fitting = [(n, c) for n, c in found if c.estimate.memory.peak < below and c.estimate.memory.reserved <= limit and _host(c)]
+    fitting = [(n, c) for n, c in found if c.estimate.memory.peak < below and c.estimate.memory.reserved <= limit and c.estimate.host_fits]
     fitting.sort(key=lambda f: (f[0], f[1].estimate.seconds.total, -f[1].estimate.memory.peak))
     return [candidate for _, candidate in fitting], leanest
 
@@ -61,11 +60,6 @@ def changed(old: Config, new: Config) -> str:
             kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
             said.append(f"{section}: {flow({**kind, **keys})}")
     return ", ".join(said)
-
-
-def _host(candidate: Candidate) -> bool:
-    host = candidate.estimate.host
-    return candidate.estimate.host_limit is None or max(host.load, host.train, host.save) <= candidate.estimate.host_limit
 
 
 def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
@@ -99,8 +93,6 @@ def _spreads(plan: Plan) -> list[tuple[int, AnyStrategy]]:
     """(how much changes, strategy): the plan's own first, then those that keep less on each rank."""
     strategy = plan.config.strategy
     own: list[tuple[int, AnyStrategy]] = [(0, strategy)]
-    if isinstance(strategy, AutoStrategy):
-        strategy = DDPStrategy()
     several = plan.mesh.data_ranks * plan.mesh.cp > 1
     if isinstance(strategy, DDPStrategy) and several and strategy.compression.kind == "none":
         sharded = FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})

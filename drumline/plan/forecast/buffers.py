@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from drumline.config import strategies as s
 from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
+from drumline.plan.forecast.sent import weights_of
 from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
-from drumline.plan.zero import MOST_IN_A_BUCKET
+from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
 
 MIB = 2**20
-PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size, entries
-LIVE = 1_000_000_000  # stage3_max_live_parameters and _max_reuse_distance: what ZeRO 3 gathers stays so long, up to so many entries
 
 
 @dataclass(frozen=True)
@@ -125,21 +123,24 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     assert isinstance(strategy, s.ZeroStrategy)
     cut, low = flattened(facts, ranks), layout.precision != "fp32"
     width = LOW if low else FULL
-    own = _own(strategy)
-    bucket = int(own.get("reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
+    own = user_config(strategy, facts)
+    bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
     optimizer, _ = offloads(layout)
     if strategy.kind == "zero3":
         everything = cut.learned + cut.still
-        alive = int(own.get("stage3_max_live_parameters", LIVE))
-        ahead = int(own.get("stage3_prefetch_bucket_size", PREFETCHED))
+        alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
+        ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", PREFETCHED))
+        small = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
+        whole = sum(number * weight.numel for weight, number in weights_of(facts) if weight.numel <= small)
         largest = largest_block(facts, Part(((0, len(facts.block_weights)),))).entries
-        gathered = width * min(everything, alive + ahead + largest) - width * min(everything, cut.persistent)
+        gathered = width * (min(everything, alive + ahead + largest) - min(everything, whole))
         staged = FULL * cut.pieces if optimizer == "none" and low else 0
         reduced = width * min(bucket, cut.learned)
-        return Buffers(FULL * bucket + width * cut.persistent, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
+        return Buffers(FULL * bucket + width * whole, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
     # A bucket in the type of the gradients, and in fp32 what is sent of it.
     bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
-    taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * (2 if own.get("overlap_comm") else 1)
+    buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
+    taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * buckets
     sent = FULL * min(bucket, cut.learned) if low or bf16_1 else 0
     always = width * cut.largest if optimizer != "none" and layout.device == "cuda" else 0
     if optimizer != "none" and layout.device == "cpu":
@@ -152,10 +153,3 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
         always += FULL * cut.learned
     full = bucket < cut.learned  # then it is sent before the end, too
     return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)
-
-
-def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:
-    """What the user's own DeepSpeed config says of ZeRO, `auto` left out."""
-    config = strategy.config if isinstance(strategy.config, dict) else {}
-    said = {**config.get("zero_optimization", {}), **strategy.options.get("zero_optimization", {})}
-    return {key: value for key, value in said.items() if value != "auto"}

@@ -21,9 +21,7 @@ from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.forecast.sent import WIDTH, Beside, Sent, weights_of
 from drumline.plan.layout import Layout
-from drumline.plan.zero import user_config
-
-PERSISTENT, REUSE, LIVE, BUCKET = 100_000, 10**9, 10**9, 5 * 10**8  # DeepSpeed's defaults: entries
+from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
 
 
 def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
@@ -38,7 +36,7 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
             groups[len(weight.shape) >= 2] += number * weight.numel
     if not isinstance(strategy, s.Zero3Strategy):
         reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
-        buckets = reductions * math.ceil(facts.learned / int(own.get("zero_optimization.reduce_bucket_size", BUCKET)))
+        buckets = reductions * math.ceil(facts.learned / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
         beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
         if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
             sent.all_reduce(reductions * low * facts.learned, ranks, "shard", buckets, beside)

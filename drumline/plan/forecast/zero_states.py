@@ -14,7 +14,6 @@ from drumline.plan.layout import Layout
 from drumline.plan.zero import STAGES
 
 FULL, LOW = 4, 2  # bytes of an entry
-PERSISTENT = 100_000  # stage3_param_persistence_threshold: entries of a weight that ZeRO 3 leaves whole once it was gathered
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Flat:
     """Entries of a model cut over some ranks. `learned`: of weights that learn. `flat`: the same end to end in two groups (those that
     decay, and others), each filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on
     the rank with most. `pieces`: each weight cut by itself, rounded up. `still`, `still_pieces`: of frozen ones. `largest`: of a weight
-    that learns. `persistent`: of weights small enough to stay gathered."""
+    that learns."""
 
     learned: int
     flat: int
@@ -31,7 +30,6 @@ class Flat:
     still: int
     still_pieces: int
     largest: int
-    persistent: int
 
 
 @lru_cache(maxsize=4096)
@@ -57,7 +55,6 @@ def flattened(facts: ModelFacts, ranks: int) -> Flat:
         sum(still),
         sum(math.ceil(n / ranks) for n in still),
         max((w.numel for w in learned), default=0),
-        sum(w.numel for w in weights if w.numel <= PERSISTENT),
     )
 
 
