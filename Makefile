@@ -25,7 +25,7 @@ demo: setup
 	@$(BIN)/drumline train examples/sft_smollm2.yaml run.dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(if $(shell command -v nvidia-smi),,--nproc 2)
 
 test: setup-dev lint
-	$(BIN)/python -m pytest --durations=30
+	$(BIN)/python -m pytest --durations=30 -n 2 --dist loadfile
 
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" tests/unit

@@ -40,11 +40,16 @@ def require_deepspeed(plan: Plan, on_progress: Callable[[str, int, int | None], 
 
 
 def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
-    """Compile DeepSpeed's asynchronous I/O where that has not been done, one launcher at a time. Raises EnvironmentFault."""
+    """Compile DeepSpeed's asynchronous I/O where that has not been done with the torch and DeepSpeed there are, one launcher at a time.
+
+    Raises EnvironmentFault.
+    """
     _require_compiler()
     root = _build_root()
     root.mkdir(parents=True, exist_ok=True)
-    if (root / HELPER / f"{HELPER}.so").exists():
+    built = root / HELPER / f"{HELPER}.so"
+    if _is_newest(built):
+        _clear(root)  # a rank that was killed while it looked at what is built leaves one, too
         return
     with (root / "drumline.lock").open("w") as lock:
         on_progress(COMPILING, 0, 1)
@@ -60,7 +65,14 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
                 where=str(root / HELPER),
                 fix="mend that, or offload to cpu",
             )
+        built.touch()  # nothing needed to be done again
         on_progress(COMPILING, 1, 1)
+
+
+def _is_newest(built: Path) -> bool:
+    """False, too, where torch or DeepSpeed came later: each rank would compile it again, and one that is killed leaves a lock."""
+    origins = [Path(spec.origin) for name in ("torch", "deepspeed") if (spec := importlib.util.find_spec(name)) and spec.origin]
+    return built.exists() and all(origin.stat().st_mtime <= built.stat().st_mtime for origin in origins)
 
 
 def _clear(root: Path) -> None:

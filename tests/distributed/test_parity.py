@@ -35,7 +35,7 @@ COUNTED = [
 # In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 38 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 39) / 2}
 # Plans that one process group trains in a row.
-AT_ONCE = 12
+AT_ONCE = 30
 # The first test waits for the training of all rows.
 pytestmark = pytest.mark.timeout(3000)
 

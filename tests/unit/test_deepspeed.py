@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,6 +167,15 @@ def test_nothing_is_printed_for_being_installed() -> None:
     code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)
     assert "accelerator" not in told.stdout + told.stderr
+
+
+def test_a_helper_that_torch_came_after_is_made_again(tmp_path: Path) -> None:
+    built = tmp_path / "async_io.so"
+    assert not helpers._is_newest(built)
+    built.touch()
+    assert helpers._is_newest(built)
+    os.utime(built, (1, 1))
+    assert not helpers._is_newest(built)
 
 
 @pytest.mark.parametrize(
