@@ -37,9 +37,14 @@ def detect() -> Machine:
     """Look at the machine; GPUs that CUDA_VISIBLE_DEVICES hides are not there."""
     devices, bf16 = _gpus()
     groups = Groups.of_this_process()
-    cores = min(len(os.sched_getaffinity(0)), groups.cores())
+    cores = min(usable_cores(), groups.cores())
     memory = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), groups.memory_bytes())
     return Machine(devices, max(1, math.ceil(cores)), int(memory), "cuda" if devices else "cpu", bf16)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on; all of them where the system keeps no affinity, as macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> tuple[list[Device], bool]:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.cluster.detect import usable_cores
 from drumline.config.algorithms import Algorithm, ClassifyConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
@@ -120,7 +121,7 @@ def digest(row: Row) -> bytes:
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
     """Chunks of `rows` in order. `workers` None: one per core this process may use, at most 8; few rows are tokenised in line."""
     first = list(islice(rows, IN_LINE_ROWS))
-    count = workers or min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    count = workers or min(8, usable_cores())
     if len(first) < IN_LINE_ROWS or count == 1:
         yield from map(job.encode, _chunks(chain(first, rows)))
         return

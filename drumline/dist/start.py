@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from drumline.errors import EnvironmentFault
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+INTERFACE = "lo" if sys.platform == "linux" else "lo0"  # of loopback; lo0 on macOS
 CONNECT = timedelta(minutes=10)  # for rank 0 to be there: hosts of one job start minutes apart
 A_DAY = timedelta(days=1)
 
@@ -81,7 +83,7 @@ def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
     if ranks.world_size == 1:
         return ranks
     if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         store=dist.PrefixStore("group", rendezvous()),

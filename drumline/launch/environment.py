@@ -36,7 +36,11 @@ def port_holder(port: int) -> str | None:
     """`pid 123 (python -m http.server)`: the process that listens on a port; None where there is none, or we may not know."""
     import psutil
 
-    for connection in psutil.net_connections("tcp"):
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS tells only root
+        return None
+    for connection in connections:
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
             try:
                 command = shlex.join(psutil.Process(connection.pid).cmdline())

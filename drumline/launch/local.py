@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.cluster.detect import Groups
+from drumline.cluster.detect import Groups, usable_cores
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd, exhausted, report, root_cause
@@ -44,7 +44,7 @@ def launch(
     listener = listen(options.port)
     from drumline.launch.agent import Agent
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
     with Asked() as asked, Tail(events_path, on_event):

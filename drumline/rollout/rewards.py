@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from drumline.cluster.detect import usable_cores
 from drumline.config.algorithms import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rollout.isolated import Answer, Isolated
@@ -178,5 +179,4 @@ def overlong(tokens: int, free: int, limit: int) -> float:
 
 
 def _usual_workers() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

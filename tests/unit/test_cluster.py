@@ -22,6 +22,13 @@ def test_this_machine() -> None:
     assert machine.devices or not machine.bf16
 
 
+def test_a_system_without_affinity_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS: all cores, all memory."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(Groups, "of_this_process", lambda: Groups(Path("/none"), ""))
+    assert detect().cores == os.cpu_count()
+
+
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_are_not_there_and_not_asked_for(hidden: str) -> None:
     code = "import sys; from drumline.cluster.detect import detect; assert detect().device == 'cpu'; assert 'torch' not in sys.modules"

@@ -28,7 +28,7 @@ MAY: dict[str, set[str]] = {
     "algorithms": {"config", "data"},
     "strategies": {"config", "plan", "dist", "models"},
     "tracing": {"config", "plan", "dist", "data", "models", "algorithms", "strategies"},  # runs engines
-    "rollout": {"config", "plan", "dist", "data"},
+    "rollout": {"config", "cluster", "plan", "dist", "data"},  # cluster: the cores that rewards may use
     "train": {
         "config",
         "cluster",

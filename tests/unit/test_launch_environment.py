@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drumline.errors import EnvironmentFault
@@ -77,3 +79,26 @@ def test_signals_are_noted_once_and_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         assert asked.number == signal.SIGTERM, "ranks have no handler for a lost terminal"
     assert before == {number: signal.getsignal(number) for number in before}
+
+
+def test_without_prctl_a_rank_dies_with_its_parent_all_the_same() -> None:
+    """On macOS a thread looks after the parent."""
+    rank = (
+        "import os, sys, time; sys.platform = 'darwin'; from drumline.launch.worker import die_with_parent; die_with_parent(os.getppid())"
+    )
+    rank += "; print(os.getpid(), flush=True); time.sleep(600)"
+    parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE).stdout.readline())"
+    said = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60).stdout
+    process = int("".join(filter(str.isdigit, said)))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(process).wait(timeout=30)
+    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_holds_a_port_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", denied)
+    with listen(None) as held, pytest.raises(EnvironmentFault, match="cannot be had"):
+        listen(held.getsockname()[1])
