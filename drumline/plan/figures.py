@@ -37,15 +37,17 @@ class Memory(Frozen):
 
 
 class HostMemory(Frozen):
-    """Bytes of one host, all its ranks together, at their largest: while weights are loaded, while it trains, while it saves."""
+    """Bytes of one host, all its ranks together, at their largest: while weights are loaded, while it trains, while it saves, and while
+    rank 0 exports the model at the end."""
 
     load: int
     train: int
     save: int
+    export: int = 0
 
     @property
     def most(self) -> int:
-        return max(self.load, self.train, self.save)
+        return max(self.load, self.train, self.save, self.export)
 
 
 class Traffic(Frozen):

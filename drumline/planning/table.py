@@ -13,6 +13,7 @@ from rich.text import Text
 
 from drumline.plan.choice.search import Answer, Candidate, Question
 from drumline.plan.explain import count
+from drumline.plan.figures import HostMemory
 from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours, mesh_words
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
@@ -161,7 +162,7 @@ def _memory(ranked: Sequence[Candidate]) -> Group:
 def _host(ranked: Sequence[Candidate]) -> Group:
     return Group(
         "GB of a host",
-        tuple((f"host\n{part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in ("load", "train", "save")),
+        tuple((f"host\n{part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in HostMemory.model_fields),
     )
 
 

@@ -162,6 +162,7 @@ def _host(found: Candidate) -> list[Row]:
     host, limit = found.estimate.host, found.estimate.host_limit
     of = "" if limit is None else f"of {limit / GB:.0f}"
     words = {"load": "while weights are read", "train": "while it trains", "save": "while it writes a checkpoint"}
+    words["export"] = "while the whole model is exported at the end"
     return [(part, f"{getattr(host, part) / GB:.1f}", f"{words[part]} {of}") for part in words]
 
 

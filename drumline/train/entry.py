@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,7 @@ class Speaker:
             return
         from drumline.models.export import export
 
+        gc.collect()  # the engine's circles
         run_dir = Path(self.plan.run_dir)
         result = export(run_dir, run_dir / "export", which, adapter=self.plan.config.checkpoint.export_adapter)
         self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)

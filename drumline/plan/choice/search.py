@@ -170,7 +170,7 @@ def why_not(figures: Estimate) -> str:
     if held > TIGHT * limit:
         return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
     host = figures.host
-    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"))
+    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
     return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
 
 

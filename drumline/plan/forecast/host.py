@@ -1,4 +1,4 @@
-"""Bytes of a host's memory: while weights are loaded, while it trains, while it saves. Pure."""
+"""Bytes of a host's memory: while weights are loaded, while it trains, while it saves, while it exports. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 PROCESS = (
     400 * MIB
 )  # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known
-WINDOW = 1024 * MIB  # of a file that is read through while weights are loaded; pages that can be given back
+WINDOW = 1024 * MIB  # most of a file that is read through while weights are loaded; pages that can be given back
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemory:
@@ -33,10 +33,14 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemo
     loading = max(FULL * facts.parameters + low if zero else 0, between) if layout.device == "cuda" else between
     if zero and layout.device == "cpu":
         loading += FULL * facts.parameters
+    weights = FULL * facts.parameters
+    # Rank 0 builds the whole model in fp32, adapters merged. What native engines held is gone by then; DeepSpeed keeps it.
+    left = between if zero else 0
     return HostMemory(
-        load=ranks * (loading + process) + WINDOW,
+        load=ranks * (loading + process) + min(WINDOW, weights),
         train=ranks * (train + process),
         save=ranks * (between + process + _saved(layout, facts)),
+        export=0 if layout.config.checkpoint.export == "none" else ranks * (left + process) + weights,
     )
 
 
