@@ -172,7 +172,7 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     estimate = predict(plan, known.facts, dict(known.role_facts), known.cluster).predicted.estimate
     assert estimate is not None
     (event,) = [e for e in read(plan_path.with_name("events.jsonl")) if e["kind"] == "measured" and e["final"]]
-    measured = Measurement.model_validate({name: event[name] for name in Measurement.model_fields if name in event})
+    measured = Measurement.of(event)
     rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(estimate, measured)}
     states = ("parameters", "gradients", "optimizer")
     distance = [sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states) for r in range(plan.mesh.world_size)]

@@ -71,12 +71,15 @@ def group_sizes(world: int) -> list[int]:
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
 
-    Raises UserError for more ranks than GPUs, EnvironmentFault where files cannot be written, WorkerFailed where a rank fails.
+    Raises UserError for more ranks than GPUs or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed where a
+    rank fails.
     """
     machine = detect()
     ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
     if machine.devices and ranks > len(machine.devices):
         raise UserError(f"{ranks} ranks on {len(machine.devices)} GPUs", where="--nproc", fix=f"at most {len(machine.devices)}")
+    if out is not None and out.is_dir():
+        raise UserError("is a folder, a file is wanted", where=f"--out {out}", fix=f"--out {out / 'measured.json'}")
     target = out or place(machine)
     folder = cache_dir()
     _require_space(folder, DISK_BYTES, "set XDG_CACHE_HOME to a folder of another disk")
@@ -118,7 +121,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []
             said_last = "" if cause.error else "".join(tail)
             raise WorkerFailed(
-                f"rank {cause.rank} {cause.message} {said_last}", where="calibrate", fix="fewer ranks with --nproc, or --quick"
+                f"rank {cause.rank} {cause.message} {said_last}".rstrip(), where="calibrate", fix="fewer ranks with --nproc, or --quick"
             )
         return _read(json.loads(Path(task.out).read_text()))
 

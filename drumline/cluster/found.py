@@ -26,7 +26,7 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
         if known is None and not measured.matmul:
             notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
         spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
-        if "PCIe" in first.name:
+        if "PCIE" in first.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
             spec = replace(spec, intra=spec.host_link)
         per_node = min(processes, len(machine.devices))
     else:

@@ -83,19 +83,19 @@ def calibration_for(machine: Machine) -> Calibration | None:
 
 def read(path: Path) -> Calibration:
     """Raises EnvironmentFault for a file that is not there, cannot be read, or does not say what a calibration says."""
-    fix = (
-        "give the path of a file that `drumline calibrate` wrote" if not path.exists() else "remove it, and run `drumline calibrate` again"
-    )
     try:
         said = _File.model_validate_json(path.read_bytes())
     except OSError as error:
+        fix = "give the path of a file that `drumline calibrate` wrote"
         raise EnvironmentFault(f"no calibration can be read: {error.strerror}", where=str(path), fix=fix) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         inside = ".".join(str(part) for part in first["loc"])
         what = first["msg"][0].lower() + first["msg"][1:]
         raise EnvironmentFault(
-            f"is no calibration: {inside}: {what}" if inside else f"is no calibration: {what}", where=str(path), fix=fix
+            "is no calibration: " + (f"{inside}: " if inside else "") + what,
+            where=str(path),
+            fix="remove it, and run `drumline calibrate` again",
         ) from None
     return Calibration(
         hardware=said.hardware,

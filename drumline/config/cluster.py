@@ -19,7 +19,7 @@ MOST_GPUS = 72  # of one host: NVIDIA's GB200 NVL72
 class DeviceConfig(Section):
     """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
 
-    memory_gb: float = Field(gt=0, description="Memory, in 10^9 bytes.")
+    memory_gb: float = Field(gt=0, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
     bandwidth_gb_s: float = Field(gt=0, description="Of its memory, 10^9 bytes a second.")
     bf16_tflops: float | None = Field(None, gt=0, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
     fp16_tflops: float | None = Field(None, gt=0, description="fp16; null: as bf16.")

@@ -40,7 +40,7 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
     if isinstance(current, dict | list):
         return current
     if current is None:
-        if following.isdigit():
+        if following.isdecimal():
             dotted = ".".join(place)
             raise _wrong(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
         return {}
@@ -50,7 +50,7 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
 
 
 def _index(inside: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(inside):
+    if not key.isdecimal() or int(key) >= len(inside):
         count = f"{len(inside)} item" + "s" * (len(inside) != 1)
         fix = f"count from 0 to {len(inside) - 1}" if inside else "give the whole list"
         raise _wrong(override, f"the list has {count}, no {key!r}", fix)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from drumline.config.load import Loaded, load, load_text
 from drumline.errors import ConfigError, UserError
 from drumline.models.shapes import hub_id
 
+OVERRIDE = re.compile(r"[\w.]+=")
 FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
@@ -66,7 +69,8 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
 
     Raises ConfigError or UserError.
     """
-    if path is not None and "=" in path.name and not path.exists():  # no YAML at all: the first word is an override
+    # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
+    if path is not None and OVERRIDE.match(str(path)) and not os.path.exists(path):  # noqa: PTH110
         path, overrides = None, [str(path), *overrides]
     made = flags.overrides()
     overrides = [*made, *overrides]

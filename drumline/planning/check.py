@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -45,19 +44,19 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
     try:
         plan = Plan.load(run / "plan.json")
         events = read(run / "events.jsonl") if (run / "events.jsonl").exists() else []
+        measured = Measurement.last(events)
     except OSError as error:
         raise UserError(f"no run: plan.json {(error.strerror or 'is missing').lower()}", where=str(run), fix="name a run folder") from None
-    except (ValidationError, ValueError):
-        raise UserError("plan.json is not one of this version", where=str(run), fix=TRAIN) from None
-    found = [event for event in events if event["kind"] == "measured" and event.get("memory")]
+    except ValueError:
+        raise UserError("plan.json or events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
     if plan.predicted.estimate is None:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
-    if not found:
+    if measured is None:
         steps = max((event["step"] for event in events if event["kind"] == "step"), default=0)
         raise UserError(
             f"the run measured nothing in {steps} steps", where=str(run), fix="train for four steps or more: a step is counted after two"
         )
-    return plan, Measurement.of(found[-1])
+    return plan, measured
 
 
 def table(rows: list[Row]) -> Table:

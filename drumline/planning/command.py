@@ -128,7 +128,8 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
             further.show_host(answer, console)
             further.show_lighter(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
-            console.print(to_use(answer.question.config, answer.ranked[0], config), soft_wrap=True, markup=False)
+            said = [*options.flags.overrides(), *options.overrides]
+            console.print(to_use(answer.question.config, answer.ranked[0], config, said), soft_wrap=True, markup=False)
     if not answer.ranked:
         raise refusal(answer, changes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.config.load import differences
 from drumline.config.schema import Config
 from drumline.plan.choice.search import Candidate, Question
 from drumline.plan.explain import flow
@@ -46,11 +45,9 @@ def chosen(candidate: Candidate) -> dict[str, Any]:
     values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
     batch = layout.batch
     values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
-    if layout.activation_checkpointing != "none":
-        values["memory"] = {"activation_checkpointing": layout.activation_checkpointing}
-    precision = candidate.config.precision.model_dump(mode="json", exclude_defaults=True)
-    if precision:
-        values["precision"] = precision
+    for name in ("memory", "precision", "compile"):
+        if said := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
+            values[name] = said
     return values
 
 
@@ -63,13 +60,10 @@ def whole(asked: Config, candidate: Candidate) -> dict[str, Any]:
 
 def overrides(asked: Config, candidate: Candidate) -> list[str]:
     """What to lay over the config that was asked about, to train by this candidate."""
-    values = chosen(candidate)
-    made = ["strategy=" + flow(values["strategy"])]
-    for difference in differences(asked, candidate.config.model_copy(update={"strategy": asked.strategy})):
-        section = difference.key.split(".")[0]
-        if section in ("memory",):
-            made.append(f"{difference.key}={difference.new}")
-    batch = candidate.layout.batch
+    batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
+    made = ["strategy=" + flow(chosen(candidate)["strategy"])]
+    if checkpointing != asked.memory.activation_checkpointing:
+        made.append(f"memory.activation_checkpointing={checkpointing}")
     for key in ("global_samples", "micro_batch", "accumulation"):
         said = getattr(asked.batch, key)
         if said != getattr(batch, key) and not (key == "global_samples" and asked.batch.global_tokens is not None):

@@ -105,7 +105,7 @@ def parse_what_if(said: str) -> list[int]:
     """`nodes=2,4,8`. Raises UserError."""
     key, _, values = said.partition("=")
     words = [word.strip() for word in values.split(",") if word.strip()]
-    if key.strip() != "nodes" or not words or not all(word.isdigit() and int(word) > 0 for word in words):
+    if key.strip() != "nodes" or not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{said!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
     return [int(word) for word in words]
 

@@ -111,9 +111,10 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
     for number, question in enumerate(QUESTIONS, start=1):
         if getattr(answers, question.field) is not None:
             continue
+        usual = f"full {answers.length}" if question.field == "adapter" and answers.length else question.default
         while True:
-            console.print(f"{number}/{len(QUESTIONS)}  {question.words} [{question.default}]", markup=False, soft_wrap=True)
-            said = _line(question) or question.default
+            console.print(f"{number}/{len(QUESTIONS)}  {question.words} [{usual}]", markup=False, soft_wrap=True)
+            said = _line(question) or usual
             try:
                 told = replace(answers, **_parsed(question.field, said))
                 config = _config(told, path)
@@ -142,8 +143,8 @@ def _parsed(field: str, said: str) -> dict[str, Any]:
     if field != "adapter":
         return {field: said}
     words = said.replace(",", " ").split()
-    numbers = [word for word in words if word.isdigit()]
-    names = [word for word in words if not word.isdigit()]
+    numbers = [word for word in words if word.isdecimal()]
+    names = [word for word in words if not word.isdecimal()]
     if len(numbers) > 1 or len(names) > 1:
         raise UserError(f"{said!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096")
     return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}

@@ -35,13 +35,13 @@ class Shown:
     left_out: int
 
 
-def draw(answer: Answer, path: Path, top: int = MOST_BARS) -> None:
+def draw(answer: Answer, path: Path) -> None:
     """Write a .png, .svg or .html (the picture in it, and the figures as tables). Raises UserError or EnvironmentFault."""
     if path.suffix.lower() not in KINDS:
         raise UserError(
             f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=f"name a file that ends in {' or '.join(KINDS)}"
         )
-    shown = chosen_of(answer, min(top, MOST_BARS))
+    shown = chosen_of(answer)
     if not shown.fit and not shown.refused:
         raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
     figure = figure_of(answer, shown)
@@ -65,12 +65,12 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def chosen_of(answer: Answer, top: int) -> Shown:
-    """The first `top`, and of those that do not fit the nearest."""
+def chosen_of(answer: Answer) -> Shown:
+    """The first MOST_BARS, and of those that do not fit the nearest."""
     limit = answer.question.cluster.device.memory_bytes
     near = sorted((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved)
     refused = [c for c in near if c.estimate.memory.reserved <= FAR * limit] or near[:1]
-    drawn = tuple(answer.ranked[:top]), tuple(refused[:MOST_REFUSED])
+    drawn = tuple(answer.ranked[:MOST_BARS]), tuple(refused[:MOST_REFUSED])
     return Shown(*drawn, limit / GB, len(answer.ranked) + len(near) - len(drawn[0]) - len(drawn[1]))
 
 

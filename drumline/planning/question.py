@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from drumline.plan.cluster import cluster_of
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.roles import wanted_roles
-
-OnProgress = Callable[[str, int, int | None], None]
+from drumline.report.bars import OnProgress
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,13 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
 
 def _cached(name: str, revision: str | None) -> str | None:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found_ = try_to_load_from_cache(name, "config.json", revision=revision)
-    return str(Path(found_).parent) if isinstance(found_, str) else None
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # the hub has no such names
+        return None
+    return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from drumline.config.model import ModelConfig
 from drumline.plan.choice.search import Answer, Candidate, Refused, in_order, why_not
 from drumline.plan.forecast.estimate import estimate
+from drumline.report.bars import OnProgress
 
 FEW = 3
-OnProgress = Callable[[str, int, int | None], None]
 
 
 def traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:

@@ -20,7 +20,7 @@ MASTER = 4  # bytes of a fp32 copy that DeepSpeed keeps of each weight where it 
 def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
     """The candidate of a name or of a row's number, and why it was refused. Raises UserError for one that there is not, and for a family
     of which nothing could be estimated."""
-    if name.isdigit() and 1 <= int(name) <= len(answer.ranked):
+    if name.isdecimal() and 1 <= int(name) <= len(answer.ranked):
         return answer.ranked[int(name) - 1], None
     for candidate in answer.ranked:
         if candidate.name == name:

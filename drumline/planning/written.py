@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -45,10 +46,11 @@ SECTIONS = {
 }
 
 
-def to_use(asked: Config, candidate: Candidate, config: Path | None) -> str:
-    """The command that trains by it (a YAML was given), or the YAML to write (none was)."""
+def to_use(asked: Config, candidate: Candidate, config: Path | None, said: Iterable[str] = ()) -> str:
+    """The command that trains by it (a YAML was given), or the YAML to write (none was). `said`: overrides that were laid over the YAML."""
     if config is not None:
-        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(config), *overrides(asked, candidate)])}"
+        kept = [override for override in said if override.partition("=")[0].partition(".")[0] != "strategy"]
+        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(config), *kept, *overrides(asked, candidate)])}"
     lines = [line + "  # yours" * line.endswith("path: data.jsonl") for line in write_yaml(whole(asked, candidate)).splitlines()]
     return "\n".join([f"To train by {candidate.name}, in a YAML (`drumline init` writes it):", *(f"  {line}" for line in lines)])
 

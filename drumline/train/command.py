@@ -110,7 +110,7 @@ def export(run: Path, to: Path, which: str, dtype: str, adapter: bool) -> None:
         choice = "last"
     elif which == "best":
         choice = "best"
-    elif which.isdigit():
+    elif which.isdecimal():
         choice = int(which)
     else:
         raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")

@@ -110,10 +110,10 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
     if code == 75:
         raise KeyboardInterrupt
     events = read(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
-    found = [event for event in events if event["kind"] == "measured" and event["memory"]]
-    if code or not found:
+    measured = Measurement.last(events)
+    if code or measured is None:
         return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
-    return Probe.of(name, predicted, Measurement.of(found[-1]))
+    return Probe.of(name, predicted, measured)
 
 
 def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from drumline.models.package import resolve as resolve_model
 from drumline.plan.facts import ModelFacts
 from drumline.plan.plan import RolePlan
 from drumline.plan.roles import wanted_roles
-
-OnProgress = Callable[[str, int, int | None], None]
+from drumline.report.bars import OnProgress
 
 
 def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from drumline.plan.forecast.estimate import estimate
 from drumline.plan.layout import Layout
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.resolve import resolve
+from drumline.report.bars import OnProgress
 from drumline.rollout import colocated, rewards
 from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
@@ -35,7 +35,6 @@ from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
 from drumline.train.sinks import check_installed
 
-OnProgress = Callable[[str, int, int | None], None]
 CHECKPOINTS = "checkpoints"
 EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
 # An fp32 checkpoint holds a weight and AdamW's two moments; a run keeps at least one while it writes the next.

@@ -154,6 +154,8 @@ def test_bad_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     done = drumline("calibrate", "--quick", "--nproc", 2)
     assert done.code == 2 and "cannot be written to" in done.err and "XDG_CACHE_HOME" in done.err and len(done.err.splitlines()) == 1
     assert drumline("calibrate", "--nproc", 0).code == 2
+    done = drumline("calibrate", "--quick", "--out", tmp_path)
+    assert done.code == 2 and "is a folder" in done.err and done.out == ""
     monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "cache"))
     done = drumline("calibrate", "--quick", "--nproc", 2, "--out", tmp_path / "file" / "x.json")
     assert done.code == 2 and "cannot be written to" in done.err and "choose another place" in done.err and done.out == ""

@@ -133,6 +133,8 @@ def test_what_is_here_fills_up_what_is_not_said() -> None:
     unknown = cluster_of(None, Machine([Device("NVIDIA A10G", 24 * 10**9)], 8, 64 * GIB, "cuda", True), 1)
     assert unknown.device.name == "NVIDIA A10G" and "not in the catalog" in unknown.notes[0]
     assert said("2xcpu", a100).device.memory_bytes == 250 * GIB
+    for name in ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):  # as drivers of several years write it
+        assert found(Machine([Device(name, 42 * 10**9)] * 4, 32, 500 * GIB, "cuda", True), 4).intra.name == "pcie4"
 
 
 # (kind, bytes that a rank sends, ranks of the group, of these on one host) on 2 hosts of 8 H100, 8x400Gb → milliseconds by hand

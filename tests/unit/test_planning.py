@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,10 +105,33 @@ def test_a_yaml_gets_the_command_that_trains_it(run: Run, model: Path, tmp_path:
     assert code == 0 and "2 × cpu" in out
     command = re.search(r"^  drumline (train .*)$", out, re.M)
     assert command is not None
-    import shlex
-
     code, out, _ = run(*shlex.split(command[1]), "--dry-run")
     assert code == 0 and "global batch" not in out.splitlines()[0]
+
+
+def test_the_command_says_what_was_said_beside_the_yaml(run: Run, model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, model)
+    _, out, _ = run("plan", config, "--adapter", "lora", "strategy=ddp", "data.max_length=48", "launch.nproc=2")
+    command = re.search(r"^  drumline train (.*)$", out, re.M)
+    assert command is not None
+    words = shlex.split(command[1])
+    assert words[:4] == [str(config), "adapter=lora", "data.max_length=48", "launch.nproc=2"]
+    assert [word for word in words if word.startswith("strategy")] == ["strategy=ddp"]
+
+
+def test_the_yaml_keeps_what_no_plan_decides(run: Run) -> None:
+    _, out, _ = run("plan", *LORA, "compile.enabled=true", "memory.on_oom=replan")
+    said = yaml.safe_load(out.partition("writes it):\n")[2])
+    assert said["compile"] == {"enabled": True} and said["memory"]["on_oom"] == "replan"
+
+
+def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one with slashes in it, and one too long for a file's name; a file of such a name is a YAML all the same."""
+    for said in ("model.id=Qwen/Qwen3-4B", "model.config={" + ", ".join(f"key_{i}: 1" for i in range(60)) + "}"):
+        assert asked(Path(said), ["model.init=random"], Flags()).config.model.init == "random"
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1.yaml").write_text("data: {train: [{kind: file, path: rows.jsonl}], max_length: 77}")
+    assert asked(Path("lr=1.yaml"), [], Flags()).config.data.max_length == 77
 
 
 def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path) -> None:
@@ -213,7 +237,7 @@ def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatc
     from drumline.planning import picture
 
     answer = searched(flags)
-    shown = picture.chosen_of(answer, picture.MOST_BARS)
+    shown = picture.chosen_of(answer)
     assert shown.fit and shown.refused
     figure = picture.figure_of(answer, shown)
     assert texts_that_meet(figure) == []
@@ -271,6 +295,16 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "two questions": (["--model", "gpt2", "--max-seq", "--max-batch"], ["one at a time"]),
     "a question and a picture": (["--model", "gpt2", "--what-if", "nodes=2", "--trace"], ["--what-if and --trace", "one at a time"]),
     "picture of no kind": ([*EIGHT_B, "--figure", "x.bmp"], ["--figure x.bmp", ".png"]),
+    "a digit that is no number": (["--model", "gpt2", "--what-if", "nodes=²"], ["--what-if", "nodes=2,4,8"]),
+    "a row that is no number": ([*EIGHT_B, "--explain", "²"], ["--explain", "no candidate"]),
+    "no name of the hub": (["--model", "my dir/lama"], ["my dir/lama", "no such folder"]),
+    "endless memory": (
+        ["--model", "gpt2", "cluster={device: x, devices: {x: {memory_gb: .inf, bandwidth_gb_s: 8, fp32_tflops: 3}}}"],
+        ["memory_gb", "finite number"],
+    ),
+    "a file that cannot be named": (
+        ["--model", "gpt2", "cluster={device: cpu, calibration: " + 300 * "x" + "}"], ["no calibration can be read", "give the path"],
+    ),
     "no such YAML": (["none.yaml"], ["none.yaml", "no such file"]),
 }  # fmt: skip
 
@@ -344,6 +378,13 @@ def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path
     said = init_lines(Path("asked.yaml").read_text())
     assert (said["algorithm"], said["data"]["max_length"], said["adapter"]) == ("sft", 96, "lora")
     assert said["data"]["train"][0]["path"] == "train.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
+    flags = ["--model", model, "--data", "train.jsonl", "--length", 64]
+    code, _, err = run("init", "flags.yaml", *flags)
+    assert code == 2 and "[here]" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n\n"))
+    code, _, err = run("init", "flags.yaml", *flags)
+    assert code == 0 and "[full 64]" in err and init_lines(Path("flags.yaml").read_text())["data"]["max_length"] == 64
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n"))
     code, _, err = run("init", "other.yaml")
     assert code == 2 and "--yes" in err and not Path("other.yaml").exists()

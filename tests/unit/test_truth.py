@@ -216,3 +216,9 @@ def test_check_of_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(UserError, match="not one of this version"):
         check(tmp_path)
+    (old := tmp_path / "old").mkdir()
+    run_folder(old, ESTIMATE)
+    with (old / "events.jsonl").open("a") as log:  # as a version wrote it that measured less
+        log.write(json.dumps({"t": 0, "kind": "measured", "memory": {"peak": 1}}) + "\n")
+    with pytest.raises(UserError, match="not one of this version"):
+        check(old)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -53,6 +53,12 @@ class Measurement(Frozen):
     def of(cls, event: Mapping[str, Any]) -> Measurement:
         """From an event `measured`."""
         return cls.model_validate({name: value for name, value in event.items() if name in cls.model_fields})
+
+    @classmethod
+    def last(cls, events: Iterable[Mapping[str, Any]]) -> Measurement | None:
+        """The newest among a run's events that knows of memory; None where the run was too short."""
+        found = [event for event in events if event["kind"] == "measured" and event.get("memory")]
+        return cls.of(found[-1]) if found else None
 
 
 class Row(Frozen):
