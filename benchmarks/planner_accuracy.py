@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -25,6 +24,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from planner_published import ROWS, predicted  # noqa: E402
 from planner_runs import RUNS, measure  # noqa: E402
+
+from drumline.cluster.detect import detect  # noqa: E402
+from drumline.cluster.stored import processor_name  # noqa: E402
 
 EXACT = ("parameters", "gradients", "optimizer", "traffic")
 NEAR = 0.10  # of the peak
@@ -121,9 +123,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    names = [text.partition(":")[2].strip() for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": pages}
+    machine = detect()
+    return {"cpu": processor_name(), "cores": machine.cores, "memory_bytes": machine.memory_bytes}
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,10 @@ class Machine:
     memory_bytes: int
     device: Literal["cpu", "cuda"]
     bf16: bool
+
+    def without_devices(self) -> Machine:
+        """The same host for a run that computes on its processor."""
+        return replace(self, devices=[], device="cpu", bf16=False)
 
 
 def detect() -> Machine:

@@ -53,7 +53,7 @@ class _File(_Part):
 
 def hardware(machine: Machine) -> str:
     """The kind of device: a GPU's name, or the processor's and how many of its cores may be used."""
-    return machine.devices[0].name if machine.devices else f"{_processor()}, {machine.cores} cores"
+    return machine.devices[0].name if machine.devices else f"{processor_name()}, {machine.cores} cores"
 
 
 def software(machine: Machine) -> str:
@@ -142,8 +142,8 @@ def _line(line: _Line) -> Measured:
     return Measured(line.latency, line.bandwidth)
 
 
-def _processor() -> str:
-    """As the kernel names it."""
+def processor_name() -> str:
+    """As the kernel names it; where it does not, as macOS, the architecture."""
     listing = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
     return names[0].strip() if names else os.uname().machine

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drumline.cluster.cluster import Link
+from drumline.cluster.catalog import DEVICES, LINKS
+from drumline.cluster.cluster import DeviceSpec, Link
 from drumline.plan.choice.advice import Change
 from drumline.plan.choice.guides import disagreements
 from drumline.plan.choice.search import Answer, Candidate, Question, Refused
@@ -85,14 +86,17 @@ def _model(question: Question) -> dict[str, Any]:
     }
 
 
+def catalog() -> dict[str, Any]:
+    """The devices and links that are known by name."""
+    devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
+    links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
+    return {"version": VERSION, "devices": devices, "links": links}
+
+
 def _cluster(question: Question) -> dict[str, Any]:
     cluster = question.cluster
     return {
-        "device": cluster.device.name,
-        "kind": cluster.device.kind,
-        "memory_bytes": cluster.device.memory_bytes,
-        "memory_bytes_per_s": cluster.device.bandwidth,
-        "flops": dict(cluster.device.flops),
+        **_device(cluster.device),
         "per_node": cluster.per_node,
         "nodes": cluster.nodes,
         "intra": _link(cluster.intra),
@@ -101,6 +105,16 @@ def _cluster(question: Question) -> dict[str, Any]:
         "host_memory_bytes": cluster.host_memory_bytes,
         "price_per_device_hour": cluster.price_per_device_hour,
         "found_here": cluster.found,
+    }
+
+
+def _device(spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "device": spec.name,
+        "kind": spec.kind,
+        "memory_bytes": spec.memory_bytes,
+        "memory_bytes_per_s": spec.bandwidth,
+        "flops": dict(spec.flops),
     }
 
 

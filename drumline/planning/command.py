@@ -13,7 +13,7 @@ from drumline.errors import UserError
 from drumline.plan.choice.advice import nothing_fits, refusal, what_if
 from drumline.plan.choice.search import Answer, Question, search
 from drumline.planning import further
-from drumline.planning.as_json import as_json, candidate
+from drumline.planning.as_json import as_json, candidate, catalog
 from drumline.planning.asked import FLAGS, Flags, asked
 from drumline.planning.question import Asked, ask
 from drumline.planning.written import to_use
@@ -46,7 +46,7 @@ def plan(options: Options) -> int:
     if options.devices:
         from drumline.planning.devices import show_devices
 
-        show_devices(console)
+        print(json.dumps(catalog(), indent=2)) if options.as_json else show_devices(console)
         return 0
     _one_question(options)
     hosts = None if options.what_if is None else further.parse_what_if(options.what_if)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,8 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
 
 def _cluster(config: Config) -> Cluster:
     """The devices that are said, or those of this machine that a run would take."""
-    machine = detect()
-    if config.run.device == "cpu" and config.cluster is None:
-        machine = replace(machine, devices=[], device="cpu", bf16=False)
+    machine, said = detect(), config.cluster
+    if config.run.device == "cpu" and (said is None or said.device is None):
+        machine = machine.without_devices()
     processes = config.launch.nproc or max(1, len(machine.devices))
-    return cluster_of(config.cluster, machine, processes, calibration_for(machine))
+    return cluster_of(said, machine, processes, calibration_for(machine))

@@ -55,7 +55,7 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     """The devices that `world` processes have: as the YAML says them where they are these, else as they are found; and a line where they
     are not these. `device`: what the run computes on, which may be the CPU of a host with GPUs."""
     if device != machine.device:
-        machine = replace(machine, devices=[], device=device, bf16=False)
+        machine = machine.without_devices()
     measured = calibration_for(machine)
     said = cluster_of(config.cluster, machine, world, measured)
     here = _of(cluster_of(None, machine, world, measured), world)

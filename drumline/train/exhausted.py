@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ class Watched:
     def _on_cpu(self, said: str) -> dict[str, int]:
         """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""
         now = process_bytes()
-        ranks = self.plan.mesh.world_size
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))  # of this host
         rooms = [detect().memory_bytes // ranks - self.before["VmRSS"]]
         for limit, count in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
             soft, _ = resource.getrlimit(limit)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cluster.detect import Groups
+from drumline.cluster.detect import Groups, detect
 from drumline.config.schema import Config
 from drumline.launch.postmortem import RankEnd, exhausted
 from drumline.plan.choice.exhausted import Exhausted, correction, limit, verdict, wrong
 from drumline.plan.choice.lighter import changed
 from drumline.plan.figures import Memory
-from drumline.train.exhausted import doing, is_out_of_memory, said_by_cuda
+from drumline.plan.mesh import Mesh
+from drumline.train.exhausted import Watched, doing, is_out_of_memory, said_by_cuda
+from tests.unit.test_loop import plan
 
 GiB = 2**30
 # As c10/cuda/CUDACachingAllocator.cpp of torch 2.13 puts it together.
@@ -135,3 +137,13 @@ def test_changes_are_keys_of_the_yaml() -> None:
     assert changed(old, new) == (
         "strategy: {kind: fsdp2, tp: 2}, batch: {global_samples: 8, micro_batch: 2}, memory: {activation_checkpointing: full}"
     )
+
+
+def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two hosts: half of a host each."""
+    watch = Watched(plan(tmp_path).model_copy(update={"mesh": Mesh(shard=4)}), 0)
+    rooms = []
+    for ranks in (2, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        rooms.append(watch.measured(MemoryError()).room)
+    assert rooms[0] - rooms[1] == pytest.approx(detect().memory_bytes / 4, rel=1e-3)

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from drumline.cli import main
+from drumline.cluster.detect import Device, Machine
 from drumline.config.load import load
 from drumline.plan.choice.search import Answer, search
 from drumline.planning.asked import Flags, asked
@@ -134,6 +135,14 @@ def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.M
     assert asked(Path("lr=1.yaml"), [], Flags()).config.data.max_length == 77
 
 
+def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine([Device("NVIDIA A100-SXM4-80GB", 85 * 10**9)], 8, 2**36, "cuda", True)
+    monkeypatch.setattr("drumline.planning.question.detect", lambda: machine)
+    for said, kind in (("cluster={price_per_device_hour: 1}", "cpu"), ("cluster=4x4090", "cuda"), ("run.seed=1", "cpu")):
+        config = asked(None, ["run.device=cpu", said], Flags(model="gpt2"))
+        assert ask(config, lambda *_: None).question.cluster.device.kind == kind
+
+
 def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, data={"packing": False}, run={"steps": None})
     before = json.loads(run("plan", config, "--json")[1])
@@ -170,6 +179,8 @@ def test_every_key_of_the_json_is_documented(run: Run) -> None:
     made |= json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])
     made |= json.loads(run("plan", *EIGHT_B, "--max-batch", "--json")[1])
     made |= json.loads(run("plan", *EIGHT_B, "--what-if", "nodes=1,2", "--json")[1])
+    made |= json.loads(run("plan", "--devices", "--json")[1])
+    assert {"h100-80g", "4090"} <= {device["device"] for device in made["devices"]}
     assert made["version"] == 1 and keys(made) - known == set()
 
 
