@@ -41,11 +41,10 @@ class LiveBytes(TorchDispatchMode):
     place: where backward's end is the peak, a tied embedding is seen with one gradient more than a run without the mode has.
     """
 
-    def __init__(self, device: str = "cpu", fake: bool = False, rounds: int = 1) -> None:
-        """`device`: its type. `fake`: count FakeTensors alone; otherwise real ones alone. `rounds`: of a storage, bytes are counted in
-        multiples of this (CUDA's allocator gives 512 at a time)."""
+    def __init__(self, device: str = "cpu", fake: bool = False) -> None:
+        """`device`: its type. `fake`: count FakeTensors alone; otherwise real ones alone."""
         super().__init__()
-        self.device, self.fake, self.rounds = device, fake, rounds
+        self.device, self.fake = device, fake
         self.phase: Phase | None = None
         self.base = self.current = self.peak = 0
         self.phase_of_peak: Phase = "forward"
@@ -115,7 +114,6 @@ class LiveBytes(TorchDispatchMode):
                 self._resized(key, storage.nbytes())
 
     def _resized(self, key: int, bytes_: int) -> None:
-        bytes_ = -(-bytes_ // self.rounds) * self.rounds
         if key in self._unknown:
             self._unknown[key] = bytes_
         else:

@@ -9,9 +9,8 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
 
-# A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share; an NVMe drive (Samsung PM9A3 datasheet, 3.84 TB).
+# A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share.
 HOST_BANDWIDTH = 204.8e9
-DISK = {"read": 6.5e9, "write": 3.5e9}
 # Bytes that a step moves for each parameter. One kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum
 # reads three and writes two. Several kernels, counted in torch's _multi_tensor_adamw: 18 passes.
 FUSED, SEVERAL = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
@@ -49,23 +48,16 @@ def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: f
     up, down = low * learned, 4 * learned * rounds
     if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind != "none":
         up += low * facts.parameters / _parts(layout) * rounds
-    taken = 0.0 if layout.device == "cpu" else _copy(cluster, up, down)
+    taken = _copy(cluster, up, down)
     if _on_disk(strategy):  # fp32 weights and moments are read and written back; all ranks of a host share the drive
         stored = 12 * learned * min(cluster.per_node, layout.mesh.world_size)
-        taken += sum(stored / _disk(cluster, way) for way in ("read", "write"))
+        taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
     return taken
 
 
 def _copy(cluster: Cluster, up: float, down: float) -> float:
-    """Seconds of bytes to the device and to the host."""
-    lines = cluster.calibration.host
-    rates = [lines[way].bandwidth if way in lines else cluster.host_link.reached(2) for way in ("to_device", "to_host")]
-    return up / rates[0] + down / rates[1]
-
-
-def _disk(cluster: Cluster, way: str) -> float:
-    line = cluster.calibration.disk.get(way)
-    return line.bandwidth if line is not None else DISK[way]
+    """Seconds of bytes to the device and to the host; 0 on a CPU."""
+    return cluster.host_seconds("to_device", up) + cluster.host_seconds("to_host", down)
 
 
 def _on_disk(strategy: s.AnyStrategy) -> bool:
