@@ -11,6 +11,7 @@ from pydantic import Field
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config, MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.errors import CheckpointError
 from drumline.plan.figures import Estimate
 from drumline.plan.frozen import Frozen
 from drumline.plan.mesh import Mesh
@@ -117,7 +118,10 @@ class Plan(Frozen):
         return self.data.labels if self.data else ()
 
     def save(self, path: Path) -> None:
-        path.write_text(self.model_dump_json(indent=2) + "\n")
+        """Write plan.json: the old one is there until the new one is whole."""
+        whole = path.with_name(f".{path.name}")
+        whole.write_text(self.model_dump_json(indent=2) + "\n")
+        whole.replace(path)
 
     def of_role(self, name: str) -> Plan:
         """The plan of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
@@ -144,7 +148,13 @@ class Plan(Frozen):
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        return cls.model_validate(json.loads(path.read_text()))
+        """Raises CheckpointError for what this version cannot read."""
+        try:
+            return cls.model_validate(json.loads(path.read_text()))
+        except ValueError:  # json's and pydantic's
+            raise CheckpointError(
+                f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"
+            ) from None
 
 
 def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
     except OSError as error:
         raise UserError(f"no run: plan.json {(error.strerror or 'is missing').lower()}", where=str(run), fix="name a run folder") from None
     except ValueError:
-        raise UserError("plan.json or events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
+        raise UserError("events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
     if plan.predicted.estimate is None:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
     if measured is None:

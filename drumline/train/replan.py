@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,4 +159,4 @@ class Replanner:
         number = 0
         while (kept := self.plan_path.with_name(f"plan-{number}.json")).exists():
             number += 1
-        return self.plan_path.rename(kept)
+        return Path(shutil.copyfile(self.plan_path, kept))
