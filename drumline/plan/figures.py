@@ -1,7 +1,6 @@
 """What the planner says of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
 
-layout, facts, cluster ──▶ memory.memory ──▶ Memory, HostMemory
-                       ──▶ traffic.traffic ──▶ Traffic ──▶ times.seconds ──▶ Seconds
+How they are come by is in forecast.estimate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the planner says of one layout. Pure.
 
-layout, facts, cluster ──▶ memory.memory ──▶ Memory, HostMemory
-                       ──▶ traffic.traffic ──▶ Traffic ──▶ times.seconds ──▶ Seconds
+layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ host.host_memory ──▶ HostMemory
+                       ──▶ traffic.flows ──▶ Traffic ──▶ times.seconds ──▶ Seconds
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from drumline.plan.layout import Layout
 
 
 def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
-    """`activations` None: by formula (plan.memory)."""
-    sent = flows(layout, facts)
+    """`activations` None: by formula (forecast.activations)."""
+    sent, held = flows(layout, facts), memory(layout, facts, cluster, activations)
     taken = seconds(layout, facts, cluster, sent)
     rate = layout.tokens_per_step / taken.total
     peak = cluster.device.flops.get(layout.precision)
     devices = layout.mesh.world_size * layout.devices_per_rank
     return Estimate(
-        memory=memory(layout, facts, cluster, activations),
-        host=host_memory(layout, facts, cluster),
+        memory=held,
+        host=host_memory(layout, facts, cluster, held.peak),
         traffic=sent.traffic(),
         seconds=taken,
         tokens_per_s=rate,

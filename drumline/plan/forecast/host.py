@@ -6,27 +6,26 @@ from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
-from drumline.plan.forecast.memory import memory, state_of
-from drumline.plan.forecast.states import State, part_of
+from drumline.plan.forecast.memory import state_of
+from drumline.plan.forecast.states import part_of, slots
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
 
 MIB = 2**20
-PROCESS = (
-    400 * MIB
-)  # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known
+# Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
+PROCESS = 400 * MIB
 WINDOW = 1024 * MIB  # most of a file that is read through while weights are loaded; pages that can be given back
 
 
-def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemory:
-    """Bytes of one host with all of its ranks. On a CPU what a device would hold is part of it."""
+def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
+    """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
     ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
     zero, process = layout.data_parallel == "zero", PROCESS
+    state = state_of(layout, facts, part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0))
     if layout.device == "cpu":
-        between = _states(layout, facts, cluster).device
-        train = memory(layout, facts, cluster).peak
+        between, train = state.device, peak
     else:
-        between = train = _states(layout, facts, cluster).host + (_pinned(layout, facts) if zero else 0)
+        between = train = state.host + (_pinned(layout, facts) if zero else 0)
     # DeepSpeed is handed the whole model in fp32 by each rank, and what learns again in the type that it computes in; native engines
     # read each rank's part out of the files, onto the device.
     low = LOW * facts.parameters if layout.precision != "fp32" else 0
@@ -44,15 +43,8 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster) -> HostMemo
     )
 
 
-def _states(layout: Layout, facts: ModelFacts, cluster: Cluster) -> State:
-    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0)
-    return state_of(layout, facts, mine)
-
-
 def _pinned(layout: Layout, facts: ModelFacts) -> int:
     """What DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
-    if layout.device != "cuda":
-        return 0
     optimizer, parameters = offloads(layout)
     cut = flattened(facts, layout.mesh.world_size)
     if optimizer == "none" and parameters == "none":
@@ -66,8 +58,7 @@ def _saved(layout: Layout, facts: ModelFacts) -> int:
     and DeepSpeed's is gathered there in any case."""
     if not layout.config.checkpoint.asynchronous and layout.data_parallel != "zero":
         return 0
-    slots = 2 if layout.config.optimizer.kind == "adamw" else 1 if layout.config.optimizer.momentum else 0
-    kept = FULL * (1 + slots) * facts.learned
+    kept = FULL * (1 + slots(layout.config.optimizer)) * facts.learned
     if isinstance(layout.strategy, s.DiLoCoStrategy):
         kept += 2 * FULL * facts.learned
     copies = 2 if layout.data_parallel == "zero" and layout.config.checkpoint.asynchronous else 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drumline.cluster.cluster import Cluster
-from drumline.config.algorithms import ClassifyConfig, RewardModelConfig
+from drumline.config.algorithms import ClassifyConfig, RewardModelConfig, VLLMGenerator
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations, Memory
 from drumline.plan.forecast.activations import formula, head_bytes, kind_of, tower_bytes
@@ -50,7 +50,16 @@ IMAGE_SHARE = 0.5  # of the tokens of a model that sees, those taken to stand fo
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
     """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
     layout's own precision, checkpointing, adapter and tensor parallelism."""
-    return max((of_rank(layout, facts, activations, rank) for rank in _fullest(layout, facts)), key=lambda m: m.peak)
+    engine = _sampler(layout, cluster)
+    return max((of_rank(layout, facts, activations, rank, engine) for rank in _fullest(layout, facts)), key=lambda m: m.peak)
+
+
+def _sampler(layout: Layout, cluster: Cluster) -> int:
+    """What a vLLM engine in each rank keeps for itself from the first rollout on (rollout.colocated): its share of the GPU."""
+    generator = getattr(layout.config.algorithm, "generator", None)
+    if not isinstance(generator, VLLMGenerator) or generator.url is not None or layout.device == "cpu":
+        return 0
+    return int(generator.memory * cluster.device.memory_bytes)
 
 
 def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
@@ -62,17 +71,19 @@ def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
     return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, part_of(facts, layers, ranks, r).blocks)[0]), ranks - 1]
 
 
-def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int) -> Memory:
-    """Bytes of a rank of stage `rank` of the pipeline."""
+def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
+    """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
     mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
     state, others = state_of(layout, facts, mine), others_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
     phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine, kept), kept)
     phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
-    base = state.parameters + state.optimizer + others.parameters + others.optimizer
-    held = {name: math.ceil(base + each.total + others.gradients * (name in ("clip", "step"))) for name, each in phases.items()}
-    name, phase = max(phases.items(), key=lambda item: item[1].total)
-    peak = held[name]
+    beside = others.copy + engine
+    base = state.parameters + state.optimizer + others.parameters + others.optimizer + beside
+    # Models that learn side by side go through a step one after the other, each with the gradients of those before it.
+    held = {name: math.ceil(base + each.total + others.gradients * (name != "rollout")) for name, each in phases.items()}
+    name = max(held, key=lambda phase: held[phase])
+    peak, phase = held[name], phases[name]
     overhead = overhead_of(layout)
     factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
     return Memory(
@@ -81,10 +92,10 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         optimizer=state.optimizer + others.optimizer,
         activations=math.ceil(phase.activations),
         logits=math.ceil(phase.logits),
-        buffers=math.ceil(phase.buffers),
+        buffers=math.ceil(phase.buffers) + beside,
         overhead=overhead,
         peak=peak,
-        reserved=math.ceil(peak * factor) + overhead,
+        reserved=math.ceil((peak - engine) * factor) + engine + overhead,
         phase=NAMES[name],
         phases=held,
     )

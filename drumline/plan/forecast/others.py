@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from drumline.config.algorithms import ROLLOUT, VLLMGenerator
+from drumline.config.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerator
 from drumline.config.schema import MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.plan.facts import ModelFacts
@@ -19,16 +19,18 @@ from drumline.plan.roles import reference_kind
 
 @dataclass(frozen=True)
 class Others:
-    """Bytes of one rank. `rollout`: what sampling takes besides all states."""
+    """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    copy: int = 0
     rollout: float = 0.0
 
 
 def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
-    total = Others(rollout=_rollout(layout, facts))
+    copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
+    total = Others(copy=copy, rollout=_rollout(layout, facts))
     for name, role in layout.roles.items():
         sizes = layout.role_facts.get(name)
         if sizes is None:
@@ -84,21 +86,27 @@ def role_layout(layout: Layout, role: RolePlan) -> Layout:
     return replace(layout, config=layout.config.model_copy(update=update), **fields)  # type: ignore[arg-type]
 
 
+def samples_copy(layout: Layout) -> bool:
+    """Whether rollouts are sampled from a model of their own (rollout.build): where the one that learns is spread, and where its weights
+    are fp32 and continuous batching, which knows no autocast, shall compute in less."""
+    algorithm, mesh = layout.config.algorithm, layout.mesh
+    if not isinstance(algorithm, ROLLOUT) or isinstance(algorithm.generator, VLLMGenerator):
+        return False
+    whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
+    return not whole or (isinstance(algorithm.generator, ContinuousGenerator) and layout.precision != "fp32")
+
+
 def _rollout(layout: Layout, facts: ModelFacts) -> float:
-    """Keys and values of all sequences that are sampled side by side, logits of their last tokens, and a whole copy of the model to sample
-    from where the one that learns is spread."""
+    """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
     algorithm = layout.config.algorithm
     if not isinstance(algorithm, ROLLOUT):
         return 0.0
     generator, width = algorithm.generator, FULL if layout.precision == "fp32" else LOW
     if isinstance(generator, VLLMGenerator):
         return 0.0
-    block, mesh = block_of(facts), layout.mesh
-    sequences = min(generator.batch, math.ceil(algorithm.minibatches * layout.batch.global_samples / mesh.data_ranks))
-    cache = 2.0 * facts.layers * block.keys * width * layout.length * sequences
+    sequences = min(generator.batch, math.ceil(algorithm.minibatches * layout.batch.global_samples / layout.mesh.world_size))
+    cache = 2.0 * facts.layers * block_of(facts).keys * width * layout.length * sequences
     logits = 3.0 * FULL * sequences * facts.vocab_size
-    whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
-    copy = 0 if whole else width * facts.parameters
     # The prompts' own forward, whose activations nobody keeps.
     prompt = sequences * max(1, layout.length - generator.max_new_tokens) * formula(layout, facts).live_forward
-    return cache + logits + copy + prompt
+    return cache + logits + prompt
