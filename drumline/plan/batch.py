@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import PlanError
 from drumline.plan.plan import BatchPlan
@@ -49,7 +51,7 @@ def resolve_batch(
         micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
     else:
         per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
-        fits = [m for m in range(1, per_rank + 1) if per_rank % m == 0 and m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
+        fits = [m for m in divisors(per_rank) if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
         micro = max(fits, default=1)
         accumulation = per_rank // micro
         why.append(
@@ -65,6 +67,12 @@ def resolve_batch(
         rows_per_sample=rows_per_sample,
     )
     return plan, why
+
+
+def divisors(number: int) -> list[int]:
+    """The smallest first, in √number steps: a global batch may have millions of samples."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:

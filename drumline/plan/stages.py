@@ -107,8 +107,8 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
         if schedule == "1f1b"
         else f"micro-batches in rounds of equal size, each of {ranks} or a few more"
     )
-    below = [n for n in range(number - 1, 0, -1) if fits(n)][:1]
-    above = [n for n in range(number + 1, number + 2 * ranks + 1) if fits(n)][:1]
+    below = next(([n] for n in range(number - 1, 0, -1) if fits(n)), [])
+    above = next(([n] for n in range(number + 1, number + 2 * ranks + 1) if fits(n)), [])
     raise PlanError(
         f"schedule {schedule} takes {asks}, and the batch has {number}",
         where="batch.accumulation",

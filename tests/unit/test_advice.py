@@ -95,6 +95,8 @@ def test_the_largest_micro_batch_of_each_family() -> None:
     found = {most.found.family: most for most in max_batch(question("1b", "2xa100-80g"))}
     assert found["fsdp2"].number >= found["ddp"].number >= 1, "what is sharded leaves room"
     assert all(most.found.layout.batch.micro_batch == most.number for most in found.values())
+    staged = next(most.found for most in max_batch(question("0.1b", "2xa100-80g", strategy="pp")) if most.found.family == "pp")
+    assert staged.layout.strategy.kind == "pp" and staged.layout.batch.accumulation == 2, "a micro-batch for each stage"
 
 
 def test_more_hosts_side_by_side() -> None:

@@ -100,6 +100,9 @@ def test_what_the_user_says_is_held() -> None:
     of_kind = [c.layout.strategy for c in answer.ranked if isinstance(c.layout.strategy, s.FSDP2Strategy)]
     assert of_kind and all(strategy.offload == "cpu" for strategy in of_kind)
     assert {"ddp", "zero2"} <= families(answer).keys(), "the others are there to compare with"
+    staged = question("1b", "4xa100-80g", strategy={"kind": "fsdp2", "pipeline": {"stages_per_rank": 4}})
+    pipes = [way.strategy.pipeline for way in ways_of(staged) if isinstance(way.strategy, s.FSDP2Strategy) and way.strategy.pp > 1]
+    assert {(pipe.schedule, pipe.stages_per_rank) for pipe in pipes} >= {("interleaved", 4), ("gpipe", 4)}
     open_ = search(replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()})))
     assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
 
@@ -175,6 +178,17 @@ def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> Non
     full = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}), s.FSDP2Strategy())
     assert not isinstance(none, Candidate) and isinstance(full, Candidate)
     assert fits(asked) and not fits(question("70b", "1x4090"), [describe(s.SingleStrategy(), 1)])
+
+
+def test_what_fits_without_accumulation_alone_is_found() -> None:
+    """Gradients that are added up over micro-batches take 4 bytes a parameter more under DDP than a larger micro-batch of a small model."""
+    device = {"memory_gb": 31.0, "bandwidth_gb_s": 1000.0, "bf16_tflops": 300.0, "fp32_tflops": 100.0}
+    cluster = {"device": "own", "per_node": 2, "devices": {"own": device}}
+    data = {"train": [{"kind": "file", "path": "x"}], "max_length": 128}
+    small, open_ = (question("1b", cluster, batch={"global_samples": 4, **micro}, data=data) for micro in ({"micro_batch": 1}, {}))
+    assert not isinstance(look_at(small, s.DDPStrategy()), Candidate)
+    found = look_at(open_, s.DDPStrategy())
+    assert isinstance(found, Candidate) and (found.layout.batch.micro_batch, found.layout.batch.accumulation) == (2, 1)
 
 
 def test_a_batch_cut_otherwise_is_no_other_batch() -> None:

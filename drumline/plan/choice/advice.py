@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from drumline.config.schema import BatchConfig, LoRAConfig
+from drumline.config.strategies import PPStrategy
 from drumline.errors import PlanError
 from drumline.plan.choice.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
 from drumline.plan.choice.variants import with_length, with_lora
@@ -153,7 +154,9 @@ def _of_length(question: Question, tokens: int) -> Question:
 
 def _of_batch(question: Question, way: Way, micro: int) -> Question:
     """With this micro-batch, as many at a step as the way has stages."""
-    batch = BatchConfig(micro_batch=micro, accumulation=getattr(way.strategy, "pp", 1))
+    strategy = way.strategy
+    stages = strategy.degree or question.cluster.world_size if isinstance(strategy, PPStrategy) else getattr(strategy, "pp", 1)
+    batch = BatchConfig(micro_batch=micro, accumulation=stages)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.config.schema import BatchConfig, Config
-from drumline.plan.batch import resolve_batch, row_tokens
+from drumline.plan.batch import divisors, resolve_batch, row_tokens
 from drumline.plan.plan import BatchPlan
 
 
@@ -25,7 +25,6 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
         yield first
         return
     per_rank = first.global_samples // data_ranks
-    for micro in range(1, per_rank + 1):
-        if per_rank % micro == 0:
-            held_out = config.eval.micro_batch or micro
-            yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
+    for micro in divisors(per_rank):
+        held_out = config.eval.micro_batch or micro
+        yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})

@@ -197,14 +197,12 @@ class _Look:
         found, refusal = list[tuple[Layout, Estimate]](), None
         for kind in self.checkpointing:
             try:
-                for layout in self.layouts(way, kind):
-                    figures = estimate(layout, self.question.facts, self.question.cluster)
+                for layout, figures in self.looks(way, kind):
                     family.looked_at += 1
-                    if figures.verdict == "no":
-                        if family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
-                            family.nearest = way, layout, figures
-                        break  # a larger micro-batch needs no less
-                    found.append((layout, figures))
+                    if figures.verdict != "no":
+                        found.append((layout, figures))
+                    elif family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
+                        family.nearest = way, layout, figures
             except PlanError as error:
                 refusal = refusal or error
         if found:
@@ -214,15 +212,28 @@ class _Look:
         return None
 
     def fits(self, way: Way) -> bool:
-        """Whether the smallest micro-batch fits under some checkpointing."""
+        """Whether any micro-batch fits under some checkpointing."""
         for kind in reversed(self.checkpointing):
             try:
-                layout = next(self.layouts(way, kind))
+                if any(figures.verdict == "fits" for _, figures in self.looks(way, kind)):
+                    return True
             except PlanError:
                 continue
-            if estimate(layout, self.question.facts, self.question.cluster).verdict == "fits":
-                return True
         return False
+
+    def looks(self, way: Way, checkpointing: str) -> Iterator[tuple[Layout, Estimate]]:
+        """Up to the first that does not fit, the smallest micro-batch first: a larger one needs no less. But without accumulation no
+        gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do."""
+        over = False
+        for layout in self.layouts(way, checkpointing):
+            if over and layout.batch.accumulation > 1:
+                continue
+            figures = estimate(layout, self.question.facts, self.question.cluster)
+            yield layout, figures
+            if figures.verdict == "no":
+                over = True
+                if figures.memory.peak - 2 * figures.memory.gradients > figures.limit:
+                    return
 
     def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
         """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""

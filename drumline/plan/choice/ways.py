@@ -8,6 +8,7 @@ from itertools import product
 
 from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
+from drumline.plan.batch import divisors
 from drumline.plan.facts import ModelFacts
 
 # How much there is to understand, and to go wrong: of equally fast ways the simplest is taken.
@@ -68,7 +69,7 @@ def _all(asked: s.AnyStrategy, cluster: Cluster, facts: ModelFacts, nvme: str | 
 def _mixes(cluster: Cluster, facts: ModelFacts) -> Iterator[s.AnyStrategy]:
     """Degrees that divide: tensor parallel within a host, at most a stage a layer, no pipeline of parts of sequences."""
     world = cluster.world_size
-    for tp, cp, pp in product(_divisors(cluster.per_node), _divisors(world), _divisors(world)):
+    for tp, cp, pp in product(divisors(cluster.per_node), divisors(world), divisors(world)):
         if tp == cp == pp == 1 or world % (tp * cp * pp) or pp > max(1, facts.layers) or (cp > 1 and pp > 1):
             continue
         data = world // (tp * cp * pp)
@@ -92,10 +93,6 @@ def _copies(cluster: Cluster, model: int) -> Iterator[int]:
             yield data // shard
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 # What `_all` chooses; anything else that a user says of a strategy is laid over it.
 _CHOSEN = ("tp", "cp", "pp", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
@@ -110,8 +107,9 @@ def _hold(asked: s.AnyStrategy, strategy: s.AnyStrategy) -> s.AnyStrategy | None
     pipeline = said.pop("pipeline", None)
     if any(said[name] != getattr(strategy, name) for name in _CHOSEN if name in said):
         return None
-    if pipeline is not None and getattr(strategy, "pp", 1) > 1:
-        said["pipeline"] = pipeline
+    if pipeline is not None and isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) and strategy.pp > 1:
+        options = {name: getattr(pipeline, name) for name in pipeline.model_fields_set}
+        said["pipeline"] = strategy.pipeline.model_copy(update=options)
     return strategy.model_copy(update=said)
 
 
