@@ -80,7 +80,10 @@ class Layout:
 
 
 def tokens_of_a_row(config: Config, data: DataPlan | None) -> float:
-    """Real tokens of a row, mean over the data; all that fit where it is not known. A prompt is taken to be answered at full length."""
+    """Real tokens of a row, mean over the data; all that fit where it is not known. A prompt is taken to be answered at full length, an
+    image counts as one."""
+    if config.images_alone:
+        return 1.0
     length = float(config.data.max_length)
     if data is None or not data.train_samples:
         return length

@@ -12,14 +12,15 @@ import pytest
 
 from drumline.cluster import catalog
 from drumline.cluster.cluster import Cluster
+from drumline.config.algorithms import SFTConfig
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config
 from drumline.models.load import facts, load_config
-from drumline.plan.facts import ModelFacts
+from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Seconds
 from drumline.plan.forecast.times import seconds
 from drumline.plan.forecast.traffic import flows, traffic
-from drumline.plan.layout import Layout
+from drumline.plan.layout import Layout, tokens_of_a_row
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan
 from drumline.plan.resolve import data_parallel_of, engine_of
@@ -144,3 +145,20 @@ def test_sampling_is_bound_by_memory() -> None:
     assert found.rollout > 512 * 2 * model().parameters / cluster().device.bandwidth
     slower = taken("ddp", algorithm={**algorithm, "generator": {"kind": "hf", "max_new_tokens": 512}})
     assert slower.rollout > found.rollout, "the host starts every kernel of every token"
+    kept = taken("fsdp2", algorithm={**algorithm, "generator": {**algorithm["generator"], "url": "http://there", "weights": "none"}})
+    handed = taken("fsdp2", algorithm=algorithm)
+    assert handed.rollout > kept.rollout, "who keeps its own weights is sent none"
+    whole, live = (taken(kind, algorithm={**algorithm, "generator": {"kind": "hf"}}).rollout for kind in ("zero2", "ddp"))
+    assert whole <= live, "neither gathers: the whole model is on each rank"
+
+
+def test_a_model_of_no_known_blocks_is_gathered_at_once() -> None:
+    one = replace(model(), block_weights=(), end_weights=(Weight("w", (4096, 4096), place="before"),))
+    how = layout("zero3")
+    assert seconds(how, one, cluster(), flows(how, one)).communication > 0
+
+
+def test_an_image_counts_as_one_token() -> None:
+    data = {"train": [{"kind": "file", "path": "rows"}]}
+    config = Config.model_validate({"model": {"id": "m"}, "data": data, "algorithm": {"kind": "classify", "modality": "image"}})
+    assert tokens_of_a_row(config, None) == 1.0 < tokens_of_a_row(config.model_copy(update={"algorithm": SFTConfig()}), None)

@@ -60,7 +60,7 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", 1))
     live = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE)) if ahead else 0
     parts = _cut(facts, ranks, persistent, reuse, live, layout.activation_checkpointing != "none")
-    calls = rounds * len(facts.block_weights)
+    calls = rounds * max(1, len(facts.block_weights))
     assert isinstance(layout.strategy, s.Zero3Strategy)
     plus, gathered = layout.strategy.zeropp, 1 if layout.strategy.zeropp.quantized_weights else width
     near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks

@@ -15,8 +15,8 @@ from drumline.cluster.cluster import Cluster
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Seconds
 from drumline.plan.forecast.sent import WIDTH, Flow, Sent
-from drumline.plan.forecast.times_host import offload_seconds, optimizer_seconds
-from drumline.plan.forecast.times_rollout import rollout_seconds, scoring_flops
+from drumline.plan.forecast.times_host import STARTS, offload_seconds, optimizer_seconds
+from drumline.plan.forecast.times_rollout import forward_flops, rollout_seconds, scoring_flops
 from drumline.plan.layout import Layout
 from drumline.plan.stages import bubble, stage_cost
 
@@ -28,13 +28,10 @@ WHOLE = 10 / 34  # of that, what tensor parallelism leaves whole (Korthikanti et
 # What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
 MOVED_HEAD = 50.0
 CONTENTION = 1.2  # reference/planner.md: 1.1 to 1.3
-# Seconds that a host takes to start a block's kernels, forward and backward (38 and 78 of a Llama in fp32; 54 and 100 under autocast): CPU
-# time of one core of an EPYC at 2.6 GHz, torch 2.13, blocks so small that nothing else takes time.
-STARTS = {"fp32": (0.60e-3, 0.54e-3), "bf16": (0.95e-3, 0.92e-3), "fp16": (0.95e-3, 0.92e-3)}
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
-    """`sent`: of plan.traffic.flows. What computing does not hide of communication is told apart. Of a pipeline the slowest stage sets the
+    """`sent`: of traffic.flows. What computing does not hide of communication is told apart. Of a pipeline the slowest stage sets the
     pace; what the others wait for it is in `bubble`."""
     learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
     parts = [_busy(layout, model, cluster) for model in (facts, *learning)]
@@ -77,12 +74,9 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
 def flops(facts: ModelFacts, checkpointing: str) -> tuple[float, float]:
     """Of a token: forward, and backward with what is computed again: blocks whole (full), or every second product and no attention
     (selective)."""
-    learned, frozen = facts.learned, facts.frozen
-    attention = facts.layers * facts.attention_flops
-    products = (facts.flops_per_token - attention) * (2 * learned + 2 * frozen) / (6 * learned + 4 * frozen)
-    forward = products + attention / 3
-    blocks = max(0.0, products - 2 * facts.head_parameters)
-    again = {"none": 0.0, "selective": blocks / 2, "full": blocks + attention / 3}[checkpointing]
+    forward, attention = forward_flops(facts), facts.layers * facts.attention_flops / 3
+    blocks = max(0.0, forward - attention - 2 * facts.head_parameters)
+    again = {"none": 0.0, "selective": blocks / 2, "full": blocks + attention}[checkpointing]
     return forward, facts.flops_per_token - forward + again
 
 
