@@ -34,9 +34,7 @@ class Block:
     gated: bool
     norms: int
     head_norms: bool
-    products: tuple[
-        tuple[int, bool], ...
-    ]  # of all matrix products in the order they run: outputs, and whether tensor parallelism cuts them
+    products: tuple[tuple[int, bool], ...]  # of all matrix products as they run: outputs, and whether tensor parallelism cuts them
     ranks: int  # of all adapters, added up
     adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
     learns: bool  # its own weights do
@@ -105,7 +103,7 @@ def kind_of(layout: Layout) -> Kind:
 
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
-    """Of one rank that holds whole layers; `tp` cuts them (see `memory`)."""
+    """Of a rank of the layout, as operators are counted; figures.Activations says of what."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     # A mask of the whole length, where rows hold several documents, or parts of a sequence.
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead or layout.mesh.cp > 1 else 0
@@ -160,7 +158,7 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, 
     width = 4 if kind == "fp32" else 2
     learns, adapted = block.learns, block.adapted
     inputs = {part: learns or part in adapted for part in ("qkv", "out", "up", "down")}
-    total = block.norms * (_norm(block, kind, h, learns) + 4 if block.rms else _norm(block, kind, h, learns) + 8)
+    total = block.norms * (_norm(block, kind) + (4 if block.rms else 8))
     for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
         if inputs[part]:
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
@@ -183,12 +181,10 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, 
     return total
 
 
-def _norm(block: Block, kind: Kind, h: int, learns: bool) -> float:
-    if not block.rms:
-        return (2 if kind == "low" else 4) * h
-    if kind == "low":
-        return 4 * h + 2 * h * learns
-    return 4 * h + 4 * h * learns
+def _norm(block: Block, kind: Kind) -> float:
+    """Bytes of a token that a norm keeps of its input: as it is, or of RMS norms in fp32 and, for the weight's gradient, normed."""
+    width = 2 if kind == "low" else 4
+    return block.hidden * (4 + width * block.learns if block.rms else width)
 
 
 def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float, float]:

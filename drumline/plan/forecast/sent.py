@@ -79,7 +79,7 @@ def share(length: int, ranks: int, rank: int) -> int:
 def cut_dimension(weight: Weight) -> int | None:
     """The dimension that tensor parallelism cuts; None: each rank has the whole."""
     if weight.style in ROWS_CUT:
-        return 0
+        return 0 if weight.shape else None
     return 1 if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
 
 

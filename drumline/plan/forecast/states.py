@@ -13,6 +13,7 @@ from drumline.config import strategies as s
 from drumline.config.schema import LoRAConfig, OptimizerConfig
 from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.forecast.sent import cut_dimension
 from drumline.plan.layout import Layout
 
 # Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
@@ -47,10 +48,8 @@ def part(weight: Weight, tp: int, shards: int) -> int:
     """Entries of a weight on the rank that holds most of it. Tensor parallelism cuts the dimension of its style, FSDP2 the first of what is
     left; both as torch.chunk does, in parts of ceil(size / ranks). FSDP2 fills the last ones up to that."""
     shape = list(weight.shape)
-    if tp > 1 and weight.style.startswith("rowwise") and len(shape) > 1:
-        shape[1] = math.ceil(shape[1] / tp)
-    elif tp > 1 and shape and weight.style.startswith(("colwise", "head", "embedding")):
-        shape[0] = math.ceil(shape[0] / tp)
+    if tp > 1 and (cut := cut_dimension(weight)) is not None:
+        shape[cut] = math.ceil(shape[cut] / tp)
     if shape and shards > 1:
         shape[0] = math.ceil(shape[0] / shards)
     return math.prod(shape)
