@@ -142,6 +142,10 @@ def test_where_guides_and_planner_disagree() -> None:
     assert found["parameters"].says.startswith("zero3 (more than 7B parameters") and "GB > 25.3 GB" in found["parameters"].reason
     assert found["devices"].says.startswith("fsdp2 (") and "tree" not in found
     assert disagreements(search(question("0.1b", "1xa100-80g"))) == ()
+    answer = search(question("8b", "8xa100-80g"))
+    slow = [replace(c, estimate=c.estimate.model_copy(update={"tokens_per_s": c.estimate.tokens_per_s / 2})) for c in answer.ranked]
+    guides = [[d.guide for d in disagreements(which)] for which in (answer, replace(answer, ranked=tuple(slow)))]
+    assert guides[0] == guides[1] == ["parameters"], "what is measured corrects both sides"
     _, why = choose(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
     assert why is not None and "the planner would not" in why
 

@@ -106,10 +106,11 @@ def chosen_by(question: Question, guide: Guide) -> tuple[s.AnyStrategy, str]:
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     """For each guide whose strategy does not fit, or is slower than the first plan by more than can be told apart."""
     found, question = list[Disagreement](), answer.question
+    known = {candidate.name: candidate for candidate in answer.ranked}  # as what was tried for a few steps has corrected it
     for guide in GUIDES.values():
         strategy, when = chosen_by(question, guide)
         name = describe(strategy, question.cluster.world_size).name
-        theirs = look_at(question, strategy)
+        theirs = known.get(name) or look_at(question, strategy)
         says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
         if isinstance(theirs, Refused):
             found.append(Disagreement(guide.name, says, theirs.reason))
