@@ -31,7 +31,7 @@ from drumline.tracing.run import Traced, Untraceable, run
 
 logger = logging.getLogger(__name__)
 # Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 2
+VERSION = 3
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 
@@ -143,8 +143,6 @@ def _activations(question: dict[str, Any], layout: Layout) -> Activations:
     # A block stands on what those up to it have saved.
     ahead = [more.peaks_at[str(i)] - (i + 1) * block for i in range(more.layers)]
     behind = [more.peaks_at.get(f"-{i}", 0) - (i + 1) * block for i in range(more.layers)]
-    quantised = isinstance(layout.config.adapter, LoRAConfig) and layout.config.adapter.quantize != "none"
-    copies, kept = line(few.copies, more.copies), line(few.copies_kept, more.copies_kept)
     return Activations(
         saved_block=block / tokens,
         saved_ends=ends / tokens,
@@ -152,8 +150,8 @@ def _activations(question: dict[str, Any], layout: Layout) -> Activations:
         live_backward=max(0, *behind) / tokens,
         live_loss=max(0, more.peaks_at["loss"] - saved) / tokens,
         live_loss_backward=max(0, more.peaks_at.get("-loss", 0) - saved) / tokens,
-        copies=(0, copies[1]) if quantised else copies,
-        copies_kept=(0, kept[1]) if quantised else kept,
+        copies=line(few.copies, more.copies),
+        copies_kept=line(few.copies_kept, more.copies_kept),
         source="trace",
     )
 

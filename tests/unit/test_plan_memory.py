@@ -171,6 +171,14 @@ def test_adapters_leave_little_to_learn() -> None:
     linear = LAYERS * (PER_BLOCK - 2 * H)
     assert packed.parameters == lora.parameters - 3 * linear
 
+    def full(**adapter: Any) -> Memory:
+        adapter, memory_ = {"kind": "lora", **adapter}, {"activation_checkpointing": "full"}
+        return of({"kind": "single"}, 1, facts=facts, adapter=adapter, precision="bf16", memory=memory_)
+
+    # What does not learn is cast where it is used, and autocast keeps none of it: recomputed, it waits for no backward.
+    assert full().buffers < 2 * PER_BLOCK + 4 * 8 * H * LAYERS < 2 * linear
+    assert full(quantize="4bit").buffers <= 2 * (PER_BLOCK + 8 * H) + 4 * 8 * H * LAYERS
+
 
 def test_sampling_takes_keys_and_values_and_where_the_model_is_spread_a_copy() -> None:
     algorithm = {

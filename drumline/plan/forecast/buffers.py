@@ -11,7 +11,7 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
 from drumline.plan.forecast.sent import weights_of
-from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, shards_of
+from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, packs, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
 from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
@@ -58,11 +58,14 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
     gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
-    low = kind_of(layout) == "autocast"
+    # Of weights that do not learn it keeps none itself: they wait for backward alone, which recomputing spares, as packed ones do.
+    low, packed = kind_of(layout) == "autocast", packs(layout)
     linear = held(facts, Part(mine.stages, False, False), layout.mesh.tp)
-    copies = LOW * linear.entries if low else 0
     recomputes = layout.activation_checkpointing != "none"
-    backward = LOW * largest_block(facts, mine, layout.mesh.tp).entries if low and recomputes else 0
+    still = 0 if recomputes else linear.still - (linear.linear if packed else 0)
+    copies = LOW * (linear.learned + still) if low else 0
+    one = LOW * largest_block(facts, mine, layout.mesh.tp).entries if low or packed else 0
+    backward = one if recomputes or packed else 0
     if isinstance(strategy, s.DDPStrategy):
         always += kept_bytes(strategy, layout.mesh.world_size) * here.learned
         if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not strategy.gradient_as_bucket_view:
@@ -74,7 +77,7 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
         last = 2 * gradients  # the first GPU adds up those of the others
     forward, through = (copies, 0) if recomputes else (0, copies)
-    if kept is not None and kept.copies is not None:
+    if kept is not None and kept.copies is not None and not packed:  # packed weights cannot be traced
         blocks = mine.blocks if layout.pipeline else facts.layers
         made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
         forward = max(0, made - through)
@@ -82,7 +85,8 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
         through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
     # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo
     # take no more than gradients did, which are gone by then.
-    return Buffers(always, forward, through, 0.0, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
+    block = one if packed else 0.0  # a weight that is unpacked is there while it is used; of a block's no more than all
+    return Buffers(always, forward, through, block, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
 
 
 def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:

@@ -169,6 +169,12 @@ def slots(options: OptimizerConfig) -> int:
     return 2 if options.kind == "adamw" else 1 if options.momentum else 0
 
 
+def packs(layout: Layout) -> bool:
+    """Whether QLoRA packs the linear layers of blocks."""
+    adapter = layout.config.adapter
+    return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"
+
+
 def weight_bytes(layout: Layout, has: Sizes) -> int:
     """fp32, but for what QLoRA packs."""
     adapter = layout.config.adapter
