@@ -13,7 +13,9 @@ from drumline.config.section import Section
 
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
-MOST_GPUS = 72  # of one host: NVIDIA's GB200 NVL72
+MOST_NODES = 2**15  # the largest clusters there are have some 25,000
+MOST_GPUS = 16  # of one host, of the catalog's: DGX-2, and boards of eight in pairs
+MOST_OWN = 72  # of those that are described: NVIDIA's GB200 NVL72
 
 
 class DeviceConfig(Section):
@@ -64,7 +66,7 @@ class ClusterConfig(Section):
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
     )
     per_node: int | None = Field(None, gt=0, description="Devices of a host; null: what is found here, of another device one.")
-    nodes: int = Field(1, gt=0, description="Hosts.")
+    nodes: int = Field(1, gt=0, le=MOST_NODES, description="Hosts.")
     intra: str | None = Field(
         None,
         description="Link between the devices of a host: nvlink4, pcie4, …; null: the device's usual one.",
@@ -113,7 +115,8 @@ class ClusterConfig(Section):
     def _possible(self) -> ClusterConfig:
         """Refuse what nobody builds."""
         spec = self.spec()
-        if spec is not None and self.per_node is not None and self.per_node > MOST_GPUS:
+        most = MOST_OWN if self.device in self.devices else MOST_GPUS
+        if spec is not None and self.per_node is not None and self.per_node > most:
             nodes = -(-self.per_node * self.nodes // 8)
             raise ValueError(f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8")
         link = catalog.link(self.intra) if self.intra is not None and self.intra not in self.links else None

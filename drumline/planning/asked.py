@@ -89,5 +89,7 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
 
 def _cluster(said: str) -> str:
     """A cluster's short form written out, so that further keys can be laid over it."""
+    if not said.strip():
+        raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
     made = cluster_from_string(said)
     return json.dumps(made) if isinstance(made, dict) and not said.lstrip().startswith("{") else said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def plan(options: Options) -> int:
         print(json.dumps(catalog(), indent=2)) if options.as_json else show_devices(console)
         return 0
     _one_question(options)
+    if options.tokens is not None and not math.isfinite(options.tokens):
+        raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
     hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
     loaded = asked(options.config, options.overrides, options.flags)
     made = _asked(loaded, aside)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from drumline.config.cluster import MOST_NODES
 from drumline.config.schema import LoRAConfig
 from drumline.errors import PlanError, UserError
 from drumline.plan.choice.advice import Change, Most, max_batch, max_length
@@ -107,7 +108,10 @@ def parse_what_if(said: str) -> list[int]:
     words = [word.strip() for word in values.split(",") if word.strip()]
     if key.strip() != "nodes" or not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{said!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
-    return [int(word) for word in words]
+    numbers = [int(word) for word in words]
+    if max(numbers) > MOST_NODES:
+        raise UserError(f"{max(numbers)} hosts are more than anybody has", where="--what-if", fix=f"at most {MOST_NODES}")
+    return numbers
 
 
 def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:

@@ -51,6 +51,7 @@ def test_another_length_without_building_it(length: int) -> None:
         (question("8b", {"device": "4090", "per_node": 1, "host_memory_gb": 100}), {"adapter=lora", "devices in place of 1"}),
         (question("1b", "1xh100-80g", memory={"activation_checkpointing": "none"}, batch={"global_samples": 64, "micro_batch": 32}),
          {"memory.activation_checkpointing=full", "batch.micro_batch=1", "data.max_length="}),
+        (question("8b", "4x4090", batch={"global_samples": 7}), {"batch.global_samples=8"}),
     ],
 )  # fmt: skip
 def test_the_smallest_changes_that_would_fit(asked: Question, kinds: set[str]) -> None:

@@ -91,6 +91,12 @@ def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
         assert plan.micro_batch == batch.get("micro_batch", plan.micro_batch)
 
 
+def test_a_batch_of_any_size_is_searched_in_no_time() -> None:
+    """10^10 - 1 samples: the micro-batches that divide them are not looked for among all numbers."""
+    answer = search(question("0.1b", "8xh100-80g", batch={"global_samples": 10**10 - 1}))
+    assert answer.ranked and answer.ranked[0].layout.batch.global_samples == 10**10 - 1
+
+
 def test_what_the_user_says_is_held() -> None:
     said = question(
         "1b", "8xa100-80g", batch=BATCH, memory={"activation_checkpointing": "full"}, strategy={"kind": "fsdp2", "offload": "cpu"}

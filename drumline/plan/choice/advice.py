@@ -103,6 +103,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
             "memory.activation_checkpointing=full",
             changed(memory=config.memory.model_copy(update={"activation_checkpointing": "full"})),
         )
+    if config.batch.global_samples is not None and (over := config.batch.global_samples % question.cluster.world_size):
+        samples = config.batch.global_samples - over + question.cluster.world_size
+        yield f"batch.global_samples={samples}", changed(batch=config.batch.model_copy(update={"global_samples": samples}))
     if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
         yield "batch.micro_batch=1", changed(batch=config.batch.model_copy(update={"micro_batch": 1, "accumulation": None}))
     chunk = type(config.algorithm).model_fields.get("loss_chunk")
