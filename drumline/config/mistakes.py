@@ -117,7 +117,7 @@ def _words(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
     words = next((words for start, words in WANTED.items() if error.startswith(start)), None)
     if words is None:
         return f"{_said(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)
-    wanted = words.format(**{name: f"{limit:g}" for name, limit in context.items() if isinstance(limit, int | float)})
+    wanted = words.format(**{name: f"{limit:.12g}" for name, limit in context.items() if isinstance(limit, int | float)})
     return f"{_said(given)} given, {wanted} {'are' if wanted.endswith('values') else 'is'} wanted", _mend(given, wanted, place)
 
 

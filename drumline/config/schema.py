@@ -47,13 +47,16 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), BeforeV
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …
 
 
+MOST_SAMPLES = 10**9  # of a step: more is a slip of the keyboard
+
+
 class BatchConfig(Section):
     """global_samples = micro_batch × accumulation × data ranks. Say the left side, or the right one; all must agree."""
 
-    global_samples: int | None = Field(None, gt=0, description="Samples of one optimizer step over all devices.")
-    global_tokens: int | None = Field(None, gt=0, description="The same in tokens: a multiple of data.max_length.")
-    micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once.")
-    accumulation: int | None = Field(None, gt=0, description="Micro-batches a device takes before one optimizer step.")
+    global_samples: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples of one optimizer step over all devices.")
+    global_tokens: int | None = Field(None, gt=0, le=10**4 * MOST_SAMPLES, description="The same in tokens: a multiple of data.max_length.")
+    micro_batch: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples a device takes at once.")
+    accumulation: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Micro-batches a device takes before one optimizer step.")
 
     @model_validator(mode="after")
     def _one_global(self) -> BatchConfig:

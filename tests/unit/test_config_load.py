@@ -70,6 +70,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     # values that do not go together, or are missing
     ("data: {train: [{kind: hub, id: x, streaming: true}]}", [], ["data.train.0: streaming needs `limit`"]),
     ("data: {train: [{kind: file}]}", [], ["'path' is missing", ".jsonl"]),
+    (DATA + "batch: {global_samples: 99999999999}\n", [], ["c.yaml:2: batch.global_samples: 99999999999 given, 1000000000 or less"]),
     (DATA + "batch: {global_samples: 2, global_tokens: 4}\n", [], ["c.yaml:2: batch: give", "not both"]),
     ("model: {}\n", [], ["'data' is missing", "data: {train: [{kind: file"]),
     # text that is no YAML of keys and values

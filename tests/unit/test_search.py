@@ -9,9 +9,9 @@ import pytest
 
 from drumline.config import strategies as s
 from drumline.config.load import load_text
-from drumline.plan.choice.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, look_at, search, ways_of
+from drumline.plan.choice.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, in_order, look_at, search, ways_of
 from drumline.plan.choice.ways import describe, ways
-from drumline.plan.figures import TIGHT
+from drumline.plan.figures import TIGHT, HostMemory
 from drumline.plan.plan import RolePlan
 from drumline.plan.roles import wanted_roles
 from tests.unit.shapes import facts, question
@@ -66,16 +66,27 @@ def test_what_is_taken_and_what_is_refused(name: str) -> None:
 
 def test_what_fits_comes_first_then_the_fastest_then_the_simplest() -> None:
     answer = search(question("1b", "8xh100-80g", batch=BATCH))
-    order = [(c.estimate.verdict, c.estimate.tokens_per_s, c.simple) for c in answer.ranked]
-    verdicts = [verdict for verdict, _, _ in order]
+    order = [(c.estimate.verdict, c.estimate.tokens_per_s, c.simple, c.estimate.host.most) for c in answer.ranked]
+    verdicts = [verdict for verdict, *_ in order]
     assert verdicts == sorted(verdicts) and set(verdicts) <= {"fits", "tight"}
-    for index, (verdict, speed, simple) in enumerate(order):
+    for index, (verdict, speed, simple, host) in enumerate(order):
         for other in order[index + 1 :]:
             if other[0] == verdict and other[1] > speed:
-                assert speed >= (1 - TIE) * other[1] and simple <= other[2]
+                assert speed >= (1 - TIE) * other[1] and (simple <= other[2] or host < other[3])
     assert all(len(best) <= FEW for best in families(answer).values())
     names = [c.name for c in answer.ranked] + list(refused(answer))
     assert len(names) == len(set(names)) and not families(answer).keys() & refused(answer).keys()
+
+
+@pytest.mark.parametrize(("host_limit", "first"), [(None, "lean"), (2 * 10**12, "lavish")])
+def test_where_a_hosts_memory_is_not_known_twice_as_much_of_it_comes_later(host_limit: int | None, first: str) -> None:
+    plain = search(question("1b", "8xh100-80g", batch=BATCH)).ranked[0]
+    host = HostMemory(load=4 * 10**11, train=0, save=0)
+    found = {}
+    for name, times, simple in (("lean", 1, 5), ("lavish", 3, 4)):
+        needs = plain.estimate.model_copy(update={"host": host.model_copy(update={"load": times * host.load}), "host_limit": host_limit})
+        found[name] = replace(plain, name=name, simple=simple, estimate=needs)
+    assert next(in_order(list(found.values()))).name == first
 
 
 @pytest.mark.parametrize(
@@ -92,9 +103,9 @@ def test_the_global_batch_is_the_same_in_all(batch: dict[str, int]) -> None:
 
 
 def test_a_batch_of_any_size_is_searched_in_no_time() -> None:
-    """10^10 - 1 samples: the micro-batches that divide them are not looked for among all numbers."""
-    answer = search(question("0.1b", "8xh100-80g", batch={"global_samples": 10**10 - 1}))
-    assert answer.ranked and answer.ranked[0].layout.batch.global_samples == 10**10 - 1
+    """10^9 - 1 samples: the micro-batches that divide them are not looked for among all numbers."""
+    answer = search(question("0.1b", "8xh100-80g", batch={"global_samples": 10**9 - 1}))
+    assert answer.ranked and answer.ranked[0].layout.batch.global_samples == 10**9 - 1
 
 
 def test_what_the_user_says_is_held() -> None:

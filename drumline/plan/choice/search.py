@@ -317,13 +317,16 @@ def _refused(question: Question, name: str, family: _Family) -> Refused:
 
 
 def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """What fits before what is tight; the fastest first, of those as fast as it the simplest, then the smallest."""
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, then the smallest. Where nobody said how much
+    memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
     for fits in (True, False):
         left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
         while left:
             fastest = max(c.estimate.tokens_per_s for c in left)
             same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
-            first = min(same, key=lambda c: (c.simple, -c.estimate.tokens_per_s, c.estimate.memory.reserved))
+            least = min(c.estimate.host.most for c in same)
+            lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
+            first = min(same, key=lambda c: (c.name in lavish, c.simple, -c.estimate.tokens_per_s, c.estimate.memory.reserved))
             left.remove(first)
             yield first
 
