@@ -7,7 +7,7 @@ never holds more than its own part, and while it reads one slice of one tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,10 +65,11 @@ class Values:
     seed: int
     held: frozenset[str] = frozenset()
 
-    def fill(self, model: nn.Module, offloaded: bool = False) -> None:
+    def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
         """Give whatever `model` has on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
-        the same names. `offloaded`: parameters live in host memory, buffers on the device."""
-        empty = materialise(model, self.device, "cpu" if offloaded else self.device)
+        the same names. `offloaded`: parameters live in host memory, buffers on the device. `owners`: only what these modules of it hold
+        themselves."""
+        empty = materialise(model, self.device, "cpu" if offloaded else self.device, owners)
         wanted = {name: tensor for name, tensor in empty.items() if name not in self.held}
         for name in filter(adapters.is_adapter, list(wanted)):
             tensor = wanted.pop(name)
@@ -105,16 +106,21 @@ class Joined:
         self.rest.put({name: tensor for name, tensor in tensors.items() if name not in there}, model)
 
 
-def materialise(model: nn.Module, device: str, parameters: str | None = None) -> dict[str, torch.Tensor]:
+def materialise(
+    model: nn.Module, device: str, parameters: str | None = None, owners: Collection[nn.Module] | None = None
+) -> dict[str, torch.Tensor]:
     """Give what is on the meta device memory (buffers on `device`, parameters on `parameters`), without values; returns it by name.
+    `owners`: only what these modules of `model` hold themselves.
 
     Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its references.
     """
-    for owner in model.modules():
+    chosen = [*(model.modules() if owners is None else owners)]
+    held = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
+    for owner in chosen:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
-    empty = [name for name, tensor in _named(model) if tensor.is_meta]
+    empty = [name for name, tensor in _named(model) if tensor.is_meta and id(tensor) in held]
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -124,7 +130,10 @@ def materialise(model: nn.Module, device: str, parameters: str | None = None) ->
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        model._apply(real)
+        if owners is None:
+            model._apply(real)  # FSDP2 looks at a module's parameters after all below it have come
+        for owner in owners or ():
+            owner._apply(real, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
     filled = dict(_named(model))

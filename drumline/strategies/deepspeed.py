@@ -42,6 +42,7 @@ from drumline.strategies.forward import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
 from drumline.strategies.owners import share
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+from drumline.strategies.zero_fill import InTurn, filled, part
 
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
@@ -57,7 +58,8 @@ GRADIENTS = (
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
-    """Spread a model. `values` puts its weights into host memory, fp32 and whole on each rank, before it is cut. Collective."""
+    """Spread a model. `values` puts its weights into host memory in fp32, before it is cut: whole on each rank, under stage 3 block by
+    block. Collective."""
     assert plan.deepspeed is not None
     join(plan.device)
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
@@ -65,18 +67,17 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
     module = ForwardWithObjective(model)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, plan.config.compile)
-    values.fill(model)
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Before anything is cut: which matrices decay is told by their shapes.
     # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
     optimizer = new_optimizer(learned, plan.config.optimizer)
-    masters = {name: p.data for name, p in learned.items()} if plan.precision != "fp32" else {}
-    for parameter in model.parameters() if plan.precision != "fp32" else ():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(LOW_PRECISION[plan.precision])
+    masters: dict[str, torch.Tensor] = {}
     if plan.deepspeed["zero_optimization"]["stage"] == 3:
-        # Parameter by parameter, so that a device never holds the whole model.
-        deepspeed.zero.Init(module=module, config_dict_or_path=plan.deepspeed, dtype=LOW_PRECISION.get(plan.precision, torch.float32))
+        ranks, dtype = dist.get_world_size(), LOW_PRECISION.get(plan.precision, torch.float32)
+        in_turn = InTurn(module, filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)))
+        deepspeed.zero.Init(module=in_turn, config_dict_or_path=plan.deepspeed, dtype=dtype)
+    else:
+        list(filled(plan, model, values, masters, lambda full: full))
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(learned.values()), optimizer=optimizer, config=plan.deepspeed, dist_init_required=False
     )
@@ -260,9 +261,11 @@ class DeepSpeedEngine:
         return None  # DeepSpeed's clocks do not tell it
 
     def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
-        """fp32 weights as they were before they were rounded, by parameter name; the same on all ranks. Collective."""
+        """fp32 weights as they were before they were rounded, by parameter name: whole, or this rank's part under stage 3. Collective."""
         for name, value in masters.items():
-            with self._open(self.learned[name]):
+            if self.sharded:
+                safe_set_local_fp32_param(self.learned[name], value.to(self.engine.device))
+            else:
                 self._set(self.learned[name], value.to(self.engine.device), None)
 
     # ------------------------------------------------------------------------------------------------------------ inside
@@ -335,15 +338,12 @@ class DeepSpeedEngine:
             safe_set_full_fp32_param(parameter, full) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
             return
         # By the local call: the one for whole tensors asks for sizes that the ranks divide.
-        size = parameter.ds_tensor.numel()
-        part = full.new_zeros(size)
-        piece = full.flatten()[self.rank * size : (self.rank + 1) * size]
-        part[: piece.numel()] = piece
+        own = part(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)
-            safe_set_local_fp32_param(parameter, part)
+            safe_set_local_fp32_param(parameter, own)
         else:
-            safe_set_local_optimizer_state(parameter, part, slot)
+            safe_set_local_optimizer_state(parameter, own, slot)
 
     def _refresh(self) -> None:
         """The weights that forward uses, from the fp32 ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +84,10 @@ class _Late(Values):
     packs: bool = False
     dtype: torch.dtype | None = None  # of parameters; None: as they are
 
-    def fill(self, model: nn.Module, offloaded: bool = False) -> None:
+    def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
         self.stack.enter_context(faked(self.packs))
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        for owner in model.modules():
+        for owner in model.modules() if owners is None else owners:
             for table in (owner._parameters, owner._buffers):
                 for name, tensor in table.items():
                     if tensor is not None and tensor.is_meta:

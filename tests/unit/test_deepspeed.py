@@ -26,6 +26,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
 from drumline.strategies.native import NativeEngine
 from drumline.strategies.native import prepare as native
+from drumline.strategies.zero_fill import filled, part
 from drumline.train import helpers
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
@@ -167,6 +168,26 @@ def test_nothing_is_printed_for_being_installed() -> None:
     code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)
     assert "accelerator" not in told.stdout + told.stderr
+
+
+def test_weights_come_a_block_at_a_time_and_leave_a_part_in_fp32(model_dir: Path) -> None:
+    made = plan(model_dir, "zero3").model_copy(update={"precision": "bf16"})
+    model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
+    original, _ = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
+    Values(source, "cpu", 0).fill(original)
+    expected, masters = dict(original.named_parameters()), dict[str, torch.Tensor]()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen = []
+    for parameter in filled(made, model, Values(source, "cpu", 0), masters, lambda full: part(full, 1, 3)):
+        seen.append(names[id(parameter)])
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, expected[seen[-1]].bfloat16())
+        real = {".".join(name.split(".")[:3]) for name, other in model.named_parameters() if not other.is_meta and name not in seen}
+        assert len(real - {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}) <= 1, "of other blocks nothing"
+        parameter.data = torch.empty(0)  # as it is cut
+    assert set(seen) == set(names.values()) == set(masters) and len(seen) == len(names)
+    flat = expected["model.norm.weight"].flatten()
+    size = -(-flat.numel() // 3)
+    assert torch.equal(masters["model.norm.weight"], flat[size : 2 * size])
 
 
 def test_a_helper_that_torch_came_after_is_made_again(tmp_path: Path) -> None:

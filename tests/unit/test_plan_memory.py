@@ -221,6 +221,8 @@ def test_host_memory() -> None:
     zero = host_memory(layout({"kind": "zero2"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
     native = host_memory(layout({"kind": "fsdp2"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
     assert zero.load - native.load == 8 * 6 * FACTS.parameters  # whole in fp32 and bf16 on each rank
+    third = host_memory(layout({"kind": "zero3"}, 8, precision="bf16"), FACTS, CLUSTER, 0)
+    assert third.load - native.load < 8 * 6 * FACTS.parameters / 2  # a block, or the ends, at a time
     offloaded = host_memory(layout({"kind": "fsdp2", "offload": "cpu"}, 8), FACTS, CLUSTER, 0)
     assert offloaded.train - native.train == pytest.approx(16 * FACTS.parameters, rel=1e-3)
     at_once = host_memory(layout({"kind": "fsdp2"}, 8, checkpoint={"asynchronous": False}), FACTS, CLUSTER, 0)

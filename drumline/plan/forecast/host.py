@@ -7,7 +7,7 @@ from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
 from drumline.plan.forecast.memory import state_of
-from drumline.plan.forecast.states import part_of, slots
+from drumline.plan.forecast.states import Part, ends, largest_block, part_of, slots
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
 
@@ -26,12 +26,7 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         between, train = state.device, peak
     else:
         between = train = state.host + (_pinned(layout, facts) if zero else 0)
-    # DeepSpeed is handed the whole model in fp32 by each rank, and what learns again in the type that it computes in; native engines
-    # read each rank's part out of the files, onto the device.
-    low = LOW * facts.parameters if layout.precision != "fp32" else 0
-    loading = max(FULL * facts.parameters + low if zero else 0, between) if layout.device == "cuda" else between
-    if zero and layout.device == "cpu":
-        loading += FULL * facts.parameters
+    loading = _handed_over(layout, facts, between) if zero else between  # native engines read each rank's part onto the device
     weights = FULL * facts.parameters
     # Rank 0 builds the whole model in fp32, adapters merged. What native engines held is gone by then; DeepSpeed keeps it.
     left = between if zero else 0
@@ -41,6 +36,19 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
         save=ranks * (between + process + _saved(layout, facts)),
         export=0 if layout.config.checkpoint.export == "none" else ranks * (left + process) + weights,
     )
+
+
+def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
+    """Bytes of a rank while DeepSpeed is given the weights (strategies.zero_fill), and makes what it keeps (`between`): in stage 1 and 2
+    the whole model in fp32, at first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part."""
+    lower = layout.precision != "fp32"
+    low = LOW if lower else 0
+    if layout.strategy.kind != "zero3":
+        return FULL * facts.parameters + max(low * facts.parameters, between)
+    every = Part(((0, len(facts.block_weights)),))
+    piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
+    kept = FULL * flattened(facts, layout.mesh.world_size).pieces if lower else 0
+    return between + kept + (FULL + low) * piece
 
 
 def _pinned(layout: Layout, facts: ModelFacts) -> int:
