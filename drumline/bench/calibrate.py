@@ -23,7 +23,7 @@ from drumline.launch.environment import listen
 from drumline.launch.postmortem import root_cause
 
 MIB = 2**20
-MOST_CPU_RANKS = 8  # unless --nproc says more
+MOST_CPU_RANKS = 8  # unless --nproc says more, and there are as many cores
 DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then some
 # Seconds that one collective, and the whole of a rank, may take.
 TIMEOUT, LIMIT, LIMIT_QUICK = 60.0, 900.0, 120.0
@@ -71,13 +71,16 @@ def group_sizes(world: int) -> list[int]:
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
 
-    Raises UserError for more ranks than GPUs or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed where a
-    rank fails.
+    Raises UserError for more ranks than GPUs or cores or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed
+    where a rank fails.
     """
     machine = detect()
     ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
     if machine.devices and ranks > len(machine.devices):
         raise UserError(f"{ranks} ranks on {len(machine.devices)} GPUs", where="--nproc", fix=f"at most {len(machine.devices)}")
+    most = max(machine.cores, MOST_CPU_RANKS)
+    if not machine.devices and ranks > most:  # which would share cores, and measure the scheduler
+        raise UserError(f"{ranks} ranks on {machine.cores} cores", where="--nproc", fix=f"at most {most}")
     if out is not None and out.is_dir():
         raise UserError("is a folder, a file is wanted", where=f"--out {out}", fix=f"--out {out / 'measured.json'}")
     target = out or place(machine)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 # What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 logger = logging.getLogger(__name__)
+# Keys that a model reads of its config, though the class of the config does not declare them.
+UNDECLARED = {"qwen3_moe": ("head_dim",)}
 
 
 def quiet() -> None:
@@ -86,7 +88,7 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
 def _require_known(config: Any, values: dict[str, Any]) -> None:
     """transformers takes any key and says nothing; a slip of the pen would train another model than was meant."""
     for key in values:
-        if not hasattr(config, key):
+        if not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
             raise ModelError(
                 f"the config of {config.model_type} has no key {key!r}",
@@ -164,8 +166,8 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
     FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
     is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
     appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so 4 for each. A vision tower works for image tokens alone: its products are told apart, without
-    its attention, which hangs on the sizes of images.
+    A frozen parameter has no gradient, so 4 for each. Of experts a token meets those that its router chooses. A vision tower works for
+    image tokens alone: its products are told apart, without its attention, which hangs on the sizes of images.
 
     Raises ModelError for a module whose shapes cannot be found.
     """
@@ -200,6 +202,9 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
     positions = getattr(text, "max_position_embeddings", None)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     products = [p for p in model.parameters() if id(p) not in tower and (tied or p is not embedding)]
+    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
+    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
+    of_experts = [p for name, p in model.named_parameters() if ".experts." in name]
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
     at_end = torch.nn.ModuleList([module for module in (to_words, score_head(model)) if module is not None])
@@ -209,7 +214,8 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
-        flops_per_token=float(sum((6 if p.requires_grad else 4) * p.numel() for p in products) + 12 * layers * width * length),
+        flops_per_token=float(sum((6 if p.requires_grad else 4) * p.numel() for p in products) + 12 * layers * width * length)
+        - sum((6 if p.requires_grad else 4) * p.numel() for p in of_experts) * (1 - chosen / experts),
         vocab_size=int(text.vocab_size),
         max_positions=int(positions) if positions else None,
         layers=layers,

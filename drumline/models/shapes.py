@@ -125,6 +125,17 @@ KNOWN: dict[str, Known] = {
         num_experts_per_tok=2,
     ),
     **_rows(
+        "qwen3_moe",
+        """
+        qwen3-30b-a3b   Qwen/Qwen3-30B-A3B   2048 6144  48 32 4 151936 40960 moe_intermediate_size=768
+        qwen3-235b-a22b Qwen/Qwen3-235B-A22B 4096 12288 94 64 4 151936 40960 moe_intermediate_size=1536
+        """,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    ),
+    **_rows(
         "gemma",
         """
         gemma-2b google/gemma-2b 2048 16384 18 8  1  256000 8192 head_dim=256

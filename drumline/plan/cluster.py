@@ -43,7 +43,7 @@ def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, cal
         price_per_device_hour=said.price_per_device_hour,
         found=same and said.nodes == 1 and per_node == here.per_node,
         calibration=_measured(said, device, ranks, here.calibration if same else Calibration()),
-        notes=here.notes if same else _assumed(said),
+        notes=(*(here.notes if same else _assumed(said)), *network_assumed(said, said.nodes)),
     )
 
 
@@ -64,3 +64,11 @@ def _assumed(said: ClusterConfig) -> tuple[str, ...]:
     """What a short name was taken for."""
     taken = catalog.AMBIGUOUS.get(catalog.plain(said.device or ""))
     return (f"cluster.device {said.device}: taken for {taken}",) if taken and said.device not in said.devices else ()
+
+
+def network_assumed(said: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
+    """That nobody said what joins the hosts, where there are several: plans on several hosts hang on it more than on anything else."""
+    if nodes == 1 or (said is not None and "inter" in said.model_fields_set):
+        return ()
+    inter = (said or ClusterConfig()).inter
+    return (f"cluster.inter is not said: {inter} between hosts is assumed; such as cluster.inter=400Gb or 8x400Gb says what there is",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.plan.choice.advice import nothing_fits, refusal, what_if
 from drumline.plan.choice.search import Answer, Question, search
+from drumline.plan.cluster import network_assumed
 from drumline.planning import further
 from drumline.planning.as_json import as_json, candidate, catalog
 from drumline.planning.asked import FLAGS, Flags, asked
@@ -59,6 +61,8 @@ def plan(options: Options) -> int:
     if options.most is not None:
         _most(question, options.most, options, console)
     elif hosts is not None:
+        if question.cluster.nodes == 1:  # else it was told already
+            _tell(network_assumed(question.config.cluster, max(hosts)), aside)
         _what_if(question, hosts, options, console)
     else:
         _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
@@ -94,9 +98,13 @@ def _searched(made: Asked, loaded: Loaded, options: Options, aside: Console) -> 
 def _asked(loaded: Loaded, aside: Console) -> Asked:
     with bars(aside) as on_progress:
         made = ask(loaded, on_progress)
-    for note in (*loaded.notes, *made.notes):
-        aside.print(f"note: {note}", soft_wrap=True, markup=False)
+    _tell((*loaded.notes, *made.notes), aside)
     return made
+
+
+def _tell(notes: Iterable[str], aside: Console) -> None:
+    for note in notes:
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:

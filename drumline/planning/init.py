@@ -147,6 +147,10 @@ def _parsed(field: str, said: str) -> dict[str, Any]:
     names = [word for word in words if not word.isdecimal()]
     if len(numbers) > 1 or len(names) > 1:
         raise UserError(f"{said!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096")
+    if numbers and int(numbers[0]) < 2:
+        raise UserError(
+            f"rows of {numbers[0]} tokens have nothing to learn from", where="question 5", fix="2 tokens at least, such as lora 4096"
+        )
     return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}
 
 

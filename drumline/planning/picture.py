@@ -23,6 +23,7 @@ FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"
 MOST_BARS, MOST_REFUSED = 12, 6
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that a line does not run through a number
 FAR = 1.6  # limits of the device: what needs more is left out of the picture
+SLOW = 4  # times the slowest that fits: what does not fit and takes longer would press all others together, and has its bar alone
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,22 @@ def _limits(axes: Any, limit: float) -> None:
 
 def _points(axes: Any, shown: Shown) -> None:
     """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
-    for group, colour, marker in ((shown.fit, FIT, "o"), (shown.refused, NO_FIT, "x")):
+    slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
+    refused = [c for c in shown.refused if SLOW * c.estimate.tokens_per_s >= slowest]
+    for group, colour, marker in ((shown.fit, FIT, "o"), (refused, NO_FIT, "x")):
         axes.scatter(
             *_places(group), color=colour, marker=marker, s=36, zorder=3, label="fits or tight" if marker == "o" else "does not fit"
         )
     front = pareto(shown.fit)
-    axes.plot(*_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label="Pareto front")
+    axes.plot(
+        *_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label="Pareto front: none needs less and is faster"
+    )
     _limits(axes, shown.limit)
-    times = _places([*shown.fit, *shown.refused])[1]
+    times = _places([*shown.fit, *refused])[1]
     if max(times) > 4 * min(times):
         axes.set_yscale("log")
+        for of_axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            of_axis("{x:g}")
     else:
         axes.set_ylim(0.85 * min(times), 1.1 * max(times))
     axes.set_xlim(left=0)

@@ -154,6 +154,8 @@ def test_bad_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     done = drumline("calibrate", "--quick", "--nproc", 2)
     assert done.code == 2 and "cannot be written to" in done.err and "XDG_CACHE_HOME" in done.err and len(done.err.splitlines()) == 1
     assert drumline("calibrate", "--nproc", 0).code == 2
+    done = drumline("calibrate", "--nproc", 9999)
+    assert done.code == 2 and "--nproc: 9999 ranks on" in done.err and "at most" in done.err and done.out == ""
     done = drumline("calibrate", "--quick", "--out", tmp_path)
     assert done.code == 2 and "is a folder" in done.err and done.out == ""
     monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -217,6 +217,22 @@ def test_what_if(run: Run) -> None:
     assert f"{speeds[-1]:,.0f}" in out and f"{speeds[-1] / speeds[0]:.2f}" in out and "…" not in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--cluster", "2x4x4090"], True),
+        (["--cluster", "2x4x4090", "cluster.inter=400Gb"], False),
+        (["--cluster", "4x4090"], False),
+        (["--cluster", "4x4090", "--what-if", "nodes=1,2"], True),
+        (["--cluster", "2x4x4090", "--what-if", "nodes=2,4"], True),
+    ],
+    ids=["hosts", "said", "one host", "what if", "what if of hosts"],
+)
+def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], told: bool) -> None:
+    code, _, err = run("plan", SMALL, *flags)
+    assert code == 0 and err.count("cluster.inter is not said: 100Gb between hosts is assumed") == told
+
+
 def test_the_catalog(run: Run) -> None:
     code, out, _ = run("plan", "--devices", columns=80)
     assert code == 0 and "datasheet" in out
@@ -242,7 +258,11 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
     return [(a, b) for i, (a, first) in enumerate(boxes) for b, second in boxes[i + 1 :] if first.overlaps(second)]
 
 
-@pytest.mark.parametrize("flags", [[*LORA, "data.max_length=2048"], [*EIGHT_B[:2], "--cluster", "8xh100-80g"]], ids=["4090s", "h100s"])
+@pytest.mark.parametrize(
+    "flags",
+    [[*LORA, "data.max_length=2048"], [*EIGHT_B[:2], "--cluster", "8xh100-80g"], [*EIGHT_B[:2], "--cluster", "2x8xh100-80g"]],
+    ids=["4090s", "h100s", "hosts"],
+)
 def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs `pip install 'drumline[plot]'`")
     from drumline.planning import picture
@@ -257,6 +277,8 @@ def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatc
     for candidate in (*shown.fit, *shown.refused):
         drawn = sum(picture.part_of(candidate, part) for part in (*CATEGORIES, picture.RESERVE))
         assert drawn == pytest.approx(candidate.estimate.memory.reserved / 1e9, rel=0.02), candidate.name
+    slowest, drawn_to = min(c.estimate.tokens_per_s for c in shown.fit), figure.axes[1].get_ylim()[1]
+    assert 1e6 / drawn_to > slowest / (2 * picture.SLOW), "what does not fit and is far slower presses nothing together"
     front = picture.pareto(shown.fit)
     assert all(a.estimate.memory.reserved < b.estimate.memory.reserved for a, b in itertools.pairwise(front))
     for name in ("plan.png", "plan.svg", "plan.html"):
@@ -402,6 +424,9 @@ def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n\n"))
     code, _, err = run("init", "flags.yaml", *flags)
     assert code == 0 and "[full 64]" in err and init_lines(Path("flags.yaml").read_text())["data"]["max_length"] == 64
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n\n\n\nlora 0\n"))
+    code, _, err = run("init", "other.yaml")
+    assert code == 2 and "rows of 0 tokens" in err and not Path("other.yaml").exists()
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n"))
     code, _, err = run("init", "other.yaml")
     assert code == 2 and "--yes" in err and not Path("other.yaml").exists()

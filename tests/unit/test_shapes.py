@@ -30,6 +30,7 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "mistral-7b": 7_248_023_552,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "gemma-2-2b": 2_614_341_888,
@@ -49,6 +50,14 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_published(name: str) -> None:
     assert facts(load_config(None, written_as(KNOWN[name], ModelConfig(id=name))), 128).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)])
+def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: float) -> None:
+    found = facts(load_config(None, written_as(KNOWN[name], ModelConfig(id=name))), 128)
+    looked_up = found.vocab_size * found.hidden
+    products = (found.flops_per_token - found.layers * found.attention_flops) / 6
+    assert products + looked_up == pytest.approx(active, rel=0.02), "as published"
 
 
 @pytest.mark.parametrize(
