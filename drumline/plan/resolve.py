@@ -13,7 +13,9 @@ from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleC
 from drumline.errors import PlanError
 from drumline.plan.batch import resolve_batch, row_tokens
 from drumline.plan.communication import communication_why
+from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
+from drumline.plan.forecast.host import PROCESS
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
 from drumline.plan.rollouts import steps_of_rollouts
@@ -126,7 +128,7 @@ def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
 
 
 def processes_of(config: Config, machine: Machine, device: str, launched: int | None) -> int:
-    """Ranks of the run. Raises PlanError where there are fewer GPUs."""
+    """Ranks of the run. Raises PlanError where there are fewer GPUs, or no memory for so many processes."""
     if launched is not None:
         return launched
     nproc = config.launch.nproc
@@ -141,7 +143,19 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
                 fix=f"use --nproc {found}, or run.device=cpu",
             )
         return nproc or found
+    require_memory(nproc or 1, machine, "launch.nproc")
     return nproc or 1
+
+
+def require_memory(processes: int, machine: Machine, where: str) -> None:
+    """Raises PlanError where Python and torch alone take more than the machine has: it would go down."""
+    if processes * PROCESS > machine.memory_bytes:
+        raise PlanError(
+            f"{processes} processes take {size(processes * PROCESS)} before they have loaded anything, this machine has"
+            f" {size(machine.memory_bytes)}",
+            where=where,
+            fix=f"use --nproc {max(1, machine.memory_bytes // PROCESS)} or fewer",
+        )
 
 
 def _batch_norm_why(config: Config, batch: BatchPlan, facts: ModelFacts | None) -> list[str]:

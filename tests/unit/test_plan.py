@@ -104,6 +104,7 @@ def test_auto_picks_and_says_why() -> None:
     ("machine", "sections", "says"),
     [
         (TWO_H100, {"launch": {"nproc": 4}}, ["4 processes", "2 GPUs found", "--nproc 2"]),
+        (CPU, {"launch": {"nproc": 500}}, ["500 processes take 195.31 GiB", "this machine has 16.00 GiB", "--nproc 40 or fewer"]),
         (CPU, {"run": {"device": "cuda"}}, ["no GPU was found"]),
         (CPU, {"strategy": "single", "launch": {"nproc": 2}}, ["single runs one process", "ddp"]),
         (CPU, {"strategy": "dp", "launch": {"nproc": 2}}, ["dp runs one process", "ddp"]),
