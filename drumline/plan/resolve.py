@@ -143,11 +143,11 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
                 fix=f"use --nproc {found}, or run.device=cpu",
             )
         return nproc or found
-    require_memory(nproc or 1, machine, "launch.nproc")
+    _require_memory(nproc or 1, machine, "launch.nproc")
     return nproc or 1
 
 
-def require_memory(processes: int, machine: Machine, where: str) -> None:
+def _require_memory(processes: int, machine: Machine, where: str) -> None:
     """Raises PlanError where Python and torch alone take more than the machine has: it would go down."""
     if processes * PROCESS > machine.memory_bytes:
         raise PlanError(
