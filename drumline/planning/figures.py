@@ -7,6 +7,7 @@ from typing import Any
 from drumline.config.schema import Config
 from drumline.plan.choice.search import Candidate, Question
 from drumline.plan.explain import flow
+from drumline.plan.figures import Memory
 
 GB = 1e9
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
@@ -31,6 +32,12 @@ def cost(question: Question, candidate: Candidate, tokens: float | None = None) 
 
 def devices(candidate: Candidate) -> int:
     return candidate.layout.mesh.world_size * candidate.layout.devices_per_rank
+
+
+def gradients_at_peak(memory: Memory) -> int:
+    """Bytes of the gradients that are there at the peak: before backward's end not all are. `gradients` is all of them."""
+    others = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
+    return min(memory.gradients, max(0, memory.peak - others))
 
 
 def mesh_words(candidate: Candidate) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from drumline.errors import EnvironmentFault, UserError
 from drumline.plan.choice.search import Answer, Candidate
 from drumline.plan.figures import FITS, TIGHT
-from drumline.planning.figures import CATEGORIES, GB
+from drumline.planning.figures import CATEGORIES, GB, gradients_at_peak
 from drumline.planning.table import headline, number
 
 KINDS = (".png", ".svg", ".html")
@@ -126,8 +126,7 @@ def part_of(candidate: Candidate, part: str) -> float:
     if part == RESERVE:
         return (memory.reserved - memory.peak - memory.overhead) / GB
     if part == "gradients":
-        others = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
-        return min(memory.gradients, max(0, memory.peak - others)) / GB
+        return gradients_at_peak(memory) / GB
     return float(getattr(memory, part)) / GB
 
 

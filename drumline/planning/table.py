@@ -14,7 +14,7 @@ from rich.text import Text
 from drumline.plan.choice.search import Answer, Candidate, Question, Refused
 from drumline.plan.explain import count
 from drumline.plan.figures import HostMemory
-from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours, mesh_words
+from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours, mesh_words
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
@@ -162,8 +162,9 @@ def _layout(ranked: Sequence[Candidate]) -> Group:
 
 def _memory(ranked: Sequence[Candidate]) -> Group:
     parts = (*CATEGORIES, "peak")
+    later = any(gradients_at_peak(c.estimate.memory) < 0.99 * c.estimate.memory.gradients for c in ranked)
     return Group(
-        "GB of a device at its peak",
+        "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else ""),
         tuple((SHORT.get(part, part), [f"{getattr(c.estimate.memory, part) / GB:.1f}" for c in ranked]) for part in parts),
     )
 

@@ -10,7 +10,7 @@ from drumline.plan.explain import count
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import FITS, TIGHT
 from drumline.plan.layout import Layout
-from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, hours
+from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
 from drumline.planning.table import number
 
 Row = tuple[str, str, str]  # what, how much, where it comes from
@@ -93,9 +93,12 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
     moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
     tokens = layout.rows * layout.length
+    of_all = facts.parameters + sum(f.parameters for f in layout.role_facts.values())
+    there = gradients_at_peak(memory)
+    yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
     sources = {
-        "parameters": _shared(memory.parameters, facts.parameters, 2 if copy else 4, "parameters", layout),
-        "gradients": _shared(memory.gradients, facts.learned, 4, "that learn", layout),
+        "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
+        "gradients": _shared(memory.gradients, facts.learned, 4, "that learn", layout) + yet,
         "optimizer": _shared(memory.optimizer, facts.learned, moments, "that learn", layout),
         "activations": _activations(memory.activations, tokens, facts, layout),
         "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words"

@@ -199,6 +199,20 @@ def test_explain_says_where_numbers_come_from(run: Run) -> None:
     assert zero2["reason"] in out and "8.03B" in out and "deepspeed" in out
 
 
+def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: Run) -> None:
+    flags = ["--model", "gpt2-xl", "--cluster", "8xa100-40g", "--length", "1024"]
+    _, out, _ = run("plan", *flags, "--explain", "zero1")
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "peak")
+    amount = {name: float(re.search(rf"\n  {name} +(\S+)", out)[1]) for name in names}  # type: ignore[index]
+    there = float(re.search(r"; (\S+) of them are there at the peak", out)[1])  # type: ignore[index]
+    parts = sum(amount[name] for name in names if name not in ("gradients", "peak"))
+    assert there < amount["gradients"] and parts + there == pytest.approx(amount["peak"], abs=0.05)
+    assert "grads: all, some of which come after it" in run("plan", *flags)[1]
+    ppo = ["algorithm={kind: ppo, value: head, rewards: [{kind: length, free: 32, limit: 64}]}", "strategy=fsdp2"]
+    _, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", *ppo, "--explain", "1")
+    assert "4 bytes × 16.06B parameters / 8 ranks" in out and "reference 8.03B" in out
+
+
 def test_the_most_that_fits(run: Run) -> None:
     found = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
     assert found and found == sorted(found, key=lambda each: -each["number"])
