@@ -201,10 +201,6 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     positions = getattr(text, "max_position_embeddings", None)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
-    products = [p for p in model.parameters() if id(p) not in tower and (tied or p is not embedding)]
-    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
-    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
-    of_experts = [p for name, p in model.named_parameters() if ".experts." in name]
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
     at_end = torch.nn.ModuleList([module for module in (to_words, score_head(model)) if module is not None])
@@ -214,8 +210,7 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
     return ModelFacts(
         name=str(text.model_type),
         parameters=parameters,
-        flops_per_token=float(sum((6 if p.requires_grad else 4) * p.numel() for p in products) + 12 * layers * width * length)
-        - sum((6 if p.requires_grad else 4) * p.numel() for p in of_experts) * (1 - chosen / experts),
+        flops_per_token=float(_product_flops(model, text, tower if tied else {*tower, id(embedding)}) + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
         max_positions=int(positions) if positions else None,
         layers=layers,
@@ -242,6 +237,14 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
         buffer_bytes=buffer_bytes(model),
     )
+
+
+def _product_flops(model: Any, text: Any, apart: set[int]) -> float:
+    """Of a token in matrix products, forward and backward, with all parameters but those whose ids are in `apart`."""
+    experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
+    chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
+    flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
+    return sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
 
 
 def _config_of(model: Any, needed: Sequence[str]) -> Any:
