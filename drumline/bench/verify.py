@@ -86,7 +86,7 @@ def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_
     from drumline.plan.batch import resolve_batch
 
     config = load(config_path, overrides).config
-    samples = resolve_batch(config.batch, nproc, config.data.max_length, None, rows_per_sample=config.rows_per_sample)[0]
+    samples = resolve_batch(config, nproc)[0]
     hf_config = load_config(resolve(config.model, on_progress), config.model)
     dropouts = [key for key, value in hf_config.to_dict().items() if _is_dropout(key) and isinstance(value, float) and value > 0]
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []

@@ -6,11 +6,12 @@ by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `d
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from drumline.config.algorithms import Algorithm, ClassifyConfig, PPOConfig, SFTConfig
+from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOConfig, SFTConfig
 from drumline.config.cluster import ClusterConfig, cluster_from_string
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
@@ -225,3 +226,9 @@ class Config(Section):
     def rows_per_sample(self) -> int:
         """Sequences of up to data.max_length tokens that a sample is made of."""
         return 2 if self.algorithm.kind in ("reward", "dpo") else 1
+
+    @property
+    def samples_in_turn(self) -> int:
+        """What a global batch has to be a multiple of, for a rollout to have whole groups."""
+        algorithm = self.algorithm
+        return algorithm.group_size // math.gcd(algorithm.group_size, algorithm.minibatches) if isinstance(algorithm, ROLLOUT) else 1

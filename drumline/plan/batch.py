@@ -19,20 +19,19 @@ def row_tokens(config: Config) -> int:
     return IMAGE_TOKENS if config.images_alone else config.data.max_length
 
 
-def resolve_batch(
-    batch: BatchConfig, data_ranks: int, max_length: int, eval_micro_batch: int | None, in_flight: int = 1, rows_per_sample: int = 1
-) -> tuple[BatchPlan, list[str]]:
+def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None) -> tuple[BatchPlan, list[str]]:
     """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
-    where it is open. `rows_per_sample`: sequences of up to max_length tokens that a sample is made of.
+    where it is open. `batch`: in the place of the config's.
 
     Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
     """
     why: list[str] = []
-    tokens = max_length * rows_per_sample
+    batch, rows_per_sample = batch or config.batch, config.rows_per_sample
+    tokens = row_tokens(config) * rows_per_sample
     total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
     micro, accumulation = batch.micro_batch, batch.accumulation
     if total is None:
-        micro, accumulation = micro or 1, accumulation or in_flight
+        micro, accumulation = micro or 1, accumulation or least_rounds((micro or 1) * data_ranks, config.samples_in_turn, in_flight)
         total = micro * accumulation * data_ranks
         why.append(
             f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
@@ -63,10 +62,16 @@ def resolve_batch(
         global_samples=total,
         micro_batch=micro,
         accumulation=accumulation,
-        eval_micro_batch=eval_micro_batch or micro,
+        eval_micro_batch=config.eval.micro_batch or micro,
         rows_per_sample=rows_per_sample,
     )
     return plan, why
+
+
+def least_rounds(samples: int, multiple: int, least: int = 1) -> int:
+    """How often to take so many samples, `least` times or more, for a multiple of `multiple`."""
+    whole = multiple // math.gcd(samples, multiple)
+    return whole * math.ceil(least / whole)
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from drumline.config import strategies as st
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
-from drumline.plan.batch import resolve_batch, row_tokens
+from drumline.plan.batch import resolve_batch
 from drumline.plan.communication import communication_why
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
@@ -51,9 +51,7 @@ def resolve(
     precision = precision_of(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
     least = in_flight(mesh, config.strategy)
-    batch, batch_why = resolve_batch(
-        config.batch, mesh.data_ranks, row_tokens(config), config.eval.micro_batch, least, config.rows_per_sample
-    )
+    batch, batch_why = resolve_batch(config, mesh.data_ranks, least)
     why += batch_why + _batch_norm_why(config, batch, facts)
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
     roles, role_facts = roles or {}, role_facts or {}
@@ -149,7 +147,7 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
 
 def _require_memory(processes: int, machine: Machine, where: str) -> None:
     """Raises PlanError where Python and torch alone take more than the machine has: it would go down."""
-    if processes * PROCESS > machine.memory_bytes:
+    if processes > 1 and processes * PROCESS > machine.memory_bytes:
         raise PlanError(
             f"{processes} processes take {size(processes * PROCESS)} before they have loaded anything, this machine has"
             f" {size(machine.memory_bytes)}",

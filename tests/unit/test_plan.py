@@ -43,9 +43,19 @@ def plan(machine: Machine = CPU, world_size: int | None = None, data: DataPlan |
     ],
 )
 def test_batch_follows_the_product_rule(batch: dict[str, int], data_ranks: int, expected: tuple[int, int, int]) -> None:
-    resolved, _ = resolve_batch(BatchConfig(**batch), data_ranks, 128, None)
+    resolved, _ = resolve_batch(config(batch=batch), data_ranks)
     assert (resolved.global_samples, resolved.micro_batch, resolved.accumulation) == expected
     assert resolved.global_samples == resolved.micro_batch * resolved.accumulation * data_ranks
+
+
+@pytest.mark.parametrize(
+    ("batch", "data_ranks", "in_flight", "expected"),
+    [({}, 4, 1, (8, 1, 2)), ({}, 3, 1, (24, 1, 8)), ({}, 1, 9, (16, 1, 16)), ({"micro_batch": 4}, 1, 1, (8, 4, 2))],
+)
+def test_an_open_batch_has_whole_groups(batch: dict[str, int], data_ranks: int, in_flight: int, expected: tuple[int, int, int]) -> None:
+    rewards = [{"kind": "length", "free": 4, "limit": 8}]
+    resolved, _ = resolve_batch(config(batch=batch, algorithm={"kind": "grpo", "group_size": 8, "rewards": rewards}), data_ranks, in_flight)
+    assert (resolved.global_samples, resolved.micro_batch, resolved.accumulation) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,7 @@ def test_batch_follows_the_product_rule(batch: dict[str, int], data_ranks: int, 
 )
 def test_batch_says_the_arithmetic_and_the_nearest(batch: dict[str, int], data_ranks: int, says: list[str]) -> None:
     with pytest.raises(PlanError) as error:
-        resolve_batch(BatchConfig(**batch), data_ranks, 128, None)
+        resolve_batch(config(batch=batch), data_ranks)
     assert all(part in error.value.line() for part in says), error.value.line()
 
 

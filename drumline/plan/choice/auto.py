@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drumline.config.schema import Config
 from drumline.config.strategies import AutoStrategy
-from drumline.plan.batch import resolve_batch, row_tokens
+from drumline.plan.batch import resolve_batch
 from drumline.plan.choice.advice import nothing_fits, refusal
 from drumline.plan.choice.guides import GUIDES, chosen_by
 from drumline.plan.choice.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
@@ -41,8 +41,7 @@ def _written(config: Config, first: Candidate) -> Config:
     """What was chosen; what would come out so anyway is left as the user has it."""
     layout, batch = first.layout, config.batch
     least = in_flight(layout.mesh, layout.strategy)
-    length, held_out, rows = row_tokens(config), config.eval.micro_batch, config.rows_per_sample
-    if resolve_batch(config.batch, layout.mesh.data_ranks, length, held_out, least, rows)[0] != layout.batch:
+    if resolve_batch(config, layout.mesh.data_ranks, least)[0] != layout.batch:
         batch = first.config.batch
     same = layout.activation_checkpointing == config.memory.activation_checkpointing
     memory = config.memory if same else layout.config.memory

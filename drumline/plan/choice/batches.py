@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.config.schema import BatchConfig, Config
-from drumline.plan.batch import divisors, resolve_batch, row_tokens
+from drumline.plan.batch import divisors, least_rounds, resolve_batch
 from drumline.plan.plan import BatchPlan
 
 
@@ -16,11 +16,12 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
 
     Raises PlanError where the numbers do not go together.
     """
-    said, length, rows = config.batch, row_tokens(config), config.rows_per_sample
+    said = config.batch
     if said.global_samples is None and said.global_tokens is None and not (said.micro_batch and said.accumulation):
         total = (said.micro_batch or 1) * (said.accumulation or 1) * world
+        total *= least_rounds(total, config.samples_in_turn)
         said = BatchConfig(global_samples=total, micro_batch=said.micro_batch, accumulation=said.accumulation)
-    first, _ = resolve_batch(said, data_ranks, length, config.eval.micro_batch, least, rows)
+    first, _ = resolve_batch(config, data_ranks, least, said)
     if said.micro_batch or said.accumulation:
         yield first
         return
