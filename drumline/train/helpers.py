@@ -17,7 +17,7 @@ from drumline.config.strategies import Zero3Strategy, ZeroStrategy
 from drumline.errors import EnvironmentFault
 from drumline.plan.plan import Plan
 
-HELPER = "async_io"
+HELPER, MARKER = "async_io", "drumline.built"
 COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"
 A_MOMENT = 30.0  # seconds between torch's lock and its ninja, at most
 
@@ -47,8 +47,7 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
     _require_compiler()
     root = _build_root()
     root.mkdir(parents=True, exist_ok=True)
-    built = root / HELPER / f"{HELPER}.so"
-    if _is_newest(built):
+    if _is_newest(root):
         _clear(root)  # a rank that was killed while it looked at what is built leaves one, too
         return
     with (root / "drumline.lock").open("w") as lock:
@@ -65,14 +64,22 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
                 where=str(root / HELPER),
                 fix="mend that, or offload to cpu",
             )
-        built.touch()  # nothing needed to be done again
+        (root / MARKER).write_text(_origins())
         on_progress(COMPILING, 1, 1)
 
 
-def _is_newest(built: Path) -> bool:
-    """False, too, where torch or DeepSpeed came later: each rank would compile it again, and one that is killed leaves a lock."""
-    origins = [Path(spec.origin) for name in ("torch", "deepspeed") if (spec := importlib.util.find_spec(name)) and spec.origin]
-    return built.exists() and all(origin.stat().st_mtime <= built.stat().st_mtime for origin in origins)
+def _is_newest(root: Path) -> bool:
+    """Whether a launcher saw it finished with the torch and DeepSpeed there are. Else each rank would compile it again, while the others
+    wait, and one that is killed leaves a lock."""
+    marker = root / MARKER
+    if not (root / HELPER / f"{HELPER}.so").exists() or not marker.exists() or marker.read_text() != _origins():
+        return False
+    return all(Path(origin).stat().st_mtime <= marker.stat().st_mtime for origin in _origins().splitlines())
+
+
+def _origins() -> str:
+    """Where torch and DeepSpeed are, a line each."""
+    return "\n".join(spec.origin for name in ("torch", "deepspeed") if (spec := importlib.util.find_spec(name)) and spec.origin)
 
 
 def _clear(root: Path) -> None:

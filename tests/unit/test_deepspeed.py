@@ -191,12 +191,16 @@ def test_weights_come_a_block_at_a_time_and_leave_a_part_in_fp32(model_dir: Path
 
 
 def test_a_helper_that_torch_came_after_is_made_again(tmp_path: Path) -> None:
-    built = tmp_path / "async_io.so"
-    assert not helpers._is_newest(built)
+    built, marker = tmp_path / "async_io" / "async_io.so", tmp_path / helpers.MARKER
+    built.parent.mkdir()
     built.touch()
-    assert helpers._is_newest(built)
-    os.utime(built, (1, 1))
-    assert not helpers._is_newest(built)
+    assert not helpers._is_newest(tmp_path), "nobody saw it finished"
+    marker.write_text(helpers._origins())
+    assert helpers._is_newest(tmp_path)
+    os.utime(marker, (1, 1))
+    assert not helpers._is_newest(tmp_path)
+    marker.write_text("/another/torch")
+    assert not helpers._is_newest(tmp_path)
 
 
 @pytest.mark.parametrize(
