@@ -6,14 +6,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from drumline.algorithms.tokens import NextToken
 from drumline.cluster.detect import Machine
@@ -38,10 +36,8 @@ ZERO = ["zero1", "zero2", "zero3"]
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tiny_model_dir(tmp_path_factory.mktemp("deepspeed") / "model")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("deepspeed") / "model")
 
 
 def plan(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: Any) -> Plan:
