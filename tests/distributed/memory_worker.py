@@ -1,5 +1,5 @@
-"""One rank of test_memory: `python -m tests.distributed.memory_worker PLAN...` runs three steps of each plan on full rows and writes
-held-RANK.json into its run folder: what the engine holds, and the peak of the third step by phase above what was there before."""
+"""One rank of test_memory: `python -m tests.distributed.memory_worker PLAN...` runs four steps of each plan on full rows and writes
+held-RANK.json into its run folder: what the engine holds, and the smaller peak of the last two by phase above what was there before."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
     for _ in range(2):  # DDP lays out its buckets in the first step, DeepSpeed keeps some of it
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm())
-    live = LiveBytes()
-    with live:
-        engine.forward_backward(batches, objective, 100.0)
-    held = engine.held()
-    with live:
-        live.phase = "clip"
-        norm = engine.grad_norm()
-        live.phase = "step"
-        engine.step(1e-3, norm)
+    # Circles that wait for Python's collector lie around in one step and not in the other: the smaller peak is what a step needs.
+    watched = [LiveBytes(), LiveBytes()]
+    for live in watched:
+        with live:
+            engine.forward_backward(batches, objective, 100.0)
+        held = engine.held()
+        with live:
+            live.phase = "clip"
+            norm = engine.grad_norm()
+            live.phase = "step"
+            engine.step(1e-3, norm)
     before = nothing.base
-    return {"held": list(held), "base": live.base - before, "peaks": {phase: peak - before for phase, peak in live.peaks.items()}}
+    peaks = {phase: min(live.peaks[phase] for live in watched) - before for phase in watched[0].peaks}
+    return {"held": list(held), "base": watched[0].base - before, "peaks": peaks}
 
 
 def main(paths: list[str]) -> None:
