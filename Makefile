@@ -28,7 +28,7 @@ test: setup-dev lint
 	$(BIN)/python -m pytest --durations=30 -n 2 --dist loadfile
 
 test-fast: setup-dev
-	$(BIN)/python -m pytest -m "not slow" tests/unit
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
 
 lint: setup-dev
 	$(BIN)/ruff check .
