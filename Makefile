@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast lint setup setup-dev clean
+.PHONY: demo test test-fast test-full lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -29,6 +29,9 @@ test: setup-dev lint
 
 test-fast: setup-dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile tests/unit
+
+test-full: setup-dev lint
+	$(BIN)/python -m pytest --full --durations=30 -n 2 --dist loadfile
 
 lint: setup-dev
 	$(BIN)/ruff check .
