@@ -21,14 +21,20 @@ def group_advantages(rewards_PG: torch.Tensor, scale: Literal["group", "batch", 
     whose rewards are all alike, or of which one is left, has advantages 0.
     """
     known_PG = ~rewards_PG.isnan()
-    centred_PG = torch.where(known_PG, rewards_PG - rewards_PG.nanmean(1, keepdim=True), 0.0)
+    centred_PG = _centred(rewards_PG, known_PG)
     if scale == "none":
         return centred_PG
     if scale == "group":
         return centred_PG / (_deviation(centred_PG, known_PG) + STD_EPSILON)
     flat_1N, known_1N = rewards_PG.reshape(1, -1), known_PG.reshape(1, -1)
-    from_mean_1N = torch.where(known_1N, flat_1N - flat_1N.nanmean(), 0.0)
-    return centred_PG / (_deviation(from_mean_1N, known_1N) + STD_EPSILON)
+    return centred_PG / (_deviation(_centred(flat_1N, known_1N), known_1N) + STD_EPSILON)
+
+
+def _centred(rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """What is known of each row less its mean, 0 elsewhere. Of numbers that are all alike it is 0 to the last bit: distances from the
+    lowest are averaged, since a mean of large numbers is rounded, and a deviation of nothing but rounding would make ones of it."""
+    above = torch.where(known, rows - torch.where(known, rows, torch.inf).amin(1, keepdim=True), 0.0)
+    return torch.where(known, above - above.sum(1, keepdim=True) / known.sum(1, keepdim=True).clamp(min=1), 0.0)
 
 
 def _deviation(centred: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -63,12 +69,11 @@ def gae(
 
 
 def whiten(values_NM: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
-    """`values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`, 0 elsewhere. One place alone becomes 0."""
-    count = mask_NM.sum()
-    mean = values_NM[mask_NM].sum() / count.clamp(min=1)
-    centred_NM = torch.where(mask_NM, values_NM - mean, 0.0)
-    variance = centred_NM.square().sum() / (count - 1).clamp(min=1)
-    return centred_NM * torch.rsqrt(variance + VARIANCE_EPSILON)
+    """`values_NM` with mean 0 and variance (n − 1) 1 over the places of `mask_NM`, 0 elsewhere. Where all are alike,
+    or there is one, they become 0."""
+    centred_1N = _centred(values_NM.reshape(1, -1), mask_NM.reshape(1, -1))
+    variance = centred_1N.square().sum() / (mask_NM.sum() - 1).clamp(min=1)
+    return (centred_1N * torch.rsqrt(variance + VARIANCE_EPSILON)).view_as(values_NM)
 
 
 def at_last(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:

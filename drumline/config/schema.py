@@ -90,6 +90,9 @@ class ScheduleConfig(Section):
     )
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up.")
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
+    warmup_from_zero: bool = Field(
+        False, description="The first step of a warm-up of W steps has rate 0 (step / W, as transformers' has it); false: 1 / (W + 1)."
+    )
     min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the part of all steps that goes down.")
 

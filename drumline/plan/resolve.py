@@ -86,7 +86,7 @@ def resolve(
         batch=batch,
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         steps=steps,
-        warmup_steps=_warmup(config.schedule, steps),
+        warmup_steps=warmup_steps(config.schedule, steps),
         data=data,
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
@@ -255,7 +255,8 @@ def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why
     return optimizer.lr * factor
 
 
-def _warmup(schedule: ScheduleConfig, steps: int | None) -> int:
+def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
+    """Steps of warm-up of a run of `steps`; a ratio is rounded up, as in transformers."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
     return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)

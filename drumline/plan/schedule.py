@@ -10,12 +10,12 @@ from drumline.config.schema import ScheduleConfig
 def learning_rate(step: int, *, peak: float, steps: int, warmup: int, schedule: ScheduleConfig) -> float:
     """The rate of step `step` (counted from 0) of `steps`.
 
-    Warm-up rises linearly and reaches the peak at step `warmup`. Then: constant; linear to `min_ratio`; cosine to `min_ratio`
-    (Loshchilov & Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the last `decay_ratio` of all
-    steps (Hu et al. 2024). The last step still trains: it gets the rate just above the end of the course.
+    Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`. Then: constant; linear to
+    `min_ratio`; cosine to `min_ratio` (Loshchilov & Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the last
+    `decay_ratio` of all steps (Hu et al. 2024). The last step still trains: it gets the rate just above the end of the course.
     """
     if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
+        return peak * (step / warmup if schedule.warmup_from_zero else (step + 1) / (warmup + 1))
     done = (step - warmup) / max(1, steps - warmup)
     if schedule.kind == "constant":
         return peak

@@ -201,7 +201,7 @@ class Loop:
         if policy == "stop" or self.state.skips > limit:
             what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
             if policy != "stop":
-                what += f", the {self.state.skips}th such step in a row"
+                what += f" ({self.state.skips} in a row)"
             self._report_saves(self.checkpointer.wait())
             raise TrainingStopped(
                 what,

@@ -18,6 +18,8 @@ from drumline.config.compat.overlay import Overlay, from_environment, from_file
 from drumline.config.convert import convert
 from drumline.config.load import drafted, load, load_text
 from drumline.errors import ConfigError
+from drumline.plan.resolve import warmup_steps
+from drumline.plan.schedule import learning_rate
 
 ACC = "compute_environment: LOCAL_MACHINE\n"
 DATA = "train_file: x.jsonl\n"
@@ -90,8 +92,8 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: true\n",
      {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "linear"}),
     (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: false\n", {"optimizer.lr": 1e-4}),
-    (DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"schedule": {"warmup_ratio": 0.1, "kind": "linear"}}),
-    (DATA + "warmup_steps: 0.2\n", {"schedule": {"warmup_ratio": 0.2, "kind": "linear"}}),
+    (DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"schedule": {"warmup_ratio": 0.1, "warmup_from_zero": True, "kind": "linear"}}),
+    (DATA + "warmup_steps: 0.2\n", {"schedule": {"warmup_ratio": 0.2, "warmup_from_zero": True, "kind": "linear"}}),
     (DATA + "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-3\nlr_scheduler_kwargs: {min_lr: 1e-4}\n",
      {"schedule.kind": "cosine", "schedule.min_ratio": 0.1}),
     (DATA + "max_grad_norm: 0\n", {"optimizer.max_grad_norm": None}),
@@ -137,6 +139,31 @@ def test_old_keys_in_new_words(text: str, wanted: dict[str, Any]) -> None:
     for dotted, value in wanted.items():
         assert at(values, dotted) == value, dotted
     load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
+
+
+@pytest.mark.parametrize("warmup", ["warmup_steps: 0", "warmup_steps: 4", "warmup_ratio: 0.25"])
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("constant", {}), ("cosine_with_min_lr", {"min_lr": 1e-4})],
+)
+def test_the_rates_of_training_arguments_are_those_of_transformers(kind: str, kwargs: dict[str, float], warmup: str) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    text = DATA + f"learning_rate: 1e-3\nlr_scheduler_type: {kind}\nlr_scheduler_kwargs: {json.dumps(kwargs)}\nmax_steps: 12\n{warmup}\n"
+    config = load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
+    steps, schedule = config.run.steps or 0, config.schedule
+    ours: dict[str, Any] = {"peak": config.optimizer.lr, "steps": steps, "warmup": warmup_steps(schedule, steps), "schedule": schedule}
+    rates = [learning_rate(step, **ours) for step in range(steps)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    warm = {"warmup_steps: 0": 0, "warmup_steps: 4": 4, "warmup_ratio: 0.25": 3}[warmup]
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=warm, num_training_steps=12, scheduler_specific_kwargs=kwargs or None)
+    expected = []
+    for _ in range(steps):
+        expected += theirs.get_last_lr()
+        optimizer.step()
+        theirs.step()
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
 def test_resume_is_the_old_files_word_for_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.advantages import differs, group_advantages
+from drumline.algorithms.advantages import differs, group_advantages, whiten
 from drumline.algorithms.grpo import GRPO
 from drumline.algorithms.kl import KLController, divergence
 from drumline.data.episodes import Episodes, collate_episodes
@@ -118,6 +118,18 @@ def test_group_advantages() -> None:
     torch.testing.assert_close(batch, centred / (np.std([0, 1, 1, 0, 2, 2, 2, 2, 1, 3], ddof=1) + 1e-4))
     assert differs(rewards_PG).tolist() == [True, False, True]
     assert not differs(torch.tensor([[float("nan"), 1.0]])).item()
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_that_are_all_alike_have_no_advantages(scale: Any, dtype: torch.dtype) -> None:
+    """To the last bit: the mean of large numbers is rounded, and what is left of it was divided by a deviation as small."""
+    for reward in (12345.678, -1e30, 0.1, 1 / 3):
+        rewards_PG = torch.full((2, 7), reward, dtype=dtype)
+        rewards_PG[1, 2:4] = float("nan")
+        assert group_advantages(rewards_PG, scale).count_nonzero() == 0, reward
+        assert whiten(rewards_PG, ~rewards_PG.isnan()).count_nonzero() == 0, reward
+    assert group_advantages(torch.full((1, 3), float("nan"), dtype=dtype), scale).count_nonzero() == 0
 
 
 def test_divergence_estimators() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -192,7 +193,7 @@ def test_words_hold_the_numbers() -> None:
     assert (size(3 * 2**30), count(134_515_008)) == ("3.00 GiB", "134.5M")
 
 
-def course(kind: str, steps: int = 10, warmup: int = 0, **options: float) -> list[float]:
+def course(kind: str, steps: int = 10, warmup: int = 0, **options: Any) -> list[float]:
     schedule = ScheduleConfig(kind=kind, **options)
     return [learning_rate(s, peak=1.0, steps=steps, warmup=warmup, schedule=schedule) for s in range(steps)]
 
@@ -206,3 +207,4 @@ def test_schedules() -> None:
     warm = course("constant", warmup=4)
     assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < rate <= 1 for kind in ("linear", "cosine", "wsd", "constant") for rate in course(kind, warmup=3))
+    assert course("constant", warmup=4, warmup_from_zero=True)[:5] == [0, 0.25, 0.5, 0.75, 1.0]

@@ -55,11 +55,11 @@ def _warmup(sheet: Sheet) -> None:
     for each in (steps, ratio):
         if each is not None and constant and number(each):
             sheet.note(each, "without effect: `constant` has no warm-up; `constant_with_warmup` has")
-    if not constant and steps is not None and number(steps):
-        part = number(steps) < 1
-        sheet.put(f"schedule.warmup_{'ratio' if part else 'steps'}", number(steps) if part else whole(steps), steps)
-    elif not constant and ratio is not None and number(ratio):
-        sheet.put("schedule.warmup_ratio", number(ratio), ratio)
+    used = next((each for each in (steps, ratio) if each is not None and number(each) and not constant), None)
+    if used is not None:
+        part = used is ratio or number(used) < 1
+        sheet.put(f"schedule.warmup_{'ratio' if part else 'steps'}", number(used) if part else whole(used), used)
+        sheet.put("schedule.warmup_from_zero", True, used)
     for each in old["lr_scheduler_kwargs"].inside() if "lr_scheduler_kwargs" in old else ():
         if each.key not in ("min_lr", "min_lr_rate", "min_lr_ratio"):
             raise refuse(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
