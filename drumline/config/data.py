@@ -100,4 +100,5 @@ class DataConfig(Section):
     )
     workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
     prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
+    verify: bool = Field(True, description="Check the token cache's checksums when a run starts, while the model is loaded.")
     cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")

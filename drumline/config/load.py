@@ -147,7 +147,7 @@ class Difference:
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
-    "data.workers", "data.prefetch", "data.cache_dir", "algorithm.loss_chunk", "model.attention",
+    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "model.attention",
 )  # fmt: skip
 
 

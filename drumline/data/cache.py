@@ -10,7 +10,8 @@ A cache is a folder that appears whole, under the hash of all it was made from:
     learned.npy   int64[N], targets of each sample after the shift by one inside each segment
     meta.bin      only where samples have more to say: JSON of all samples, end to end
     meta.npy      int64[N + 1], bytes of meta.bin: sample i's are meta[i]..meta[i + 1]
-    info.json     counts, settings, and the sizes of the files above: written last
+    rows.npy      uint64[R], a hash of each row that the samples are made of, in the order of the source
+    info.json     counts, settings, the sizes and checksums of the files above and its own checksum: written last
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.data.checksums import checksums, digest_of
 from drumline.errors import DataError, EnvironmentFault
 
-VERSION = 1  # raise it when the same input gives other files
+VERSION = 2  # raise it when the same input gives other files
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 _STALE_SECONDS = 24 * 3600.0
@@ -84,11 +86,13 @@ def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def read_info(folder: Path) -> dict[str, Any] | None:
-    """`info.json` of a finished cache; None where there is none, or a file has not the size noted in it."""
+    """`info.json` of a finished cache; None where there is none, where it was changed, or a file has not the size noted in it."""
     try:
         info = json.loads((folder / "info.json").read_text())
+        if info.pop("checksum") != digest_of(info):
+            return None
         sizes = {name: (folder / name).stat().st_size for name in info["files"]}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return info if sizes == info["files"] else None
 
@@ -135,7 +139,8 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     """
     names = sorted(path.name for path in temporary.iterdir())
     info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
-    (temporary / "info.json").write_text(json.dumps(info, indent=2) + "\n")
+    info["sha256"] = {name: checksums(temporary / name) for name in names}
+    (temporary / "info.json").write_text(json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n")
     for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
         _sync(path)
     if folder.exists() and read_info(folder) is None:

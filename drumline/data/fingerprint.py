@@ -52,7 +52,7 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
-        "kept_free": config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0,
+        "kept_free": kept_free(config),
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
     }
@@ -64,6 +64,11 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def kept_free(config: Config) -> int:
+    """Tokens of data.max_length that a row may not take: completions of prompts need them."""
+    return config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:

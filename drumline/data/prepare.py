@@ -8,6 +8,7 @@ that calls `prepare` needs `if __name__ == "__main__"`.
 from __future__ import annotations
 
 import os
+import shutil
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ import numpy.typing as npt
 from drumline.config.data import Source
 from drumline.config.schema import Config
 from drumline.data.cache import commit, read_info, temporary_folder, write_layout
-from drumline.data.fingerprint import cache_key, template_path
+from drumline.data.checksums import verify
+from drumline.data.fingerprint import cache_key, kept_free, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
 from drumline.data.sources import Row, describe, expected_rows, forms_of, read_rows
@@ -53,15 +55,32 @@ class _Task:
     vision: Vision | None = None
 
     @property
+    def folders(self) -> list[Path]:
+        return [folder for folder in (self.folder, self.holdout_folder) if folder is not None]
+
+    @property
     def done(self) -> bool:
-        return all(folder is None or read_info(folder) is not None for folder in (self.folder, self.holdout_folder))
+        return all(read_info(folder) is not None for folder in self.folders)
+
+    def remove_damaged(self) -> None:
+        """Remove caches whose bytes are not those that were written."""
+        for folder in self.folders:
+            try:
+                verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
+            except DataError:
+                shutil.rmtree(folder)
 
 
 def prepare(
-    config: Config, tokenizer_path: str, base_dir: Path, on_progress: Progress | None = None, vision: Vision | None = None
+    config: Config,
+    tokenizer_path: str,
+    base_dir: Path,
+    on_progress: Progress | None = None,
+    vision: Vision | None = None,
+    check: bool = False,
 ) -> Prepared:
     """Make the caches of `config.data`, or find them made. `on_progress(phase, rows done, rows in all where known)`. `vision`: of a model
-    that sees.
+    that sees. `check`: a cache that was found is read through, and made again where it is damaged.
 
     Phases: "hash" (of the input), "tokenise", "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that
     cannot be written.
@@ -70,6 +89,8 @@ def prepare(
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
+        if check:
+            task.remove_damaged()
         if not task.done:
             _make(task, tokenizer_path, base_dir, progress)
     return _prepared(tasks)
@@ -123,7 +144,12 @@ class _Stage:
     learned: array[int] = field(default_factory=lambda: array("q"))
     segments: array[int] = field(default_factory=lambda: array("q"))
     metas: list[bytes] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
+
+    @property
+    def hashes(self) -> npt.NDArray[np.uint64]:
+        """uint64[R] of the usable rows."""
+        return np.frombuffer(bytes(self.digests), np.dtype("<u8"))[::2]
 
     def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
         tokens.write(chunk.tokens.astype(self.dtype).tobytes())
@@ -136,7 +162,7 @@ class _Stage:
         self.learned.extend(chunk.learned)
         self.segments.extend(chunk.segments)
         self.metas.extend(chunk.metas)
-        self.digests.extend(chunk.digests)
+        self.digests += chunk.digests
 
     def of_rows(self, rows: Picks) -> Picks:
         """Numbers of the segments of some rows, in their order."""
@@ -194,7 +220,7 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
     if holdout >= count:
         fix = "hold out fewer, or give data.eval"
         raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
-    held = nsmallest(holdout, range(count), key=lambda row: (stage.digests[row], row)) if holdout else []
+    held = nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row)) if holdout else []
     mask = np.zeros(count, bool)
     mask[held] = True
     return np.flatnonzero(mask), np.flatnonzero(~mask)
@@ -233,12 +259,14 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
     counts = write_layout(temporary, segments, samples, learned, metas)
     if not counts["samples"]:
         raise DataError("no sample has a token to learn", where=", ".join(map(describe, task.sources)), fix="raise data.max_length")
+    np.save(temporary / "rows.npy", hashes := stage.hashes[rows])
     info = {
         "hash": folder.name,
         "sources": [describe(source) for source in task.sources],
         "dtype": stage.dtype.name,
         "packing": config.packs,
         "max_length": config.data.max_length,
+        "limit": config.data.max_length - kept_free(config),
         "rows": len(rows),
         "rows_read": stage.rows,
         "held_out": len(stage.segments) - len(rows) if temporary == stage.folder else 0,
@@ -246,6 +274,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         "dropped": stage.too_long + stage.unlearned,
         "dropped_too_long": stage.too_long,
         "dropped_unlearned": stage.unlearned,
+        "row_set": int(hashes.sum(dtype=np.uint64)),  # the same in any order
         **counts,
         **count_images(metas),
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,

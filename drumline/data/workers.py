@@ -41,7 +41,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Chunk:
     """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end, and what became of the others.
 
-    `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON of each row, empty without.
+    `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON of each row, empty without; `digests`: 16 bytes
+    of each row.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -54,7 +55,7 @@ class Chunk:
     learned: list[int] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     metas: list[bytes] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ class Job:
                 chunk.learned += [segment.learned for segment in encoded.segments]
                 chunk.segments.append(len(encoded.segments))
                 chunk.metas.append(b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode())
-                if self.data.holdout:
-                    chunk.digests.append(digest(row))
+                chunk.digests += digest(row)
                 kept += encoded.segments
         if kept:
             chunk.tokens = np.concatenate([example.tokens for example in kept])
@@ -115,7 +115,7 @@ class Job:
 def digest(row: Row) -> bytes:
     """16 bytes of a hash of the row's content, whatever its place."""
     text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).digest()[:16]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
 
 
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:

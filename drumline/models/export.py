@@ -109,6 +109,7 @@ def export(
         failure = "the folder does not read back as the same model"
         difference = _require_equal(expected, again, TOLERANCE, failure, str(temporary))
         progress("export", 3, 4)
+        _share_alike(temporary)
         _put(temporary, to)
     except OSError as error:
         raise _cannot_write(to, error.strerror or str(error)) from error
@@ -261,6 +262,14 @@ def _require_space(folder: Path, written: list[Any]) -> None:
 
 def _cannot_write(to: Path, reason: str) -> EnvironmentFault:
     return EnvironmentFault(f"cannot write: {reason}", where=str(to), fix="choose a folder on a disk with space, or one that is yours")
+
+
+def _share_alike(folder: Path) -> None:
+    """Give all files the mode that the umask gives a new file: safetensors makes its own readable by the owner alone."""
+    mode = (folder / PROVENANCE).stat().st_mode
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _put(temporary: Path, to: Path) -> None:

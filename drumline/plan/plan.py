@@ -33,6 +33,15 @@ class BatchPlan(Frozen):
         )
 
 
+class DataIdentity(Frozen):
+    """What tells whether a run that goes on has the data that it began with: a position counts samples of these rows, in their order."""
+
+    cache: str = Field(description="Folder of the token cache, whose name is a hash of all that it was made from.")
+    content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
+    rows: int
+    row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
+
+
 class DataPlan(Frozen):
     """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
 
@@ -45,6 +54,8 @@ class DataPlan(Frozen):
     image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
     samples_with_images: int = 0
     labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
+    identity: DataIdentity | None = Field(None, description="Of the training data.")
+    left_out: tuple[str, ...] = Field((), description="How many rows were cut, dropped or skipped, in words.")
 
 
 class PipelinePlan(Frozen):

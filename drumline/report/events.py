@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, str]] = {
         "run_dir": "the run folder",
         "resumed_from": "what --resume said; null for a fresh start",
         "plan_line": "the plan in words",
+        "left_out": "lines: how many rows of the data were cut, dropped or skipped",
     },
     "planned": {
         "memory": "bytes predicted by category, on the fullest rank, as plan.figures.Memory has them; `phase`: where its peak lies",

@@ -15,14 +15,18 @@ from drumline.algorithms.build import build_algorithm
 from drumline.algorithms.dpo import DPO
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
+from drumline.checkpoint.ranks import Ranks as Together
+from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.algorithms import ROLLOUT
+from drumline.data.cache import TokenCache
+from drumline.data.checksums import Verification
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks
 from drumline.dist.traffic import Traffic
-from drumline.errors import CheckpointError
+from drumline.errors import CheckpointError, DataError
 from drumline.plan.communication import step_kind
 from drumline.plan.plan import Plan
 from drumline.report.events import series
@@ -46,6 +50,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         deterministic()
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
     device = f"cuda:{ranks.local_rank}" if plan.device == "cuda" else "cpu"
+    verification = _verification(plan, ranks)
     start, searched = None, 0.0
     if resume is not None:
         with goodput.spend("restore"):
@@ -74,6 +79,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
             fresh = start is None or start.path is None
             streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
         training, held_out = streams.training, streams.held_out
+    _agree_on(verification)
     losses = series(past, "loss")
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     return Loop(
@@ -95,6 +101,21 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         seen_step=max(losses, default=0),
         saved_step=state.step if resume is not None else -1,
     )
+
+
+def _verification(plan: Plan, ranks: Ranks) -> Verification:
+    """Of the token caches, shared out to the ranks, while the model is loaded."""
+    data = plan.data if plan.config.data.verify else None
+    caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder] if data else []
+    return Verification([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
+
+
+def _agree_on(verification: Verification) -> None:
+    """Raises DataError on every rank where any has found a cache damaged. Collective."""
+    try:
+        Together.all().each(verification.result)
+    except RanksError as failure:
+        raise DataError(str(failure)) from failure
 
 
 @dataclass(frozen=True)

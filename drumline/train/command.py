@@ -45,6 +45,7 @@ def train(
     request = Request(loaded, resume=resume, allow=allow)
     with bars(console) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=dry_run)
+    _tell(plan.data.left_out if plan.data else ())
     if dry_run:
         print(to_yaml(plan.config))
         print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
@@ -92,12 +93,13 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     with bars(Console(stderr=True)) as on_progress:
         model_path = resolve(config.model, on_progress)
         vision = vision_of(config, model_path, load_config(model_path, config.model))
-        prepared = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision)
+        prepared = prepare_data(config, config.model.tokenizer or model_path or "", loaded.base_dir, on_progress, vision, check=True)
     data = describe(prepared, config, vision)
     images = f", {data.images} images" if data.images else ""
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
     if data.eval_cache:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
+    _tell(data.left_out)
 
 
 def export(run: Path, to: Path, which: str, dtype: str, adapter: bool) -> None:

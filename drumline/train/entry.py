@@ -78,6 +78,7 @@ def train_on(
         run_dir=plan.run_dir,
         resumed_from=resume,
         plan_line=plan_line(plan),
+        left_out=list(plan.data.left_out) if plan.data else [],
     )
     if plan.predicted.estimate is not None:
         emit("planned", **planned(plan.predicted.estimate))

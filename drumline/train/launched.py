@@ -61,6 +61,8 @@ def _plan(loaded: Loaded, ranks: Ranks, resume: str | None, allow: tuple[str, ..
     try:
         with bars(Console(file=sys.stderr)) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
+        for line in plan.data.left_out if plan.data else ():
+            print(f"note: {line}", file=sys.stderr)
         _, start = claim_run_dir(plan, request)
     except Exception as error:
         publish(json.dumps({"error": str(error), "exit_code": error.exit_code if isinstance(error, DrumlineError) else 1}))

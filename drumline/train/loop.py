@@ -253,6 +253,7 @@ class Loop:
                 "config": self.plan.config.model_dump(mode="json"),
                 "world_size": self.gather.world_size,
                 "global_samples": self.plan.batch.global_samples,
+                "data": data.identity.model_dump() if (data := self.plan.data) and data.identity else None,
             }
             self.checkpointer.save(self.state.step, self.engine.tensors(), state, self.metric)
         self.saved_step = self.state.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
 from drumline.data import prepare as data_prepare
 from drumline.data.cache import TokenCache
+from drumline.data.identity import identify, what_changed
 from drumline.data.labelled import classes
+from drumline.data.left_out import left_out
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.models import adapters
 from drumline.models import load as models
@@ -25,7 +28,7 @@ from drumline.plan.explain import default_run_dir, size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.estimate import estimate
 from drumline.plan.layout import Layout
-from drumline.plan.plan import DataPlan, Plan
+from drumline.plan.plan import DataIdentity, DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.report.bars import OnProgress
 from drumline.rollout import colocated, rewards
@@ -132,6 +135,8 @@ def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | N
         image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
         samples_with_images=train.info.get("samples_with_images", 0),
         labels=labels,
+        identity=identify(train),
+        left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
     )
 
 
@@ -142,7 +147,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     or a config that differs in what matters).
     """
     run_dir = Path(plan.run_dir)
-    start = resume_from(run_dir, request, plan.config)
+    start = resume_from(run_dir, request, plan)
     if request.resume is None and run_dir.is_dir() and any(entry.name != EVAL_RESULTS for entry in run_dir.iterdir()):
         raise EnvironmentFault(
             "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
@@ -167,20 +172,20 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     return plan_path, start
 
 
-def resume_from(run_dir: Path, request: Request, config: Config) -> str | None:
+def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
     """What `--resume` means to the ranks: `newest` (a start at step 0 where there is nothing yet), a checkpoint folder, or None.
 
-    Only a look at the config that was saved: the ranks verify the checkpoint itself, each a part of it.
+    Only a look at the config and the data that were saved: the ranks verify the checkpoint itself, each a part of it.
     """
     if request.resume is None:
         return None
     if request.resume == "newest":
         found = newest(run_dir / CHECKPOINTS, verify=False, alone=True)
         if found.path is not None:
-            _check_config(found.path, config, request.allow)
+            _check_same_run(found.path, plan, request.allow)
         return "newest"
     path = _named(Path(request.resume))
-    _check_config(path, config, request.allow)
+    _check_same_run(path, plan, request.allow)
     return str(path)
 
 
@@ -194,16 +199,36 @@ def _named(path: Path) -> Path:
     return path
 
 
-def _check_config(path: Path, config: Config, allow: tuple[str, ...]) -> None:
-    old = Config.model_validate(read_state(path)["config"])
-    refused = [
-        d
-        for d in differences(old, config)
-        if d.matters and "all" not in allow and not any(d.key == a or d.key.startswith(a + ".") for a in allow)
-    ]
+def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
+    """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
+    state = read_state(path)
+    refused = [d for d in differences(Config.model_validate(state["config"]), plan.config) if d.matters and not _allowed(d.key, allow)]
     if refused:
         raise CheckpointError(
             "the config differs in what the run depends on: " + "; ".join(f"{d.key} {d.old!r} → {d.new!r}" for d in refused),
             where=str(path),
             fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
         )
+    now = plan.data.identity if plan.data else None
+    if now is None:
+        return
+    if state.get("data") is None:
+        _note(f"{path} does not say what data it was trained on: whether these have changed since is not known")
+        return
+    changed = what_changed(DataIdentity.model_validate(state["data"]), now)
+    if changed and not (_allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
+        raise CheckpointError(
+            f"the training data changed since this checkpoint: {changed}",
+            where=str(path),
+            fix="bring the old data back, or accept the new with --allow data: some samples may come twice and others never",
+        )
+    if changed:
+        _note(f"the training data changed since {path}: {changed}; some samples may come twice and others never")
+
+
+def _allowed(key: str, allow: tuple[str, ...]) -> bool:
+    return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
+
+
+def _note(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr)

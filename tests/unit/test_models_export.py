@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,16 @@ def test_all_that_goes_with_the_weights(run: Path, tmp_path: Path) -> None:
     assert (generation.eos_token_id, generation.do_sample, generation.temperature) == ([2, 0], True, 0.3)
     assert AutoConfig.from_pretrained(folder).use_cache is True
     assert not list(folder.glob("*.bin")), "safetensors only"
+
+
+def test_files_have_the_mode_of_the_umask(run: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        folder = export(run, tmp_path / "out", "last").path
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert set(modes.values()) == {0o640} and "model.safetensors" in modes
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -87,7 +87,7 @@ def test_tail_hands_over_what_is_new(tmp_path: Path) -> None:
 
 RUN_START = {
     "t": 0.0, "kind": "run_start", "world_size": 2, "steps": 40, "parameters": 10, "strategy": "ddp", "device": "cpu", "run_dir": "runs/x",
-    "resumed_from": None, "plan_line": "tiny 10 · sft ddp",
+    "resumed_from": None, "plan_line": "tiny 10 · sft ddp", "left_out": [],
 }  # fmt: skip
 
 

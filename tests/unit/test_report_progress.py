@@ -22,6 +22,7 @@ START: dict[str, Any] = {
     "steps": 40,
     "run_dir": "runs/my run",
     "plan_line": "tiny · ddp on 2 × cpu · fp32",
+    "left_out": [],
 }
 FAULT: dict[str, Any] = {
     "kind": "fault", "attempt": 0, "rank": 1, "signal": "SIGKILL", "exitcode": -9, "error": "killed by SIGKILL", "log": "x", "step": 3,
