@@ -1,21 +1,20 @@
 """Run many plans in one process group: `python -m tests.distributed.ranks PLAN...`, once for each rank.
 
-Starting Python, torch and gloo costs seconds; training a tiny model costs little. So a test starts its ranks once and hands
-them every plan of that world size.
+Importing torch costs seconds; training a tiny model costs little. So ranks are forked from one process that has imported it
+(tests/forks.py), and a test hands them every plan of that world size.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.forks import FORKS
 from tests.harness import ENV
 
 
@@ -33,25 +32,22 @@ def run_module(name: str, arguments: Sequence[object], world_size: int, timeout:
     Raises AssertionError with the failed ranks' output.
     """
     port = free_port()
-    processes = []
-    for rank in range(world_size):
-        env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", name, *map(str, arguments)]
-        processes.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True)
-        )
-    try:
-        outs = [process.communicate(timeout=timeout)[0] for process in processes]
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / str(rank) for rank in range(world_size)]
+        processes = []
+        for rank, out in enumerate(outs):
+            out.touch()
+            env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            processes.append({"env": env, "out": str(out), "err": str(out)})
+        codes = FORKS.run(name, list(map(str, arguments)), processes, timeout)
         # All of them: most only tell that another rank went away.
-        failed = {rank: process.returncode for rank, process in enumerate(processes) if process.returncode}
-        said = "\n".join(f"rank {rank} exited with {code}:\n{outs[rank][-4000:]}" for rank, code in failed.items())
-        assert not failed, said
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        failed = {rank: code for rank, code in enumerate(codes) if code != 0}
+        said = "\n".join(
+            f"rank {rank} {'ran out of time' if code is None else f'exited with {code}'}:\n{outs[rank].read_text()[-4000:]}"
+            for rank, code in failed.items()
+        )
+    assert not failed, said
 
 
 def free_port() -> int:
