@@ -110,18 +110,6 @@ def quantization(adapter: Adapter, precision: str) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
 
 
-def frozen(model: nn.Module, adapter: LoRAConfig) -> tuple[int, int]:
-    """How many parameters do not learn, and their bytes on a device: fp32, or what `quantize` makes of the linear layers in the blocks.
-
-    4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits (QLoRA's double quantisation).
-    """
-    whole = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    weights = [layer.weight for _, layer in _linear_layers(model) if adapter.quantize != "none"]
-    packed = sum(weight.numel() for weight in weights if not weight.requires_grad)
-    bits = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}[adapter.quantize]
-    return whole, math.ceil(4 * (whole - packed) + packed * bits / 8)
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter's name is that of an adapter."""
     return name.endswith((A, B))

@@ -125,7 +125,7 @@ def first_position(model: Any) -> int | None:
     return found[0] if tried(model, "cpu", trial) else None
 
 
-def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -> ModelFacts:
+def image_facts(model: Any, side: int, frozen: int = 0) -> ModelFacts:
     """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
 
     Its forward pass is counted by torch's FlopCounterMode (matrix products and convolutions, attention among them) on one image of
@@ -156,7 +156,6 @@ def image_facts(model: Any, side: int, frozen: int = 0, frozen_bytes: int = 0) -
         hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
         batch_norms=sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
         frozen=frozen,
-        frozen_bytes=frozen_bytes,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
         classes=frozenset(type(module).__name__ for module in model.modules()),
         block_weights=block_weights,

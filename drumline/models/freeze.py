@@ -1,9 +1,10 @@
-"""Parts of a model that do not learn (`model.freeze`): the vision tower of a model that sees, the first blocks, the embedding."""
+"""Parts of a model that do not learn (`model.freeze`, the base under an adapter, models that only answer), and what they lie in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from drumline.config.suggest import nearest
@@ -30,3 +31,21 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError("nothing is left to learn", where=WHERE, fix="leave a part out")
+
+
+def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False) -> None:
+    """Keep the frozen weights of these modules in `dtype`, that which they are multiplied in anyhow: half the memory of fp32.
+
+    Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU kernels of norms take no lower ones with fp32
+    inputs. Packed weights stay packed. The parameters may be on the meta device; each stays the object that it was, so ties hold.
+    """
+    for parameter in (parameter for part in parts for parameter in part.parameters()):
+        if not parameter.requires_grad and parameter.is_floating_point() and (vectors or parameter.ndim >= 2):
+            parameter.data = parameter.data.to(dtype)
+
+
+def give_fp32(model: nn.Module) -> None:
+    """Embeddings that are kept low give fp32, as they did: autocast leaves the residual stream in the type that it begins in."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
+            module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())

@@ -156,12 +156,11 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         from drumline.models import adapters
 
         adapters.inject(model, adapter, seed=0)
-    return facts_of_module(model, length, adapter, head)
+    return facts_of_module(model, length, head)
 
 
-def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, head: Head = "lm") -> ModelFacts:
+def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
     """Sizes of a Hugging Face model that is there, on the meta device or any other; what does not learn (requires_grad) is frozen.
-    `adapter`: the one that lies over it.
 
     FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
     is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
@@ -183,13 +182,8 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
 
     config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    frozen_bytes = 4 * frozen
-    if isinstance(adapter, LoRAConfig):
-        from drumline.models import adapters
-
-        frozen, frozen_bytes = adapters.frozen(model, adapter)
     if head == "image":
-        return image_facts(model, length, frozen, frozen_bytes)
+        return image_facts(model, length, frozen)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
@@ -220,7 +214,6 @@ def facts_of_module(model: Any, length: int, adapter: Adapter | None = None, hea
         head_dim=width // heads,
         batch_norms=sum(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()),
         frozen=frozen,
-        frozen_bytes=frozen_bytes,
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
         block_parameters=blocks,

@@ -64,7 +64,6 @@ class ModelFacts:
     batch_norms: int = 0
     classes: frozenset[str] = frozenset()
     frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
-    frozen_bytes: int = 0  # of those, on a device
     block_parameters: tuple[int, ...] = ()  # of each block in order; empty where the model has no one list of them
     embedding_parameters: int = 0  # of everything before the first block
     head_parameters: int = 0  # tied to the embedding, they are counted here too

@@ -8,14 +8,16 @@ from weakref import WeakSet
 from drumline.config.model import Head
 from drumline.dist.seeds import derive
 from drumline.models import adapters
+from drumline.models.blocks import blocks
 from drumline.models.build import lay_out
-from drumline.models.freeze import freeze
+from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_documents_apart
 from drumline.models.shards import Source, Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
-from drumline.strategies.forward import ForwardEngine
+from drumline.strategies.forward import LOW_PRECISION, ForwardEngine
 from drumline.strategies.several import POLICY, Several, of_role
+from drumline.strategies.transforms import casts
 
 # Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
@@ -33,8 +35,7 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), ro
         chosen = plan.roles[role]
         if chosen.learns:
             return _learning(plan.of_role(role), device, held, chosen.head)
-        frozen = _frozen(plan.of_role(role), device, chosen.head)
-        frozen.keep_low(all_weights=plan.engine == "deepspeed")
+        frozen = _frozen(plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed")
         frozen_engines.add(frozen)
         return cast(Engine, frozen)
     learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
@@ -57,6 +58,8 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
+    if plan.engine != "deepspeed":  # it keeps all that it trains low, and fp32 values of what learns besides
+        keep_frozen_low(plan, model)
     values = Values(source, device, config.run.seed, held)
     if plan.data_parallel in ("local_sgd", "diloco"):
         from drumline.strategies.local import LocalEngine
@@ -76,9 +79,26 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
     return pipeline.prepare(plan, model, values)
 
 
-def _frozen(plan: Plan, device: str, head: Head) -> ForwardEngine:
+def keep_frozen_low(plan: Plan, model: Any) -> None:
+    """Keep what does not learn in the type that native engines compute in. Before the model is spread."""
+    dtype = LOW_PRECISION.get(plan.precision)
+    if dtype is not None:
+        keep_low([model], dtype)
+        if not casts(plan):
+            give_fp32(model)
+
+
+def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardEngine:
+    """`as_deepspeed`: where nothing gathers them in it, all weights lie in the low type, and there is no autocast."""
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
+    dtype, cast = LOW_PRECISION.get(plan.precision), casts(plan)
+    pure = as_deepspeed and not cast
+    if dtype is not None:
+        # In blocks autocast would round at each use, so not a number changes: what learns from the same weights is no way off.
+        keep_low([model] if cast or pure else blocks(model), dtype, vectors=pure)
+        if not (cast or pure):
+            give_fp32(model)
     values = Values(source, device, plan.config.run.seed)
     if plan.engine == "pipeline":
         from drumline.strategies import pipeline
@@ -86,7 +106,10 @@ def _frozen(plan: Plan, device: str, head: Head) -> ForwardEngine:
         return pipeline.prepare_frozen(plan, model, values)
     from drumline.strategies.native import prepare
 
-    return prepare(plan, model, values, ForwardEngine)
+    engine = prepare(plan, model, values, ForwardEngine)
+    if pure:
+        engine.autocast_dtype = None
+    return engine
 
 
 def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head, draws: bool = True) -> tuple[Any, Source]:

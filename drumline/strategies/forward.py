@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.live import Held
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.models.blocks import blocks
 from drumline.models.names import all_tensors
 from drumline.plan.plan import Plan
 from drumline.strategies.batchnorm import agree_on_statistics, batch_norms
@@ -60,27 +59,6 @@ class ForwardEngine:
     def held(self) -> Held:
         """Bytes of the weights that this rank holds."""
         return Held.of(self.model.parameters(), (), ())
-
-    def keep_low(self, all_weights: bool) -> None:
-        """Keep the weights of a frozen model in the type that it computes in, where that is a low one: half the memory.
-
-        `all_weights`: all of them, as DeepSpeed does it, and no autocast. Otherwise those of the blocks' linear layers, which autocast
-        would round at each use: not a number changes. FSDP2 keeps its parts in fp32, and casts them as it gathers them.
-        """
-        if self.autocast_dtype is None or isinstance(self.spread, Sharded):
-            return
-        dtype = self.autocast_dtype
-        if all_weights:
-            self.autocast_dtype = None
-            modules = list(self.model.modules())
-        else:
-            modules = [m for block in blocks(self.model) for m in block.modules() if isinstance(m, nn.Linear)]
-        made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-        for module in modules:
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
 
     def _look(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
         self._come_together()

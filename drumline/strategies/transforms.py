@@ -19,6 +19,7 @@ from drumline.config.schema import CompileConfig
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
+from drumline.plan.plan import Plan
 from drumline.strategies.recompute import selective
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,6 +57,12 @@ def gathered_in(options: FSDP2Strategy, precision: str, images: bool = False) ->
         return None
     dtype = DTYPES[precision if options.param_dtype == "auto" else options.param_dtype]
     return None if dtype == torch.float32 else dtype
+
+
+def casts(plan: Plan) -> bool:
+    """Whether weights are gathered in a lower type than fp32."""
+    options = plan.config.strategy
+    return isinstance(options, FSDP2Strategy) and gathered_in(options, plan.precision, plan.config.images_alone) is not None
 
 
 def apply_fsdp2(

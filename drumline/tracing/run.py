@@ -17,6 +17,7 @@ from drumline.models.build import lay_out
 from drumline.models.freeze import freeze
 from drumline.models.shards import Loaded, Values
 from drumline.plan.plan import Plan
+from drumline.strategies.build import keep_frozen_low
 from drumline.strategies.native import NativeEngine, prepare
 from drumline.strategies.spread import Spread
 from drumline.strategies.transforms import DTYPES
@@ -61,6 +62,8 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, 0)
+    if not dtype:
+        keep_frozen_low(plan, model)
     found = block_list(model)
     if found is None:
         raise Untraceable("its blocks are not in one list")

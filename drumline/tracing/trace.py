@@ -31,7 +31,7 @@ from drumline.tracing.run import Traced, Untraceable, run
 
 logger = logging.getLogger(__name__)
 # Part of the name of what is stored: raise it when a trace would come out otherwise than before.
-VERSION = 3
+VERSION = 4
 CHILD_SECONDS = 300
 LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a global one): no more than so many are traced twice
 

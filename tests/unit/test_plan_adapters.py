@@ -54,7 +54,7 @@ def test_adapters_statistics_and_recomputation_that_are_refused(sections: dict[s
 
 def test_an_adapter_leaves_few_that_learn() -> None:
     whole = plan(world_size=2).predicted
-    frozen = dataclasses.replace(FACTS, frozen=FACTS.parameters - 10, frozen_bytes=4 * (FACTS.parameters - 10))
+    frozen = dataclasses.replace(FACTS, frozen=FACTS.parameters - 10)
     adapted = plan(world_size=2, facts=frozen, adapter=LORA)
     assert (whole.learned, adapted.predicted.learned) == (FACTS.parameters, 10)
     assert "10 of them learn" in plan_line(adapted)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from drumline.config.schema import LoRAConfig
 from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.forecast.states import PACKED
 
 LINEAR = "Linear"
 
@@ -28,14 +26,12 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     added = sum(weight.numel for block in blocks for weight in block if weight.learned)
     if not added:
         return None
-    packed = sum(weight.numel for block in facts.block_weights for weight in block if _is_linear(weight))
     ahead = len(blocks) - len(facts.block_parameters)
     products = facts.flops_per_token - facts.layers * facts.attention_flops
     return replace(
         facts,
         parameters=facts.parameters + added,
         frozen=facts.parameters,
-        frozen_bytes=math.ceil(4 * (facts.parameters - packed) + packed * PACKED[adapter.quantize] / 8),
         flops_per_token=products * 4 / 6 + 6 * added + facts.layers * facts.attention_flops,
         block_weights=blocks,
         block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]),

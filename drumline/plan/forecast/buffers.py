@@ -10,7 +10,7 @@ from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
-from drumline.plan.forecast.sent import weights_of
+from drumline.plan.forecast.sent import WIDTH, weights_of
 from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, packs, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
 from drumline.plan.layout import Layout
@@ -58,13 +58,11 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
     gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
-    # Of weights that do not learn it keeps none itself: they wait for backward alone, which recomputing spares, as packed ones do.
+    # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
     low, packed = kind_of(layout) == "autocast", packs(layout)
-    linear = held(facts, Part(mine.stages, False, False), layout.mesh.tp)
-    recomputes = layout.activation_checkpointing != "none"
-    still = 0 if recomputes else linear.still - (linear.linear if packed else 0)
-    copies = LOW * (linear.learned + still) if low else 0
-    one = LOW * largest_block(facts, mine, layout.mesh.tp).entries if low or packed else 0
+    copies = LOW * held(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
+    largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
+    one = LOW * (largest.learned * low + largest.linear * packed)
     backward = one if recomputes or packed else 0
     if isinstance(strategy, s.DDPStrategy):
         always += kept_bytes(strategy, layout.mesh.world_size) * here.learned
@@ -98,15 +96,17 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
     root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
     whole = held(facts, mine, tp)
-    gathered = width * root.entries
+    still = min(width, WIDTH[layout.precision])  # of an entry that does not learn
+    gathered = width * (root.entries - root.low) + still * root.low
     behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
     resharded = options.reshard_after_forward
     # While a block's weights are copied out of what was gathered for it, both are there.
-    running = width * block.entries * (1 + (options.prefetch or 1))
-    begun, returning = width * block.entries, width * block.entries * (behind or 1)
+    one = width * (block.entries - block.low) + still * block.low
+    running, begun, returning = one * (1 + (options.prefetch or 1)), one, one * (behind or 1)
     if not resharded:
-        gathered += width * (whole.entries - root.entries)
-        running, begun, returning = width * block.entries, 0, width * block.entries
+        others, unlearned = whole.entries - root.entries, whole.low - root.low
+        gathered += width * (others - unlearned) + still * unlearned
+        running, begun, returning = one, 0, one
     waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
     several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
     unreduced = reduced * whole.learned if waits and several else 0

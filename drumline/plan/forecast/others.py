@@ -9,8 +9,8 @@ from drumline.config.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerat
 from drumline.config.schema import MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.plan.facts import ModelFacts
-from drumline.plan.forecast.activations import block_of, formula
-from drumline.plan.forecast.states import held, native_state, part_of, shards_of
+from drumline.plan.forecast.activations import block_of, formula, kind_of
+from drumline.plan.forecast.states import ends, held, native_state, part_of, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, zero_state
 from drumline.plan.layout import Layout
 from drumline.plan.plan import PipelinePlan, RolePlan
@@ -54,19 +54,18 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, rank: int, role: RolePlan) -> int:
-    """Weights of a model that only answers: in the type that it computes in, where they are whole (see ForwardEngine.keep_low)."""
-    has = held(sizes, part_of(sizes, role.layers, layout.mesh.pp, rank), own.mesh.tp, shards_of(own))
-    low = layout.precision != "fp32" and own.data_parallel != "fsdp2"
-    if (
-        own.data_parallel == "fsdp2"
-        and isinstance(own.strategy, FSDP2Strategy)
-        and own.strategy.offload == "cpu"
-        and layout.device == "cuda"
-    ):
+    """Weights of a model that only answers: what is multiplied lies in the type that it computes in (see strategies.build._frozen)."""
+    mine, strategy, shards = part_of(sizes, role.layers, layout.mesh.pp, rank), own.strategy, shards_of(own)
+    has = held(sizes, mine, own.mesh.tp, shards)
+    if isinstance(strategy, FSDP2Strategy) and strategy.offload == "cpu" and layout.device == "cuda":
         return 0
-    if low and layout.engine == "deepspeed":
+    casts = isinstance(strategy, FSDP2Strategy) and kind_of(own) == "low"
+    if layout.precision == "fp32":
+        return FULL * has.entries
+    if layout.engine == "deepspeed" and not casts:
         return LOW * has.entries
-    return FULL * has.entries - (FULL - LOW) * (has.linear_layers if low else 0)
+    in_blocks = has.matrices - ends(sizes, mine, own.mesh.tp, shards).matrices
+    return FULL * has.entries - (FULL - LOW) * (has.matrices if casts else in_blocks)
 
 
 def role_layout(layout: Layout, role: RolePlan) -> Layout:

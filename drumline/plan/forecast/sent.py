@@ -86,13 +86,16 @@ def cut_dimension(weight: Weight) -> int | None:
 @dataclass(frozen=True)
 class Held:
     """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
-    the rest; `…_learned`: of these, of weights that learn. `learned`: without FSDP2's cut; `tied`: of these, what lies on both ends.
-    `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts some of them, and not others."""
+    the rest; `…_learned`: of these, of weights that learn, `…_low`: of those of two dimensions and more that do not. `learned`: without
+    FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts
+    some of them, and not others."""
 
     units: int = 0
     root: int = 0
     units_learned: int = 0
     root_learned: int = 0
+    units_low: int = 0
+    root_low: int = 0
     learned: int = 0
     tensors: int = 0
     tied: int = 0
@@ -119,6 +122,8 @@ def held(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap:
             sums["tensors"] += number
             sums["tied"] += number * whole if weight.place == "both" else 0
             cuts.add(tp > 1 and cut_dimension(weight) is not None)
+        elif len(shape) >= 2:
+            sums["units_low" if is_unit else "root_low"] += number * part
     return Held(**sums, is_cut=True in cuts, is_whole=False in cuts)
 
 

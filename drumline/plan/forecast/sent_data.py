@@ -72,14 +72,16 @@ def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
     rounds, piped = layout.batch.accumulation, layout.mesh.pp > 1
     images = layout.config.images_alone and strategy.param_dtype == "auto"
     width = 4 if images else WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
+    spared = width - min(width, WIDTH[layout.precision])  # bytes of an entry that does not learn
+    units, root = (width * all_ - spared * low for all_, low in ((mine.units, mine.units_low), (mine.root, mine.root_low)))
     if strategy.reshard_after_forward:
         forward, backward = (rounds, 1) if piped else (rounds, rounds)
     else:
         forward, backward = (1, 0) if piped else (rounds, 0)
     blocks, rooted = layout_blocks(layout, facts), 1 if piped else rounds
-    sent.all_gather(rooted * width * mine.root, shards, "shard", rooted)
-    sent.all_gather(forward * width * mine.units, shards, "shard", forward * blocks, "forward")
-    sent.all_gather(backward * width * mine.units, shards, "shard", backward * blocks, "backward")
+    sent.all_gather(rooted * root, shards, "shard", rooted)
+    sent.all_gather(forward * units, shards, "shard", forward * blocks, "forward")
+    sent.all_gather(backward * units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
     reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_learned + mine.root_learned)
     beside: Beside = "backward" if reductions == rounds else "last"
@@ -93,8 +95,8 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
 
 
 def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
-    """Local SGD and DiLoCo: all weights at `share` of the steps; a number for the norm at each."""
-    sent.all_reduce(share * 4 * facts.parameters, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.parameters / CHUNK))
+    """Local SGD and DiLoCo: what learns at `share` of the steps; a number for the norm at each."""
+    sent.all_reduce(share * 4 * facts.learned, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.learned / CHUNK))
     sent.all_reduce(NUMBER, layout.mesh.data_ranks, "gradients")
 
 

@@ -13,7 +13,7 @@ from drumline.config import strategies as s
 from drumline.config.schema import LoRAConfig, OptimizerConfig
 from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.forecast.sent import cut_dimension
+from drumline.plan.forecast.sent import WIDTH, cut_dimension
 from drumline.plan.layout import Layout
 
 # Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
@@ -25,19 +25,25 @@ LAST = ("final", "project_out", "ln_f")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; `linear`: of those that do not, in
-    linear layers of blocks, `linear_layers`: of all. `largest`: entries of the largest weight that learns."""
+    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; of those that do not `linear`: in
+    linear layers of blocks, `low`: in weights of two dimensions and more, `matrices`: of all such. `largest`: of the largest weight that
+    learns."""
 
     learned: int = 0
     still: int = 0
     linear: int = 0
     largest: int = 0
-    linear_layers: int = 0
+    low: int = 0
+    matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
-        largest = max(self.largest, other.largest)
         learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
-        return Sizes(learned, still, linear, largest, self.linear_layers + other.linear_layers)
+        return Sizes(learned, still, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
+
+    def times(self, number: int) -> Sizes:
+        """Of so many equal ones."""
+        learned, still, linear = self.learned * number, self.still * number, self.linear * number
+        return Sizes(learned, still, linear, self.largest, self.low * number, self.matrices * number)
 
     @property
     def entries(self) -> int:
@@ -60,10 +66,11 @@ def sizes(weights: Iterable[Weight], size: Callable[[Weight], int]) -> Sizes:
     for weight in weights:
         here = size(weight)
         linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
+        matrix = here if len(weight.shape) >= 2 else 0
         if weight.learned:
-            total += Sizes(here, largest=here, linear_layers=linear)
+            total += Sizes(here, largest=here, matrices=matrix)
         else:
-            total += Sizes(still=here, linear=linear, linear_layers=linear)
+            total += Sizes(still=here, linear=linear, low=matrix, matrices=matrix)
     return total
 
 
@@ -106,8 +113,7 @@ def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """A part, cut tp × shards ways."""
     total = ends(facts, mine, tp, shards)
     for block, number in _kinds(facts, mine).items():
-        one = block_sizes(facts, block, tp, shards)
-        total += Sizes(one.learned * number, one.still * number, one.linear * number, one.largest, one.linear_layers * number)
+        total += block_sizes(facts, block, tp, shards).times(number)
     return total
 
 
@@ -176,15 +182,16 @@ def packs(layout: Layout) -> bool:
 
 
 def weight_bytes(layout: Layout, has: Sizes) -> int:
-    """fp32, but for what QLoRA packs."""
-    adapter = layout.config.adapter
-    bits = PACKED[adapter.quantize] if isinstance(adapter, LoRAConfig) else 32.0
-    return 4 * (has.entries - has.linear) + math.ceil(has.linear * bits / 8)
+    """fp32, but for what does not learn (models.freeze.keep_low) and what QLoRA packs."""
+    packed = has.linear if packs(layout) else 0
+    bits = PACKED[layout.config.adapter.quantize] if isinstance(layout.config.adapter, LoRAConfig) else 0.0
+    low = has.low - packed
+    return 4 * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: fp32 weights, gradients and moments of what
-    this rank has; moments are shaped like the weights."""
+    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
+    and moments of what learns; moments are shaped like the weights."""
     has = held(facts, mine, layout.mesh.tp, shards_of(layout))
     kept = 4 * slots(layout.config.optimizer) * has.learned
     if isinstance(layout.strategy, s.DiLoCoStrategy):
