@@ -10,6 +10,8 @@ import typer
 
 from drumline import __version__
 from drumline.errors import DrumlineError, UserError
+from drumline.foreign import first_line, path_mistake
+from drumline.report.redact import redact
 
 app = typer.Typer(
     name="drumline",
@@ -19,7 +21,23 @@ app = typer.Typer(
     help="One YAML and one command train a model on however many devices there are.",
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The YAML that says it all; `drumline schema` describes its keys.")]
+
+def _path(text: str) -> Path:
+    """What every path of the command line goes through."""
+    if mistake := path_mistake(text):
+        raise UserError(mistake, where=text, fix="shorten it")
+    return Path(text)
+
+
+def _place(text: str) -> str:
+    """The same of what may be an id, too."""
+    _path(text)
+    return text
+
+
+ConfigFile = Annotated[
+    Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The YAML that says it all; `drumline schema` describes its keys.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys laid over the YAML: optimizer.lr=1e-4")]
 
 
@@ -39,11 +57,14 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder)."),
+        typer.Option(
+            parser=_place, metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder)."
+        ),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
     accelerate_config: Annotated[
-        Path | None, typer.Option(metavar="F", help="An accelerate config or DeepSpeed JSON: its strategy is laid over CONFIG.")
+        Path | None,
+        typer.Option(parser=_path, metavar="F", help="An accelerate config or DeepSpeed JSON: its strategy is laid over CONFIG."),
     ] = None,
 ) -> None:
     """Plan, prepare, launch and train. CONFIG may be of accelerate, DeepSpeed or transformers, too: see `drumline convert`."""
@@ -57,9 +78,9 @@ def train(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="Or the flags below.")] = None,
+    config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or the flags below.")] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
@@ -75,12 +96,14 @@ def plan(
     max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest micro-batch of a device that fits, by family.")] = False,
     what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="The best plan on other numbers of hosts.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three; up to a minute.")] = False,
-    figure: Annotated[Path | None, typer.Option(metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
+    figure: Annotated[Path | None, typer.Option(parser=_path, metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     probe: Annotated[
         bool, typer.Option("--probe", help="Try the best two for a few steps here, and correct all estimates by that.")
     ] = False,
-    check: Annotated[Path | None, typer.Option(metavar="RUN", help="Hold what a run took against what was predicted of it.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(parser=_path, metavar="RUN", help="Hold what a run took against what was predicted of it.")
+    ] = None,
 ) -> None:
     """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
     if check is not None:
@@ -102,12 +125,12 @@ def plan(
 
 @app.command()
 def init(
-    config: Annotated[Path, typer.Argument(metavar="[NEW.yaml]", help="The file to write; one that is there is left alone.")] = Path(
-        "drumline.yaml"
-    ),
-    model: Annotated[str | None, typer.Option(help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
+    config: Annotated[
+        Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; one that is there is left alone.")
+    ] = Path("drumline.yaml"),
+    model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
-    data: Annotated[str | None, typer.Option(help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
+    data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
     adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
@@ -131,9 +154,9 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def convert(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
+    old: Annotated[Path, typer.Argument(parser=_path, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="NEW.yaml", help="The file to write; without it, stdout.")
+        Path | None, typer.Option("-o", "--output", parser=_path, metavar="NEW.yaml", help="The file to write; without it, stdout.")
     ] = None,
 ) -> None:
     """Print another tool's config as a Drumline YAML, and a note for each key that has no meaning any more."""
@@ -144,8 +167,8 @@ def convert(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    to: Annotated[Path, typer.Option(help="The folder to write.")],
+    run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A run folder.")],
+    to: Annotated[Path, typer.Option(parser=_path, help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or the number of a step.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: PEFT's files of the adapter alone, not merged.")] = False,
@@ -158,7 +181,9 @@ def export(
 
 @app.command()
 def chat(
-    place: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, an exported or any Hugging Face folder, or a hub id.")],
+    place: Annotated[
+        str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, an exported or any Hugging Face folder, or a hub id.")
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer is cut here.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest token each time.")] = 0.7,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
@@ -174,12 +199,13 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest.")
+        Path | None,
+        typer.Option(parser=_path, help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest."),
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: let it answer N held-out prompts, greedily.")] = None,
     lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Tasks of lm-eval, comma-separated; CONFIG may be a run folder.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="--lm-eval: questions of each task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="--lm-eval: a folder of further task YAMLs.")] = None,
+    include_path: Annotated[Path | None, typer.Option(parser=_path, help="--lm-eval: a folder of further task YAMLs.")] = None,
 ) -> None:
     """Score a checkpoint on the held-out set, under the strategy of CONFIG; the figures go to RUN/eval.json, too."""
     if lm_eval:
@@ -203,7 +229,7 @@ def verify(
     nproc: Annotated[int, typer.Option(min=1, help="Processes of each strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as the same.")] = 1e-5,
-    keep: Annotated[Path | None, typer.Option(help="A new folder to keep the runs in.")] = None,
+    keep: Annotated[Path | None, typer.Option(parser=_path, help="A new folder to keep the runs in.")] = None,
 ) -> None:
     """Prove it: train a few steps on one process and under each strategy, compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
@@ -216,7 +242,7 @@ def verify(
 def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Few and small measurements: seconds instead of minutes.")] = False,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes (default: one per GPU, else one per core, 2 to 8).")] = None,
-    out: Annotated[Path | None, typer.Option(help="A file for it, to plan with elsewhere (cluster.calibration).")] = None,
+    out: Annotated[Path | None, typer.Option(parser=_path, help="A file for it, to plan with elsewhere (cluster.calibration).")] = None,
 ) -> None:
     """Measure this machine once: matrix products, memory, collectives, disk. Planning uses what is stored."""
     from drumline.bench.calibrate import calibrate as run
@@ -260,6 +286,20 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except Exception as error:  # noqa: BLE001 - what nobody foresaw: a line for the user, the whole for whoever mends it
+        raise SystemExit(_unforeseen(error)) from None
+
+
+def _unforeseen(error: Exception) -> int:
+    """Keep the traceback in a file and say where, in one line. Returns the exit code."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace") as file:
+        file.write(redact("".join(traceback.format_exception(error))))
+    line = DrumlineError(f"unforeseen: {first_line(error)}", fix=f"please report it, with {file.name}").line()
+    print(f"error: {redact(line)}", file=sys.stderr)
+    return DrumlineError.exit_code
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:

@@ -17,6 +17,8 @@ Exit 0 is a finished run. 75 is sysexits' EX_TEMPFAIL: "try again later", which 
 
 from __future__ import annotations
 
+import re
+
 
 class DrumlineError(Exception):
     """A failure with a name. `what` happened, `where` (file:line, key, folder, rank), `fix`: how to mend it."""
@@ -28,10 +30,12 @@ class DrumlineError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as the user sees it, on one line."""
+        """The message as the user sees it, on one line: what no terminal shows is escaped, and a word of thousands of letters is cut."""
         place = f"{self.where}: " if self.where else ""
         mend = f" — {self.fix}" if self.fix else ""
-        return " ".join(f"{place}{self.what}{mend}".split())
+        words = " ".join(f"{place}{self.what}{mend}".split())
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+        return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", shown)
 
 
 class UserError(DrumlineError):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from drumline.cluster.calibration import Calibration, Measured, Product
 from drumline.cluster.detect import Machine, cache_dir
 from drumline.errors import EnvironmentFault
+from drumline.foreign import read_bytes
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -84,10 +85,7 @@ def calibration_for(machine: Machine) -> Calibration | None:
 def read(path: Path) -> Calibration:
     """Raises EnvironmentFault for a file that is not there, cannot be read, or does not say what a calibration says."""
     try:
-        said = _File.model_validate_json(path.read_bytes())
-    except OSError as error:
-        fix = "give the path of a file that `drumline calibrate` wrote"
-        raise EnvironmentFault(f"no calibration can be read: {error.strerror}", where=str(path), fix=fix) from None
+        said = _File.model_validate_json(read_bytes(path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         inside = ".".join(str(part) for part in first["loc"])

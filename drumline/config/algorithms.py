@@ -12,12 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from drumline.config.model import ModelConfig
-from drumline.config.section import Section, kind_from_string
+from drumline.config.section import MOST_SAMPLES, MOST_SECONDS, MOST_STEPS, MOST_WEIGHT, PathText, Section, kind_from_string
 
 
 class _TokenAlgorithm(Section):
     loss_chunk: int = Field(
-        1024, ge=0, description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once."
+        1024,
+        ge=0,
+        le=MOST_SAMPLES,
+        description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once.",
     )
 
 
@@ -37,10 +40,13 @@ class RewardModelConfig(Section):
 
     kind: Literal["reward"] = "reward"
     margin: float = Field(
-        0.0, ge=0, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it."
+        0.0, ge=0, le=MOST_WEIGHT, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it."
     )
     center: float = Field(
-        0.0, ge=0, description="Weight of (r(chosen) + r(rejected))², which keeps rewards around zero (Eisenstein et al. 2023)."
+        0.0,
+        ge=0,
+        le=MOST_WEIGHT,
+        description="Weight of (r(chosen) + r(rejected))², which keeps rewards around zero (Eisenstein et al. 2023).",
     )
 
 
@@ -48,14 +54,14 @@ class DPOConfig(_TokenAlgorithm):
     """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
 
     kind: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0, description="How closely the policy is held to the reference.")
+    beta: float = Field(0.1, gt=0, le=MOST_WEIGHT, description="How closely the policy is held to the reference.")
     loss: Literal["sigmoid", "ipo", "hinge"] = Field(
         "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
     )
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="sigmoid: the part of pairs whose sides may be swapped (conservative DPO)."
     )
-    sft_weight: float = Field(0.0, ge=0, description="Weight of the chosen answer's mean negative log-likelihood.")
+    sft_weight: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the chosen answer's mean negative log-likelihood.")
     reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
         "auto",
         description="Log-probs of the reference: computed once before training and kept on disk, live from a frozen copy, or"
@@ -90,15 +96,15 @@ def _has_group(pattern: str | None) -> str | None:
 
 class _Reward(Section):
     name: str | None = Field(None, description="What it is called in events; null: its function's name, or its kind.")
-    weight: float = Field(1.0, description="Rewards are summed with their weights.")
+    weight: float = Field(1.0, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="Rewards are summed with their weights.")
     timeout_seconds: float = Field(
-        10.0, gt=0, description="An answer that takes longer costs its sample: it gets no reward, and is counted."
+        10.0, gt=0, le=MOST_SECONDS, description="An answer that takes longer costs its sample: it gets no reward, and is counted."
     )
 
 
 class FunctionReward(_Reward):
     kind: Literal["function"] = "function"
-    path: str = Field(
+    path: PathText = Field(
         description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
         " f(prompt: str, completion: str, **columns of the row, **options) -> float, with those columns that it takes."
     )
@@ -126,8 +132,10 @@ class RegexReward(_Reward):
 
 class LengthReward(_Reward):
     kind: Literal["length"] = "length"  # 0 up to `free` tokens, falling to −1 at `limit`
-    free: int = Field(ge=0, description="Tokens that cost nothing.")
-    limit: int = Field(gt=0, description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025).")
+    free: int = Field(ge=0, le=MOST_SAMPLES, description="Tokens that cost nothing.")
+    limit: int = Field(
+        gt=0, le=MOST_SAMPLES, description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025)."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> LengthReward:
@@ -156,10 +164,10 @@ def _task_reward() -> list[Reward]:
 
 
 class _Generator(Section):
-    temperature: float = Field(1.0, gt=0, description="Of sampling.")
+    temperature: float = Field(1.0, gt=0, le=1000, description="Of sampling.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
-    top_k: int = Field(0, ge=0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
-    max_new_tokens: int = Field(64, gt=0, description="A completion is cut here.")
+    top_k: int = Field(0, ge=0, le=MOST_SAMPLES, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
+    max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut here.")
     stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
 
 
@@ -167,29 +175,29 @@ class HFGenerator(_Generator):
     """transformers' generate with its KV cache, prompts of like length together."""
 
     kind: Literal["hf"] = "hf"
-    batch: int = Field(32, gt=0, description="Sequences generated side by side on a device.")
+    batch: int = Field(32, gt=0, le=10**6, description="Sequences generated side by side on a device.")
 
 
 class ContinuousGenerator(_Generator):
     """transformers' continuous batching: a finished sequence makes room for the next."""
 
     kind: Literal["continuous"] = "continuous"
-    batch: int = Field(32, gt=0, description="Sequences generated side by side on a device.")
+    batch: int = Field(32, gt=0, le=10**6, description="Sequences generated side by side on a device.")
 
 
 class VLLMGenerator(_Generator):
     """vLLM, told the new weights before each rollout: a server (`vllm serve`), or an engine in each rank."""
 
     kind: Literal["vllm"] = "vllm"
-    url: str | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
-    batch: int = Field(64, gt=0, description="Sequences under way at once, of each rank.")
-    timeout_seconds: float = Field(600.0, gt=0, description="url: of one request, and of loading weights.")
+    url: PathText | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
+    batch: int = Field(64, gt=0, le=10**6, description="Sequences under way at once, of each rank.")
+    timeout_seconds: float = Field(600.0, gt=0, le=MOST_SECONDS, description="url: of one request, and of loading weights.")
     weights: Literal["none", "folder"] = Field(
         "folder",
         description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
         " VLLM_SERVER_DEV_MODE=1); none: it keeps its own.",
     )
-    folder: str | None = Field(None, description="weights=folder: where; null: RUN/rollout-weights.")
+    folder: PathText | None = Field(None, description="weights=folder: where; null: RUN/rollout-weights.")
     memory: float = Field(0.3, gt=0, lt=1, description="Without url: the part of the GPU's memory that the engine takes.")
 
     @model_validator(mode="after")
@@ -213,11 +221,11 @@ Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(d
 class KLConfig(Section):
     """How the policy is held to the reference."""
 
-    coefficient: float = Field(0.0, ge=0, description="Weight of the divergence; 0: no reference model is loaded at all.")
+    coefficient: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the divergence; 0: no reference model is loaded at all.")
     target: float | None = Field(
-        None, gt=0, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
+        None, gt=0, le=MOST_WEIGHT, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
     )
-    horizon: int = Field(10000, gt=0, description="target: episodes over which an error is corrected.")
+    horizon: int = Field(10000, gt=0, le=MOST_STEPS, description="target: episodes over which an error is corrected.")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="log π/π_ref; its half square; or π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative."
     )
@@ -233,43 +241,55 @@ class CurriculumConfig(Section):
         " follows how uncertain its"
         " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
     )
-    weights: dict[str, float] = Field(default_factory=dict, description="weights: domain → its share, in any unit.")
+    weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field(
+        default_factory=dict, description="weights: domain → its share, in any unit."
+    )
     floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
     memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
-    solved: float = Field(0.5, description="success: an episode with at least this reward counts as solved.")
+    solved: float = Field(
+        0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with at least this reward counts as solved."
+    )
 
 
 class _RolloutAlgorithm(_TokenAlgorithm):
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
     reward_workers: int | None = Field(
-        None, gt=0, description="Processes of each rank that compute rewards; null: one a core, shared among the ranks, at most 4."
+        None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one a core, shared among the ranks, at most 4."
     )
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
-    epochs: int = Field(1, gt=0, description="Passes over the episodes of a rollout.")
-    minibatches: int = Field(1, gt=0, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes.")
-    clip: float = Field(0.2, gt=0, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
+    epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    minibatches: int = Field(
+        1, gt=0, le=10**6, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes."
+    )
+    clip: float = Field(
+        0.2, gt=0, le=MOST_WEIGHT, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017)."
+    )
     kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
-    missing_stop_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a completion that was cut before its end.")
+    missing_stop_penalty: float = Field(
+        0.0, ge=0, le=MOST_WEIGHT, description="Taken off the reward of a completion that was cut before its end."
+    )
 
 
 class PPOConfig(_RolloutAlgorithm):
     """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
 
     kind: Literal["ppo"] = "ppo"
-    group_size: int = Field(1, gt=0, description="Completions of each prompt.")
-    epochs: int = Field(4, gt=0, description="Passes over the episodes of a rollout.")
+    group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
+    epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
     lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
-    value_clip: float | None = Field(0.2, gt=0, description="A value may move this far from the rollout's; null: not clipped.")
-    value_weight: float = Field(0.1, gt=0, description="Weight of the value's loss beside the policy's.")
+    value_clip: float | None = Field(
+        0.2, gt=0, le=MOST_WEIGHT, description="A value may move this far from the rollout's; null: not clipped."
+    )
+    value_weight: float = Field(0.1, gt=0, le=MOST_WEIGHT, description="Weight of the value's loss beside the policy's.")
     value: Literal["head", "separate"] = Field(
         "head", description="A linear head on the policy's last hidden states, or a model of its own."
     )
     value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
-    value_lr: float | None = Field(None, gt=0, description="separate: its peak learning rate; null: the policy's.")
+    value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
-    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    entropy_weight: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(
         default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
     )
@@ -279,7 +299,9 @@ class GRPOConfig(_RolloutAlgorithm):
     """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
 
     kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, gt=0, description="Completions of each prompt, 2 or more: an advantage is a reward less its group's mean.")
+    group_size: int = Field(
+        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more: an advantage is a reward less its group's mean."
+    )
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
     )
@@ -287,16 +309,19 @@ class GRPOConfig(_RolloutAlgorithm):
         "token",
         description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
     )
-    clip_high: float | None = Field(None, gt=0, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28).")
+    clip_high: float | None = Field(
+        None, gt=0, le=MOST_WEIGHT, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28)."
+    )
     dynamic_sampling: int = Field(
         0,
         ge=0,
+        le=10**4,
         description="Roll out again, at most this often, until enough groups have rewards that differ (DAPO). 0: take groups as they are.",
     )
     importance: Literal["none", "token", "sequence"] = Field(
         "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
     )
-    importance_cap: float = Field(2.0, gt=1, description="importance: the weight is truncated here.")
+    importance_cap: float = Field(2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here.")
 
     @field_validator("group_size")
     @classmethod
@@ -317,7 +342,7 @@ class ClassifyConfig(Section):
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
     image_size: int | None = Field(
-        None, gt=0, description="image: side of the square that images are scaled to; null: what the processor says."
+        None, gt=0, le=10**5, description="image: side of the square that images are scaled to; null: what the processor says."
     )
 
 
@@ -327,3 +352,15 @@ Algorithm = Annotated[
     BeforeValidator(kind_from_string),
 ]
 ROLLOUT = (PPOConfig, GRPOConfig)
+# What the eval event of each has, for `eval.metric`; reward/DOMAIN besides, of what learns from rollouts.
+_PAIRS = ("loss", "accuracy", "margin")
+_ROLLOUTS = ("reward", "length", "length_max", "ended")
+METRICS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("loss", "token_accuracy"),
+    "sft": ("loss", "token_accuracy", "exact_match"),
+    "reward": (*_PAIRS, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error"),
+    "dpo": (*_PAIRS, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"),
+    "ppo": _ROLLOUTS,
+    "grpo": _ROLLOUTS,
+    "classify": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
+}

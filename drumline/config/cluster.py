@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from drumline.cluster import catalog
 from drumline.cluster.cluster import DeviceSpec, Link
-from drumline.config.section import Section
+from drumline.config.section import MOST_SAMPLES, PathText, Section
 
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
@@ -21,11 +21,11 @@ MOST_OWN = 72  # of those that are described: NVIDIA's GB200 NVL72
 class DeviceConfig(Section):
     """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
 
-    memory_gb: float = Field(gt=0, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
-    bandwidth_gb_s: float = Field(gt=0, description="Of its memory, 10^9 bytes a second.")
-    bf16_tflops: float | None = Field(None, gt=0, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
-    fp16_tflops: float | None = Field(None, gt=0, description="fp16; null: as bf16.")
-    fp32_tflops: float = Field(gt=0, description="fp32 as it runs by default: TF32 where the device has it.")
+    memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
+    bandwidth_gb_s: float = Field(gt=0, le=MOST_SAMPLES, description="Of its memory, 10^9 bytes a second.")
+    bf16_tflops: float | None = Field(None, gt=0, le=MOST_SAMPLES, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
+    fp16_tflops: float | None = Field(None, gt=0, le=MOST_SAMPLES, description="fp16; null: as bf16.")
+    fp32_tflops: float = Field(gt=0, le=MOST_SAMPLES, description="fp32 as it runs by default: TF32 where the device has it.")
     host_link: str = Field("pcie4", description="Between device and host: a link of the catalog or of `links`.")
 
     def spec(self, name: str) -> DeviceSpec:
@@ -47,8 +47,10 @@ class DeviceConfig(Section):
 class LinkConfig(Section):
     """A link that the catalog lacks."""
 
-    gb_s: float = Field(gt=0, description="10^9 bytes a second that one device sends (or one host, of links between hosts).")
-    latency_us: float = Field(10.0, ge=0, description="Microseconds before the first byte is there.")
+    gb_s: float = Field(
+        gt=0, le=MOST_SAMPLES, description="10^9 bytes a second that one device sends (or one host, of links between hosts)."
+    )
+    latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds before the first byte is there.")
 
     def link(self, name: str) -> Link:
         """The link as the planner sees it: it is taken at its word."""
@@ -65,7 +67,7 @@ class ClusterConfig(Section):
         description="Of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
     )
-    per_node: int | None = Field(None, gt=0, description="Devices of a host; null: what is found here, of another device one.")
+    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices of a host; null: what is found here, of another device one.")
     nodes: int = Field(1, gt=0, le=MOST_NODES, description="Hosts.")
     intra: str | None = Field(
         None,
@@ -73,11 +75,13 @@ class ClusterConfig(Section):
         json_schema_extra={"examples": list(catalog.LINKS)},
     )
     inter: str = Field("100Gb", description="Link between hosts, for each host: 400Gb, 8x400Gb, …")
-    host_memory_gb: float | None = Field(None, gt=0, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited.")
-    calibration: str | None = Field(
+    host_memory_gb: float | None = Field(
+        None, gt=0, le=MOST_SAMPLES, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited."
+    )
+    calibration: PathText | None = Field(
         None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
     )
-    price_per_device_hour: float | None = Field(None, ge=0, description="For the cost of a run, in any currency.")
+    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="For the cost of a run, in any currency.")
 
     @field_validator("device", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.config.section import Section
+from drumline.config.section import MOST_SAMPLES, MOST_SEED, MOST_STEPS, PathText, Section
 
 
 class Columns(Section):
@@ -26,21 +26,21 @@ class Columns(Section):
 
 class _Source(Section):
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
-    limit: int | None = Field(None, gt=0, description="Take at most this many rows.")
+    limit: int | None = Field(None, gt=0, le=MOST_STEPS, description="Take at most this many rows.")
     domain: str | None = Field(None, description="ppo, grpo: name under which these prompts are counted; null: the task's or file's name.")
 
 
 class FileSource(_Source):
     kind: Literal["file"] = "file"
-    path: str = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
+    path: PathText = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
 
 
 class HubSource(_Source):
     kind: Literal["hub"] = "hub"
-    id: str = Field(description="A `datasets` hub id.")
-    name: str | None = Field(None, description="The subset (configuration) of the dataset.")
+    id: PathText = Field(description="A `datasets` hub id.")
+    name: PathText | None = Field(None, description="The subset (configuration) of the dataset.")
     split: str = Field("train", description="Split expression.")
-    revision: str | None = Field(None, description="Branch, tag or commit.")
+    revision: PathText | None = Field(None, description="Branch, tag or commit.")
     streaming: bool = Field(False, description="Read rows as a stream: the raw data is never stored, only its tokens. Needs `limit`.")
 
     @model_validator(mode="after")
@@ -52,7 +52,7 @@ class HubSource(_Source):
 
 class SavedSource(_Source):
     kind: Literal["saved"] = "saved"
-    path: str = Field(description="A folder written by `datasets`' save_to_disk.")
+    path: PathText = Field(description="A folder written by `datasets`' save_to_disk.")
     split: str | None = Field(None, description="Split, where the folder holds several.")
 
 
@@ -62,9 +62,9 @@ class TasksSource(_Source):
         min_length=1,
         description="reasoning-gym task name → its own options ({} for the defaults), e.g. {basic_arithmetic: {max_digits: 2}}.",
     )
-    size: int = Field(500, gt=0, description="Rows in all, dealt evenly over the tasks.")
+    size: int = Field(500, gt=0, le=10**8, description="Rows in all, dealt evenly over the tasks.")
     question: str = Field("{question}", description="What a prompt says; {question} is the task's own.")
-    seed: int = Field(0, ge=0, description="Seed of the task generator. Give train and eval different ones.")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="Seed of the task generator. Give train and eval different ones.")
 
 
 class DigitsSource(_Source):
@@ -80,8 +80,10 @@ Source = Annotated[FileSource | HubSource | SavedSource | TasksSource | DigitsSo
 class DataConfig(Section):
     train: list[Source] = Field(min_length=1, description="Where the training rows come from; sources are joined.")
     eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
-    holdout: int = Field(0, ge=0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
-    max_length: int = Field(1024, gt=1, description="Tokens of a training sequence, and of a pack.")
+    holdout: int = Field(
+        0, ge=0, le=MOST_SAMPLES, description="With no `eval`: hold out this many training rows, chosen by hash of their content."
+    )
+    max_length: int = Field(1024, gt=1, le=10**8, description="Tokens of a training sequence, and of a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
         "right",
         description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
@@ -90,7 +92,10 @@ class DataConfig(Section):
         True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
     )
     image_max_pixels: int | None = Field(
-        None, gt=0, description="Larger images are made smaller, in shape; null: as the model's image processor says. Saves tokens."
+        None,
+        gt=0,
+        le=10**10,
+        description="Larger images are made smaller, in shape; null: as the model's image processor says. Saves tokens.",
     )
     learn_on: Literal["assistant", "all"] = Field(
         "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
@@ -98,7 +103,7 @@ class DataConfig(Section):
     order: Literal["shuffle", "sequential"] = Field(
         "shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch)."
     )
-    workers: int | None = Field(None, gt=0, description="Processes that tokenise; null: one per core, at most 8.")
-    prefetch: int = Field(2, ge=0, description="Global batches collated ahead by a thread; 0 collates in line.")
+    workers: int | None = Field(None, gt=0, le=1024, description="Processes that tokenise; null: one per core, at most 8.")
+    prefetch: int = Field(2, ge=0, le=1000, description="Global batches collated ahead by a thread; 0 collates in line.")
     verify: bool = Field(True, description="Check the token cache's checksums when a run starts, while the model is loaded.")
-    cache_dir: str | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")
+    cache_dir: PathText | None = Field(None, description="Where tokens are cached by content hash; null: ~/.cache/drumline/data.")

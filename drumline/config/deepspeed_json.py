@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from drumline.errors import ConfigError
+from drumline.foreign import parse_json, read_text
 
 
 def read_deepspeed(path: Path) -> dict[str, Any]:
     """The keys and values of a DeepSpeed JSON. Raises ConfigError, with the line where there is one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be read: {error.strerror}",
-            where=str(path),
-            fix="strategy.config is a path relative to the YAML",
-        ) from None
-    except UnicodeDecodeError:
-        raise ConfigError("not UTF-8 text", where=str(path), fix="save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg}", where=f"{path}:{error.lineno}", fix="mend that line") from None
+    text = read_text(path, ConfigError, "strategy.config is a path relative to the YAML")
+    values = parse_json(text, str(path), ConfigError, lines=True, numbers=True, object_pairs_hook=lambda pairs: _once(pairs, path))
     if not isinstance(values, dict):
         raise ConfigError("holds no keys and values", where=str(path), fix="a DeepSpeed config is one JSON object")
     return values

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from drumline.config.algorithms import METRICS
 from drumline.config.compat import translate
 from drumline.config.compat.overlay import Overlay, lay
 from drumline.config.deepspeed_json import read_deepspeed
@@ -18,6 +19,10 @@ from drumline.config.strategies import ZeroStrategy
 from drumline.config.suggest import kinds_at
 from drumline.config.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
+from drumline.foreign import MIB
+from drumline.foreign import read_text as plain_text
+
+MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,8 @@ def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
 
 def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
-    except FileNotFoundError:
-        raise ConfigError("no such file", where=str(path), fix="give the path of a YAML; examples/ has some to copy") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), fix="give the path of a readable YAML file") from None
+    text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
+    return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
 
 
 @dataclass
@@ -122,6 +119,10 @@ def validated(draft: Draft, overrides: list[str]) -> Config:
     except ValidationError as error:
         raise first_mistake(error, origins) from None
     check_numbers(values, config.model_dump(), origins)
+    kind, metric = config.algorithm.kind, config.eval.metric
+    if metric not in METRICS[kind] and not (metric.startswith("reward/") and "reward" in METRICS[kind]):
+        what = f"algorithm {kind} measures no {metric!r}"
+        raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(METRICS[kind])}")
     return config
 
 

@@ -114,6 +114,8 @@ def _words(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
         return str(context["error"]), ""
     if error == "invalid_key" or detail["loc"][-1] == "[key]":
         return f"the key {_said(given)} is no text", "put it in quotes"
+    if isinstance(given, float) and not math.isfinite(given):
+        return f"{_said(given)} given, a finite number is wanted", _default(place)
     words = next((words for start, words in WANTED.items() if error.startswith(start)), None)
     if words is None:
         return f"{_said(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)

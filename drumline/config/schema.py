@@ -15,7 +15,7 @@ from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOCo
 from drumline.config.cluster import ClusterConfig, cluster_from_string
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
-from drumline.config.section import Section, kind_from_string
+from drumline.config.section import MOST_RANKS, MOST_SAMPLES, MOST_SECONDS, MOST_SEED, MOST_STEPS, PathText, Section, kind_from_string
 from drumline.config.strategies import AutoStrategy, Strategy
 
 # -------------------------------------------------------------------------------------------------------------- adapter
@@ -29,8 +29,8 @@ class LoRAConfig(Section):
     """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights stay as they are."""
 
     kind: Literal["lora"] = "lora"
-    r: int = Field(16, gt=0, description="Rank of the two factors.")
-    alpha: float = Field(32.0, gt=0, description="The product is scaled by alpha / r.")
+    r: int = Field(16, gt=0, le=10**5, description="Rank of the two factors.")
+    alpha: float = Field(32.0, gt=0, le=MOST_SAMPLES, description="The product is scaled by alpha / r.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
@@ -48,9 +48,6 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), BeforeV
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …
 
 
-MOST_SAMPLES = 10**9  # of a step: more is a slip of the keyboard
-
-
 class BatchConfig(Section):
     """global_samples = micro_batch × accumulation × data ranks. Say the left side, or the right one; all must agree."""
 
@@ -66,21 +63,29 @@ class BatchConfig(Section):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
-    lr: float = Field(2e-5, gt=0, description="Peak learning rate, before lr_scaling.")
+    lr: float = Field(2e-5, gt=0, le=1000, description="Peak learning rate, before lr_scaling.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="lr × ratio, or lr × √ratio; ratio as the two keys below say."
     )
-    lr_base_devices: int = Field(1, gt=0, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
-    lr_base_samples: int | None = Field(
-        None, gt=0, description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices."
+    lr_base_devices: int = Field(
+        1, gt=0, le=MOST_RANKS, description="lr was chosen for this many data-parallel devices: ratio = devices / this."
     )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    momentum: float = Field(0.9, ge=0, description="SGD's momentum.")
-    weight_decay: float = Field(0.0, ge=0, description="On matrices only; biases and norms are spared.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip gradients to this global L2 norm; null: never.")
+    lr_base_samples: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_SAMPLES,
+        description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices.",
+    )
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, le=1, description="AdamW's epsilon.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
+    weight_decay: float = Field(0.0, ge=0, le=1000, description="On matrices only; biases and norms are spared.")
+    max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
     fused: bool = Field(True, description="One kernel for the whole update where torch has one.")
 
 
@@ -88,7 +93,7 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="Course of the rate after warm-up; wsd: flat, then linear down."
     )
-    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up.")
+    warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up.")
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
     warmup_from_zero: bool = Field(
         False, description="The first step of a warm-up of W steps has rate 0 (step / W, as transformers' has it); false: 1 / (W + 1)."
@@ -101,7 +106,7 @@ class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
     )
-    initial_scale: float = Field(65536.0, gt=0, description="fp16: first loss scale.")
+    initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: first loss scale.")
     tf32: bool = Field(True, description="Let fp32 matrix products use TF32 on GPUs.")
 
 
@@ -120,15 +125,17 @@ class MemoryConfig(Section):
 
 class CompileConfig(Section):
     enabled: bool = Field(False, description="torch.compile each block.")
-    mode: str | None = Field(None, description="torch.compile's mode.")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
+        None, description="torch.compile's mode; null: its default."
+    )
 
 
 # ------------------------------------------------------------------------------------------- checkpoints, watch, the run
 
 
 class CheckpointConfig(Section):
-    every: int | None = Field(None, gt=0, description="Save each N steps; null: only at the end and when asked to stop.")
-    keep: int = Field(2, gt=0, description="Keep the newest N.")
+    every: int | None = Field(None, gt=0, le=MOST_STEPS, description="Save each N steps; null: only at the end and when asked to stop.")
+    keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N.")
     keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
     verify: bool = Field(True, description="Check every shard's checksum before loading.")
@@ -139,9 +146,11 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    every: int | None = Field(None, gt=0, description="Evaluate each N steps; null: only before the first and after the last.")
+    every: int | None = Field(
+        None, gt=0, le=MOST_STEPS, description="Evaluate each N steps; null: only before the first and after the last."
+    )
     at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
-    micro_batch: int | None = Field(None, gt=0, description="Samples a device takes at once; null: as in training.")
+    micro_batch: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples a device takes at once; null: as in training.")
     metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward.")
     mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max.")
 
@@ -150,25 +159,27 @@ class HealthConfig(Section):
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent."
     )
-    max_skips: int = Field(10, gt=0, description="skip: stop after this many skipped steps in a row.")
+    max_skips: int = Field(10, gt=0, le=MOST_SAMPLES, description="skip: stop after this many skipped steps in a row.")
 
 
 class LaunchConfig(Section):
-    nproc: int | None = Field(None, gt=0, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
-    max_restarts: int = Field(3, ge=0, description="Restarts after a dead rank, counted anew after each progress.")
+    nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
+    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a dead rank, counted anew after each progress.")
     port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free one.")
-    grace_seconds: float = Field(60.0, gt=0, description="After SIGTERM the ranks have this long to save before they are killed.")
-    timeout_seconds: float = Field(600.0, gt=0, description="A collective that waits longer than this fails.")
+    grace_seconds: float = Field(
+        60.0, gt=0, le=MOST_SECONDS, description="After SIGTERM the ranks have this long to save before they are killed."
+    )
+    timeout_seconds: float = Field(600.0, gt=0, le=MOST_SECONDS, description="A collective that waits longer than this fails.")
 
 
 class RunConfig(Section):
-    dir: str | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
-    steps: int | None = Field(None, gt=0, description="Optimizer steps; goes before epochs.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the training samples.")
-    seed: int = Field(0, ge=0, description="Fixes order, dropout and random weights.")
+    dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
+    steps: int | None = Field(None, gt=0, le=MOST_STEPS, description="Optimizer steps; goes before epochs.")
+    epochs: float = Field(1.0, gt=0, le=MOST_SAMPLES, description="Passes over the training samples.")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="Fixes order, dropout and random weights.")
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
-    log_every: int = Field(1, gt=0, description="A step event each N steps.")
+    log_every: int = Field(1, gt=0, le=MOST_STEPS, description="A step event each N steps.")
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         ("tensorboard",), description="Where figures go besides events.jsonl."
     )

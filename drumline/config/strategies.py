@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from drumline.config.section import Section, kind_from_string
+from drumline.config.section import MOST_RANKS, MOST_STEPS, PathText, Section, kind_from_string
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 
@@ -17,15 +17,15 @@ class PipelineConfig(Section):
         description="Order of forward and backward. gpipe: all forwards first; 1f1b: in turn, less memory; interleaved: several stages a"
         " rank, smaller bubble; zero_bubble: as interleaved, with the weights' gradients put into the bubble.",
     )
-    stages_per_rank: int | None = Field(None, gt=0, description="interleaved and zero_bubble: stages a rank holds; null: 2.")
+    stages_per_rank: int | None = Field(None, gt=0, le=1000, description="interleaved and zero_bubble: stages a rank holds; null: 2.")
 
 
 class _Degrees(Section):
     """The mesh is pp × replicate × shard × cp × tp; what these leave of the processes is data parallel."""
 
-    tp: int = Field(1, gt=0, description="Tensor parallel: each matrix is cut over this many ranks.")
-    cp: int = Field(1, gt=0, description="Context parallel: each sequence is cut over this many ranks.")
-    pp: int = Field(1, gt=0, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
+    tp: int = Field(1, gt=0, le=MOST_RANKS, description="Tensor parallel: each matrix is cut over this many ranks.")
+    cp: int = Field(1, gt=0, le=MOST_RANKS, description="Context parallel: each sequence is cut over this many ranks.")
+    pp: int = Field(1, gt=0, le=MOST_RANKS, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
     cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses", description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs)."
     )
@@ -44,7 +44,9 @@ class AutoStrategy(Section):
         description="by rules: parameters: below 1B ddp, 1-7B zero2, above zero3. devices: up to 4 and 8B ddp, else fsdp2. tree: the first"
         " of ddp, fsdp2 and fsdp2 with offload that is predicted to fit.",
     )
-    nvme: str | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is then looked at, too.")
+    nvme: PathText | None = Field(
+        None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is then looked at, too."
+    )
 
 
 class SingleStrategy(Section):
@@ -68,14 +70,14 @@ class Compression(Section):
         description="bf16, fp16: half the bytes. powersgd: low-rank factors (Vogels et al. 2019). topk: the largest entries, the rest kept"
         " for later (Stich et al. 2018). int8: 8-bit quantised, a quarter of the bytes.",
     )
-    rank: int = Field(4, gt=0, description="powersgd: the rank of the factors.")
-    start_step: int = Field(0, ge=0, description="powersgd, topk: gradients are sent whole before this step.")
+    rank: int = Field(4, gt=0, le=10**6, description="powersgd: the rank of the factors.")
+    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="powersgd, topk: gradients are sent whole before this step.")
     ratio: float = Field(0.01, gt=0, le=1, description="topk: the part of the entries that is sent.")
 
 
 class DDPStrategy(_Degrees):
     kind: Literal["ddp"] = "ddp"
-    bucket_cap_mb: float = Field(25.0, gt=0, description="MiB of gradients reduced together.")
+    bucket_cap_mb: float = Field(25.0, gt=0, le=10**6, description="MiB of gradients reduced together.")
     gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
     static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
     find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
@@ -89,16 +91,16 @@ class LocalSGDStrategy(Section):
     """Each rank trains by itself; every `period` steps the weights are averaged (Stich 2019)."""
 
     kind: Literal["local_sgd"] = "local_sgd"
-    period: int = Field(8, gt=0, description="Steps between two averagings.")
-    start_step: int = Field(0, ge=0, description="Average at each step before this one.")
+    period: int = Field(8, gt=0, le=MOST_STEPS, description="Steps between two averagings.")
+    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="Average at each step before this one.")
 
 
 class DiLoCoStrategy(Section):
     """Each rank trains by itself; every `period` steps an outer Nesterov step is taken (Douillard et al. 2023)."""
 
     kind: Literal["diloco"] = "diloco"
-    period: int = Field(50, gt=0, description="Inner steps between two outer ones.")
-    outer_lr: float = Field(0.7, gt=0, description="Rate of the outer step.")
+    period: int = Field(50, gt=0, le=MOST_STEPS, description="Inner steps between two outer ones.")
+    outer_lr: float = Field(0.7, gt=0, le=1000, description="Rate of the outer step.")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step.")
 
 
@@ -107,14 +109,16 @@ class FSDP2Strategy(_Degrees):
     reshard_after_forward: bool = Field(
         True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
     )
-    replicate: int = Field(1, gt=0, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
+    replicate: int = Field(
+        1, gt=0, le=MOST_RANKS, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks."
+    )
     sync_each_micro_batch: bool = Field(
         True, description="Reduce gradients after each micro-batch. false: once a step, with whole gradients kept in between."
     )
     prefetch: int = Field(
-        1, ge=0, description="Blocks whose weights are gathered ahead of the one that computes in forward. 0: as torch orders it."
+        1, ge=0, le=1000, description="Blocks whose weights are gathered ahead of the one that computes in forward. 0: as torch orders it."
     )
-    backward_prefetch: int | None = Field(None, ge=0, description="The same in backward; null: as in forward.")
+    backward_prefetch: int | None = Field(None, ge=0, le=1000, description="The same in backward; null: as in forward.")
     offload: Literal["none", "cpu"] = Field(
         "none", description="cpu: weights, gradients and moments live in host memory; so does the step."
     )
@@ -128,7 +132,7 @@ class FSDP2Strategy(_Degrees):
 
 class Offload(Section):
     kind: Literal["none", "cpu", "nvme"] = Field("none", description="Where it lives while it is not used.")
-    path: str | None = Field(None, description="nvme: a folder on the disk.")
+    path: PathText | None = Field(None, description="nvme: a folder on the disk.")
     pin_memory: bool = Field(False, description="Page-locked host memory: faster copies.")
 
     @model_validator(mode="after")
@@ -146,11 +150,11 @@ class ZeroPlusPlus(Section):
 
     quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
     quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
-    hierarchical_partition: int = Field(1, gt=0, description="Ranks of a second copy of the weights' partition; 1: none.")
+    hierarchical_partition: int = Field(1, gt=0, le=MOST_RANKS, description="Ranks of a second copy of the weights' partition; 1: none.")
 
 
 class _Zero(Section):
-    config: str | dict[str, Any] | None = Field(
+    config: PathText | dict[str, Any] | None = Field(
         None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
     )
     offload_optimizer: OffloadField = Field(default_factory=Offload, description="Moments and fp32 weights, and the step.")
@@ -175,7 +179,7 @@ class Zero3Strategy(_Zero):
 class _Alone(Section):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
-    degree: int | None = Field(None, gt=0, description="Ranks that share one copy of the model; null: all.")
+    degree: int | None = Field(None, gt=0, le=MOST_RANKS, description="Ranks that share one copy of the model; null: all.")
 
 
 class TPStrategy(_Alone):

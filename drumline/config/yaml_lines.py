@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from drumline.errors import ConfigError
+from drumline.foreign import MOST_DEPTH, MOST_WHOLE, text_mistake
 
 # Keys and list positions from the top, as they are written: ("data", "train", "0", "path").
 Place = tuple[str, ...]
@@ -72,6 +73,8 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Place, int]]:
         if "'\\t'" in problem:
             raise _unreadable("a tab where spaces are wanted", where, "indent with spaces") from None
         raise _unreadable(problem, where, "mend that line or the one before") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # `!!int x`: a tag that its value does not fit
+        raise _unreadable(f"a tag that does not fit its value ({error})", name, "leave tags out") from None
     except RecursionError:
         raise _unreadable("nested too deeply", name, "look for brackets that are not closed") from None
 
@@ -102,6 +105,10 @@ class _Walk:
             return known
         self.sizes[id(node)] = None
         size = 1
+        if len(place) > MOST_DEPTH:
+            raise self._refuse(node, "nested too deeply", "look for brackets that are not closed")
+        if isinstance(node, yaml.ScalarNode):
+            self._scalar(node)
         if isinstance(node, yaml.MappingNode):
             size += sum(self._pair(key, value, place) for key, value in node.value)
         elif isinstance(node, yaml.SequenceNode):
@@ -116,12 +123,22 @@ class _Walk:
     def _pair(self, key: yaml.Node, value: yaml.Node, place: Place) -> int:
         if not isinstance(key, yaml.ScalarNode):
             raise self._refuse(key, "a key that is a list or a mapping", "write `key: value`")
+        self._scalar(key)
         here, line = (*place, str(key.value)), key.start_mark.line + 1
         if here in self.lines:
             what = f"key {key.value!r} stands twice, on lines {self.lines[here]} and {line}"
             raise ConfigError(what, where=f"{self.name}:{line}", fix="keep one of them")
         self.lines[here] = line
         return self.visit(value, here)
+
+    def _scalar(self, node: yaml.ScalarNode) -> None:
+        """Join the halves of a character that JSON escapes as two, and refuse what is no text, and numbers of more than 64 bits."""
+        whole = node.tag.endswith(":int") and _INT.match(node.value)
+        if whole and (len(node.value) > 80 or abs(int(node.value.replace("_", ""), 0)) >= MOST_WHOLE):
+            raise self._refuse(node, "a whole number of more than 64 bits", "write a smaller one, or put it in quotes")
+        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        if mistake := "holds a NUL character" if "\0" in node.value else text_mistake(node.value):
+            raise self._refuse(node, mistake, "take it out")
 
     def _refuse(self, node: yaml.Node, problem: str, fix: str) -> ConfigError:
         return _unreadable(problem, f"{self.name}:{node.start_mark.line + 1}", fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from drumline.config.model import ModelConfig
 from drumline.config.schema import Config, MemoryConfig, NoAdapter
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.errors import CheckpointError
+from drumline.foreign import read_json
 from drumline.plan.figures import Estimate
 from drumline.plan.frozen import Frozen
 from drumline.plan.mesh import Mesh
@@ -159,9 +159,9 @@ class Plan(Frozen):
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Raises CheckpointError for what this version cannot read."""
+        """Raises CheckpointError for a file that is not there, and for what this version cannot read."""
         try:
-            return cls.model_validate(json.loads(path.read_text()))
+            return cls.model_validate(read_json(path, CheckpointError, "name a run folder"))
         except ValueError:  # json's and pydantic's
             raise CheckpointError(
                 f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"

@@ -45,8 +45,6 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         plan = Plan.load(run / "plan.json")
         events = read(run / "events.jsonl") if (run / "events.jsonl").exists() else []
         measured = Measurement.last(events)
-    except OSError as error:
-        raise UserError(f"no run: plan.json {(error.strerror or 'is missing').lower()}", where=str(run), fix="name a run folder") from None
     except ValueError:
         raise UserError("events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
     if plan.predicted.estimate is None:

@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drumline.errors import EnvironmentFault
+from drumline.foreign import read_bytes
 from drumline.report.redact import SECRET as SECRET
 from drumline.report.redact import plain
 
+MOST_EVENTS = 2**33  # bytes: some ten million steps
+COUNTED = ("step", "eval", "save", "restore", "rollout", "preempt", "run_end")
 # Of `measured`: what plan.forecast.truth.Measurement describes at more length.
 MEASURED = {
     "step": "steps done",
@@ -201,14 +205,22 @@ class EventLog:
 def read(path: Path) -> list[dict[str, Any]]:
     """All whole events of a file, in order; a line torn by a kill is passed over."""
     events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    fix = "move it away: a run writes its events there"
+    for line in read_bytes(path, EnvironmentFault, fix, MOST_EVENTS).decode("utf-8", errors="replace").split("\n"):
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and "kind" in event:
+        if isinstance(event, dict) and _usable(event):
             events.append(event)
     return events
+
+
+def _usable(event: dict[str, Any]) -> bool:
+    """Whether what readers count with is there: a kind, a time and, where readers count with it, a step."""
+    if not isinstance(event.get("kind"), str) or not isinstance(event.get("t", 0), int | float):
+        return False
+    return type(event.get("step")) is int or ("step" not in event and event["kind"] not in COUNTED)
 
 
 def series(events: list[dict[str, Any]], field: str, kind: str = "step") -> dict[int, Any]:

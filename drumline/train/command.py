@@ -39,7 +39,7 @@ def train(
         from drumline.train.launched import train as train_launched
 
         return train_launched(loaded, resume, allow)
-    from drumline.train.setup import Request, claim_run_dir, make_plan
+    from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from
 
     console = Console(stderr=True)
     request = Request(loaded, resume=resume, allow=allow)
@@ -47,6 +47,7 @@ def train(
         plan = make_plan(request, on_progress=on_progress, dry_run=dry_run)
     _tell(plan.data.left_out if plan.data else ())
     if dry_run:
+        resume_from(Path(plan.run_dir), request, plan.config)
         print(to_yaml(plan.config))
         print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
         return 0

@@ -16,6 +16,7 @@ from rich.table import Table
 from drumline import __version__
 from drumline.config.load import load
 from drumline.errors import ConfigError, DrumlineError, EnvironmentFault, UserError
+from drumline.foreign import read_object
 from drumline.launch.environment import launched_by
 from drumline.launch.local import launch
 from drumline.plan.explain import default_run_dir, strategy_name
@@ -107,11 +108,11 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     """Lay a section over RUN/eval.json; the others stay. Raises EnvironmentFault."""
     path = run_dir / EVAL_RESULTS
     try:
-        known = json.loads(path.read_text()) if path.exists() else {}
+        known = read_object(path, EnvironmentFault, "move it away") if path.exists() else {}
         run_dir.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".tmp")
         whole.write_text(json.dumps({**known, section: {"time": time.time(), "drumline": __version__, **result}}, indent=2) + "\n")
         whole.replace(path)
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error}", where=str(path), fix="move it away, or mend the folder") from error
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)

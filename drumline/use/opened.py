@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from drumline.config.model import ModelConfig
 from drumline.dist.seeds import derive
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.foreign import judged, read_object
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import read_checkpoint, read_run
@@ -73,7 +73,9 @@ def _from_folder(source: str, trust_remote_code: bool) -> Opened:
     tokenizer = load_tokenizer(source, model)
     adapter = Path(source) / ADAPTER
     if adapter.exists() and not (Path(source) / "config.json").exists():
-        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        base = read_object(adapter, ModelError).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
         return Opened(_placed(_with_adapter(base, source, model)), tokenizer, f"{source} over {base}")
     return Opened(_placed(_read(source, model)), tokenizer, source)
 
@@ -93,7 +95,9 @@ def _with_adapter(base: str, source: str, model: ModelConfig) -> Any:
         from peft import PeftModel
     except ImportError as error:
         raise EnvironmentFault("the package peft is missing", where=source, fix="pip install 'drumline[lora]'") from error
-    return PeftModel.from_pretrained(_read(base, model), source).merge_and_unload()
+    whole = _read(base, model)
+    with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
+        return PeftModel.from_pretrained(whole, source).merge_and_unload()
 
 
 def _placed(model: Any) -> Any:

@@ -120,7 +120,7 @@ def test_a_damaged_file_is_one_line(name: str, cache: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFault, match=r"No such file.*give the path of a file that `drumline calibrate` wrote"):
+    with pytest.raises(EnvironmentFault, match=r"no such file.*give the path of a file that `drumline calibrate` wrote"):
         read(tmp_path / "nothing.json")
 
 

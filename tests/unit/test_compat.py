@@ -192,7 +192,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "distributed_strategy: zero2\ndeepspeed: {stage: 3}\n", ["distributed_strategy", "'zero2', but old.yaml:3: deepspeed.stage"]),
     (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
     (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
-    (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read"]),
+    (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read: no such file"]),
     (DATA + "batch_size: 8\n", ["old.yaml:2: batch_size", "per_device_train_batch_size or global_batch_size"]),
     (DATA + "use_dora: true\n", ["old.yaml:2: use_dora"]),
     ("output_dir: x\n", ["old.yaml: says nothing of data", "data.train="]),

@@ -120,7 +120,7 @@ def test_the_file_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(None, "No such file"), ("[1]", "no keys and values"), ('{"a":\n1,}', r"ds\.json:2: not JSON"), ('{"a": 1, "a": 2}', "'a' twice")],
+    [(None, "no such file"), ("[1]", "no keys and values"), ('{"a":\n1,}', r"ds\.json:2: not JSON"), ('{"a": 1, "a": 2}', "'a' twice")],
     ids=["missing", "a list", "a comma", "twice"],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:

@@ -211,7 +211,7 @@ def test_check_of_runs_that_cannot_be_checked(tmp_path: Path, estimate: Estimate
 
 
 def test_check_of_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match="name a run folder"):
         check(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(UserError, match="not one of this version"):

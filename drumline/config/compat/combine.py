@@ -8,6 +8,7 @@ from drumline.config.compat.deepspeed import deepspeed_config
 from drumline.config.compat.sheet import Old, Sheet, Source, choice, flag, listed, refuse, said
 from drumline.config.yaml_lines import read_yaml
 from drumline.errors import ConfigError
+from drumline.foreign import read_text
 
 PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16",
               "bfloat16": "bf16"}  # fmt: skip
@@ -64,9 +65,9 @@ def load_file(path: Path, old: Old) -> list[Old]:
     """The keys of a JSON or YAML file that an old one names."""
     try:
         # JSON may be indented with tabs, and YAML may not.
-        text = path.read_text(encoding="utf-8").replace("\t", "  ")
-    except (OSError, UnicodeDecodeError):
-        raise refuse(old, f"{str(path)!r} cannot be read", "give the path of a JSON file, relative to this file") from None
+        text = read_text(path, ConfigError).replace("\t", "  ")
+    except ConfigError as error:
+        raise refuse(old, f"{str(path)!r} cannot be read: {error.what}", "give the path of a JSON file, relative to this file") from None
     values, lines = read_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError("holds no keys and values", where=str(path), fix='write {"key": value}')

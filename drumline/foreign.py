@@ -1,0 +1,154 @@
+"""The one way into files that others wrote: plain ones only, of bounded size; what is wrong with them is one line.
+
+A device, a pipe or a folder in the place of a file is refused and not waited for. JSON holds no more than `MOST_DEPTH` levels, no text that
+UTF-8 cannot write (a lone surrogate), and no whole number of more than 64 bits where `numbers` is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from drumline.errors import DrumlineError, UserError
+
+MIB = 2**20
+MOST_BYTES = 64 * MIB  # of a file that is read whole; the longest tokenizers have 40 MB
+MOST_DEPTH = 100
+MOST_WHOLE = 2**63  # of whole numbers: what torch, numpy and safetensors count with
+MOST_PATH, MOST_NAME = 4095, 255  # bytes, as Linux has them
+Wrong = type[UserError]
+# A text of JSON without these needs no second look.
+_SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
+
+
+def path_mistake(path: str) -> str | None:
+    """Why no file can have this path, and no model this id; None where one can."""
+    if "\0" in path:
+        return "a path cannot hold a NUL character"
+    try:
+        sizes = [len(os.fsencode(part)) for part in (path, *path.split("/"))]
+    except UnicodeEncodeError:
+        return "a path cannot hold a lone surrogate"
+    if sizes[0] > MOST_PATH or max(sizes[1:]) > MOST_NAME:
+        return f"a path or id of {len(path)} characters is too long: names have up to {MOST_NAME} bytes, paths {MOST_PATH}"
+    return None
+
+
+def open_plain(path: Path, wrong: Wrong, fix: str | None = None) -> BinaryIO:
+    """A plain file, open for reading bytes; links to one are followed. Raises `wrong`."""
+    if mistake := path_mistake(str(path)):
+        raise wrong(mistake, where=str(path), fix="shorten it")
+    try:
+        # Non-blocking: a named pipe in a file's place cannot hold us.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise wrong("no such file", where=str(path), fix=fix) from None
+    except OSError as error:
+        raise wrong(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+        raise wrong(f"cannot be read: it is {kind}, a file is wanted", where=str(path), fix=fix)
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
+    """The content of a plain file of at most `most` bytes. Raises `wrong`."""
+    with open_plain(path, wrong, fix) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise wrong(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+    if len(content) > most:
+        raise wrong(f"larger than {most // MIB} MiB, which is no such file", where=str(path), fix=fix)
+    return content
+
+
+def read_text(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOST_BYTES) -> str:
+    """The text of a plain file in UTF-8. Raises `wrong`, with the line where there is one."""
+    content = read_bytes(path, wrong, fix, most)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise wrong("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
+
+
+def read_json(path: Path, wrong: Wrong, fix: str | None = None) -> Any:
+    """The value of a JSON file, its whole numbers within 64 bits. Raises `wrong`, with the line where there is one."""
+    return parse_json(read_text(path, wrong, fix), str(path), wrong, lines=True, numbers=True)
+
+
+def read_object(path: Path, wrong: Wrong, fix: str | None = None) -> dict[str, Any]:
+    """The same of a file that holds one object."""
+    value = read_json(path, wrong, fix)
+    if not isinstance(value, dict):
+        raise wrong("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
+    return value
+
+
+def parse_json(text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, **options: Any) -> Any:
+    """The value of a JSON text. `lines`: `where` is a file, a mistake is told with its line. `options`: of json.loads. Raises `wrong`."""
+    try:
+        value = json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        at = f"{where}:{error.lineno}" if lines else where
+        raise wrong(f"not JSON: {error.msg} at column {error.colno}", where=at, fix="mend that line" if lines else None) from None
+    except RecursionError:
+        raise wrong("not JSON: nested too deep", where=where) from None
+    except DrumlineError:
+        raise
+    except ValueError:  # what Python says of a whole number of more than 4,300 digits
+        raise wrong("not JSON: it holds a number of thousands of digits", where=where) from None
+    if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
+        _check(value, where, wrong, numbers)
+    return value
+
+
+def _check(value: Any, where: str, wrong: Wrong, numbers: bool) -> None:
+    """Raises `wrong` for depth, lone surrogates and, with `numbers`, whole numbers of more than 64 bits."""
+    left = [(value, 1)]
+    while left:
+        inside, depth = left.pop()
+        if depth > MOST_DEPTH:
+            raise wrong("not JSON: nested too deep", where=where)
+        if isinstance(inside, dict):
+            left += [(part, depth + 1) for pair in inside.items() for part in pair]
+        elif isinstance(inside, list):
+            left += [(part, depth + 1) for part in inside]
+        elif isinstance(inside, str):
+            if mistake := text_mistake(inside):
+                raise wrong(mistake, where=where)
+        elif numbers and isinstance(inside, int) and abs(inside) >= MOST_WHOLE:
+            raise wrong("holds a whole number of more than 64 bits", where=where)
+
+
+def text_mistake(text: str) -> str | None:
+    """Why something is no text; None where it is."""
+    return None if not any("\ud800" <= char <= "\udfff" for char in text) else "holds a lone surrogate, which is no text"
+
+
+@contextmanager
+def judged(what: str, where: str, wrong: Wrong, fix: str | None = None) -> Iterator[None]:
+    """Around a library that is given foreign content: whatever it raises becomes `wrong`, in one line that begins with `what`."""
+    try:
+        yield
+    except (DrumlineError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # wrong values fail in any way, and a library in Rust panics with a BaseException
+        raise wrong(f"{what}: {first_line(error)}", where=where, fix=fix) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, with the second where the first only announces it; of an error that says little, its kind too."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not said
+    return f"{type(error).__name__}: {said}".removesuffix(": ") if vague else said
