@@ -47,7 +47,7 @@ def train(
         plan = make_plan(request, on_progress=on_progress, dry_run=dry_run)
     _tell(plan.data.left_out if plan.data else ())
     if dry_run:
-        resume_from(Path(plan.run_dir), request, plan.config)
+        resume_from(Path(plan.run_dir), request, plan)
         print(to_yaml(plan.config))
         print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
         return 0
