@@ -1,6 +1,6 @@
 """docs/strategies.md from the rules and from what the parity test measured: `python scripts/strategy_docs.py`.
 
-First `python -m pytest tests/distributed/test_parity.py --parity-results benchmarks/results/parity-cpu.json`.
+First `python -m pytest tests/distributed/test_parity.py --full --parity-results benchmarks/results/parity-cpu.json`.
 """
 
 from __future__ import annotations

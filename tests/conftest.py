@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one worker's, but for parity: there the rows of a process group are, so that workers share the longest file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    from tests.distributed.rows import LOW, ROWS, group_of
+
+    rows = {row.name: row for row in (*ROWS, *LOW)}
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            named = [name for name in rows if test.partition("[")[2].startswith(name)] if file.endswith("/test_parity.py") else []
+            return f"{file}::{group_of(rows[max(named, key=len)])}" if named else file
+
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None

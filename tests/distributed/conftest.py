@@ -32,7 +32,7 @@ def parity(request: pytest.FixtureRequest) -> Iterator[Record]:
         import transformers
 
         versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-        command = "python -m pytest tests/distributed/test_parity.py --parity-results FILE"
+        command = "python -m pytest tests/distributed/test_parity.py --full --parity-results FILE"
         path.write_text(
             json.dumps({"command": command, "hardware": f"{os.cpu_count()} CPU cores, gloo", **versions, "rows": measured}, indent=1) + "\n"
         )

@@ -28,6 +28,39 @@ class Case:
     rows: tuple[str, ...] = ()
 
 
+def engine_of(row: Row) -> str:
+    """What spreads the model: the first that applies of a pipeline, parts of a sequence, parts of a tensor, then the kind."""
+    strategy = row.sections.get("strategy", "single")
+    options = strategy if isinstance(strategy, dict) else {"kind": strategy}
+    kind = "pp" if options["kind"] == "model_parallel" else options["kind"]
+    cut = next((key for key in ("pp", "cp", "tp") if key == kind or options.get(key, 1) > 1), kind)
+    return "zero" if cut.startswith("zero") else "one" if cut in ("single", "dp") else cut
+
+
+def group_of(row: Row) -> str:
+    """Rows that one worker trains, in one process group: those of a world size whose ranks may have one engine after the other."""
+    kinds = {"zero": "zero", "pp": "stages", "cp": "model", "tp": "model"}
+    return f"{row.world_size} {kinds.get(engine_of(row), 'data')}"
+
+
+def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
+    """Names of pairs in which each case meets every engine that it is asked of, and each row two cases (or all it has): greedily, the
+    pair that gives most first. `pytest --full` runs the rest."""
+    lacking: dict[Any, int] = {(case.name, engine_of(row)): 1 for row, case in pairs}
+    for row, _ in pairs:
+        lacking[row.name] = min(2, sum(other is row for other, _ in pairs))
+    chosen: list[tuple[Row, Case]] = []
+    while any(lacking.values()):
+        row, case = max(
+            (pair for pair in pairs if pair not in chosen),
+            key=lambda pair: (lacking[pair[1].name, engine_of(pair[0])] > 0) + (lacking[pair[0].name] > 0),
+        )
+        chosen.append((row, case))
+        for need in ((case.name, engine_of(row)), row.name):
+            lacking[need] = max(0, lacking[need] - 1)
+    return {(row.name, case.name) for row, case in chosen}
+
+
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
 CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
@@ -217,4 +250,5 @@ CASES += [
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
+COVERING = covering(PAIRS)
 assert all(name in {row.name for row in ROWS} for case in CASES for name in case.rows), "a case names a row that is not there"

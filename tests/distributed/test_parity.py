@@ -1,7 +1,7 @@
 """The heart of the project: the same global batch gives the same losses and weights however it is spread.
 
-One row a strategy, one case a kind of work. Each row's losses, gradient norms, weights and moments are held against one
-process with one micro-batch, in fp32, to 1e-5 relative.
+One row a strategy, one case a kind of work; a covering array of both, and with `--full` the whole cross. Each row's losses, gradient
+norms, weights and moments are held against one process with one micro-batch, in fp32, to 1e-5 relative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CASES, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCE, TOLERANCE, Case, Row
+from tests.distributed.rows import CASES, COVERING, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCE, TOLERANCE, Case, Row, group_of
 from tests.harness import events, write_config
 from tests.tiny import tiny_model_dir
 
@@ -36,7 +36,7 @@ COUNTED = [
 ONCE = {"ddp 2, static graph": 4 * (1 + 39) / 2}
 # Plans that one process group trains in a row.
 AT_ONCE = 30
-# The first test waits for the training of all rows.
+# The first test of a group waits for the training of its rows.
 pytestmark = pytest.mark.timeout(3000)
 
 
@@ -52,40 +52,57 @@ def slug(row: Row, case: Case) -> str:
     return f"{row.name}-{case.name}".replace(" ", "_").replace(",", "")
 
 
-def wanted(session: pytest.Session) -> dict[Case, list[Row]]:
-    """The rows that the chosen tests of this file look at, and the reference: `-k "tp 2"` trains nothing else."""
+def wanted(session: pytest.Session, group: str) -> list[tuple[Row, Case]]:
+    """What the chosen tests of this file look at in one group: `-k "tp 2"` trains nothing else."""
     tests = [item for item in session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    rows: dict[Case, list[Row]] = {case: [REFERENCE] for case in CASES} if any(not hasattr(item, "callspec") for item in tests) else {}
-    for item in tests:
-        if hasattr(item, "callspec"):
-            rows.setdefault(item.callspec.params.get("case", LOW_CASE), [REFERENCE]).append(item.callspec.params["row"])
-    return {case: list(dict.fromkeys(chosen)) for case, chosen in rows.items()}  # two tests may look at one run
+    pairs = [(t.callspec.params["row"], t.callspec.params.get("case", LOW_CASE)) for t in tests if hasattr(t, "callspec")]
+    return list(dict.fromkeys(pair for pair in pairs if group_of(pair[0]) == group))  # two tests may look at one run
+
+
+class Runs:
+    """Rows × cases, trained when the first test of a group asks: one process group each, and one for the references."""
+
+    def __init__(self, root: Path, session: pytest.Session) -> None:
+        self.root, self.session = root, session
+        self.model = tiny_model_dir(root / "model", layers=4)
+        self.groups: set[str] = set()
+
+    def plan(self, row: Row, case: Case) -> Path:
+        folder = self.root / slug(row, case)
+        folder.mkdir()
+        base = {
+            "optimizer": {"lr": 3e-3},
+            "batch": {"global_samples": 8, "micro_batch": 4},
+            "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
+        }
+        path = write_config(folder, self.model, **merge(base, case.sections, row.sections))
+        asked = Request(load(path, [f"data.cache_dir={self.root / 'cache'}"]), world_size=row.world_size)
+        return claim_run_dir(make_plan(asked, on_progress=lambda *_: None), asked)[0]
+
+    def train(self, pairs: list[tuple[Row, Case]]) -> None:
+        new = [(row, case) for row, case in pairs if not (self.root / slug(row, case)).exists()]
+        for start in range(0, len(new), AT_ONCE):
+            some = new[start : start + AT_ONCE]
+            train([self.plan(row, case) for row, case in some], some[0][0].world_size)
+
+    def of(self, row: Row, case: Case) -> Path:
+        """The run folder of a row in a case."""
+        if row is REFERENCE:
+            self.train([(REFERENCE, case)])
+        elif (group := group_of(row)) not in self.groups:
+            self.groups.add(group)
+            pairs = wanted(self.session, group)
+            self.train(pairs)
+            self.train([(REFERENCE, case) for case in dict.fromkeys(case for _, case in pairs)])
+        run = self.root / slug(row, case) / "run"
+        failure = run / "failure.txt"
+        assert not failure.exists(), failure.read_text()
+        return run
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The rows × cases, trained: one process group for each world size and engine."""
-    root = tmp_path_factory.mktemp("parity")
-    model = tiny_model_dir(root / "model", layers=4)
-    by_group: dict[tuple[int, str], list[Path]] = {}
-    for case, rows in wanted(request.session).items():
-        for row in rows:
-            folder = root / slug(row, case)
-            folder.mkdir()
-            base = {
-                "optimizer": {"lr": 3e-3},
-                "batch": {"global_samples": 8, "micro_batch": 4},
-                "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
-            }
-            path = write_config(folder, model, **merge(base, case.sections, row.sections))
-            asked = Request(load(path, [f"data.cache_dir={root / 'cache'}"]), world_size=row.world_size)
-            plan = make_plan(asked, on_progress=lambda *_: None)
-            plan_path, _ = claim_run_dir(plan, asked)
-            by_group.setdefault((row.world_size, plan.engine), []).append(plan_path)
-    for (world_size, _), plans in by_group.items():
-        for start in range(0, len(plans), AT_ONCE):
-            train(plans[start : start + AT_ONCE], world_size)
-    return root
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("parity"), request.session)
 
 
 def train(plans: list[Path], world_size: int) -> None:
@@ -98,16 +115,17 @@ def train(plans: list[Path], world_size: int) -> None:
                 (plan.parent / "failure.txt").write_text(str(failure))
 
 
-def trained(runs: Path, row: Row, case: Case) -> Path:
-    run = runs / slug(row, case) / "run"
-    failure = run / "failure.txt"
-    assert not failure.exists(), failure.read_text()
-    return run
+def params(pairs: list[tuple[Row, Case]], name: str) -> list[Any]:
+    """Those beyond the covering array are the full cross."""
+    return [
+        pytest.param(row, case, id=name.format(row=row, case=case), marks=[] if (row.name, case.name) in COVERING else pytest.mark.full)
+        for row, case in pairs
+    ]
 
 
-@pytest.mark.parametrize(("row", "case"), PAIRS, ids=[f"{row.name}-{case.name}" for row, case in PAIRS])
-def test_same_numbers_as_one_process(runs: Path, row: Row, case: Case, parity: Record) -> None:
-    mine, reference = (trained(runs, r, case) for r in (row, REFERENCE))
+@pytest.mark.parametrize(("row", "case"), params(PAIRS, "{row.name}-{case.name}"))
+def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: Record) -> None:
+    mine, reference = (runs.of(r, case) for r in (row, REFERENCE))
     apart = difference(mine, reference)
     parity(row, case, apart)
     assert len(events(mine, "step")) == case.sections.get("run", {}).get("steps", 4)
@@ -118,9 +136,9 @@ def test_same_numbers_as_one_process(runs: Path, row: Row, case: Case, parity: R
     assert held_out[0] == pytest.approx(held_out[1], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("row", "case"), COUNTED, ids=[row.name for row, _ in COUNTED])
-def test_the_planner_says_what_a_step_sends(runs: Path, row: Row, case: Case) -> None:
-    run = trained(runs, row, case)
+@pytest.mark.parametrize(("row", "case"), params(COUNTED, "{row.name}"))
+def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) -> None:
+    run = runs.of(row, case)
     plan = Plan.load(run / "plan.json")
     facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
     told = traffic(Layout.of(plan), facts, step=2).total + ONCE.get(row.name, 0)
@@ -128,18 +146,19 @@ def test_the_planner_says_what_a_step_sends(runs: Path, row: Row, case: Case) ->
 
 
 @pytest.mark.parametrize("row", LOW, ids=lambda r: r.name)
-def test_low_precision_stays_near(runs: Path, row: Row) -> None:
-    mine, reference = (events(runs / slug(r, LOW_CASE) / "run", "step") for r in (row, REFERENCE))
+def test_low_precision_stays_near(runs: Runs, row: Row) -> None:
+    mine, reference = (events(runs.of(r, LOW_CASE), "step") for r in (row, REFERENCE))
     for key, tolerance in LOW_TOLERANCE.items():
         figures = [[e[key] for e in steps] for steps in (mine, reference)]
         assert figures[0] == pytest.approx(figures[1], rel=tolerance) and figures[0] != figures[1], key
 
 
-def test_the_reference_learns(runs: Path) -> None:
+def test_the_reference_learns(runs: Runs) -> None:
     """Parity of runs that stand still would prove nothing."""
+    runs.train([(REFERENCE, case) for case in CASES])
     for case in CASES:
         if case.sections.get("run", {}).get("steps", 4) < 4:  # too few for a loss or a reward to say much
-            assert min(e["grad_norm"] for e in events(runs / slug(REFERENCE, case) / "run", "step")) > 0.05, case.name
+            assert min(e["grad_norm"] for e in events(runs.of(REFERENCE, case), "step")) > 0.05, case.name
             continue
-        figures = [e["loss"] for e in events(runs / slug(REFERENCE, case) / "run", "eval")]
+        figures = [e["loss"] for e in events(runs.of(REFERENCE, case), "eval")]
         assert figures[-1] < figures[0] - 0.02, case.name
