@@ -274,7 +274,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         "dropped": stage.too_long + stage.unlearned,
         "dropped_too_long": stage.too_long,
         "dropped_unlearned": stage.unlearned,
-        "row_set": int(hashes.sum(dtype=np.uint64)),  # the same in any order
+        "row_set": int(hashes.sum(dtype=np.uint64).view(np.int64)),  # the same in any order; signed, as JSON files of ours hold no more
         **counts,
         **count_images(metas),
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
