@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drumline.config.model import Head
+from drumline.errors import ModelError
 
 CLASSES = "single_label_classification"
 # Head → (Auto class, what it is of).
@@ -48,3 +49,18 @@ def ends_in_classes(model: Any) -> bool:
 def reads_images(model: Any) -> bool:
     """Images alone, that is: what a model of images and text reads first is text."""
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
+
+
+def is_encoder(model: Any) -> bool:
+    """Whether a language model is built as a bidirectional encoder, as its config says of BERT and its kin. Others are found by trying."""
+    return getattr(model.config, "is_decoder", None) is False and any(getattr(m, "is_decoder", None) is False for m in model.modules())
+
+
+def bidirectional(model: Any) -> ModelError:
+    """The refusal to learn next tokens with a model that sees them."""
+    decoder = "set model.config.is_decoder: true, under which its tokens see those before them alone, or " if is_encoder(model) else ""
+    return ModelError(
+        f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict",
+        where="model",
+        fix=f"{decoder}use algorithm: classify, or name a causal language model",
+    )

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
-from drumline.models.classes import ends_in_classes, reads_images
+from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image
 from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
@@ -142,19 +142,30 @@ def can_split(model: Any) -> bool:
     return split(model) is not None and tried(model, "cpu", is_head_of_trunk)
 
 
-def require_documents_apart(model: Any, device: str) -> None:
-    """Raises ModelError for a model that, told by the positions alone, lets a document of a pack see the one before it.
+def require_next_token(model: Any, device: str, packed: bool) -> None:
+    """Raises ModelError for a language model in which a token sees those behind it: its target would be among them. With `packed` also for
+    one that, given the positions alone, lets a document of a pack see the one before it.
 
-    Tried on two documents of four tokens, on `device`: the second must come out the same behind the first as it does by itself.
+    Tried on eight tokens, on `device`: another last token must change none of the logits before it, and of two documents of four tokens
+    the second must come out the same behind the first as it does by itself.
     """
+    found: list[bool] = []
 
-    def apart(small: Any, ids_BT: torch.Tensor) -> bool:
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        changed_BT = ids_BT.clone()
+        changed_BT[:, -1] = ids_BT[:, 0]
+        first, other = (small(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (ids_BT, changed_BT))
+        found.append(close(first, other))
+        if not packed or not found[0]:
+            return found[0]
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
-        packed = small(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
+        behind = small(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
         alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
-        return close(packed, alone)
+        return close(behind, alone)
 
-    if not tried(model, device, apart):
+    if not tried(model, device, trial):
+        if not found[0]:
+            raise bidirectional(model)
         raise ModelError(
             f"{type(model).__name__} does not keep the documents of a pack apart",
             where="data.packing",

@@ -173,7 +173,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
     import torch
 
     from drumline.models.blocks import block_list
-    from drumline.models.classes import LM
+    from drumline.models.classes import LM, bidirectional, is_encoder
     from drumline.models.classifier import first_position, image_facts, looks_ahead
     from drumline.models.scores import score_head
     from drumline.models.tower import tower_flops, vision_tower
@@ -184,6 +184,8 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     if head == "image":
         return image_facts(model, length, frozen)
+    if head in LM and is_encoder(model):
+        raise bidirectional(model)
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight

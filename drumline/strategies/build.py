@@ -10,8 +10,9 @@ from drumline.dist.seeds import derive
 from drumline.models import adapters
 from drumline.models.blocks import blocks
 from drumline.models.build import lay_out
+from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
-from drumline.models.head import require_documents_apart
+from drumline.models.head import require_next_token
 from drumline.models.shards import Source, Values
 from drumline.plan.plan import Plan
 from drumline.strategies.engine import Engine
@@ -53,8 +54,6 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
         # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
         device, held = "cpu", frozenset()
     model, source = _lay_out(plan, device, held, head)
-    if config.packs:
-        require_documents_apart(model, device)
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
@@ -117,4 +116,8 @@ def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head, draws: b
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    return lay_out(plan.model_path, config.model, seed, place, quantization=packed, held=held, head=head, labels=plan.labels, draws=draws)
+    options: dict[str, Any] = {"quantization": packed, "held": held, "head": head, "labels": plan.labels, "draws": draws}
+    model, source = lay_out(plan.model_path, config.model, seed, place, **options)
+    if head in LM:
+        require_next_token(model, device, config.packs)
+    return model, source

@@ -21,7 +21,7 @@ from drumline.config.schema import CompileConfig, LoRAConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.adapters import inject
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, require_documents_apart
+from drumline.models.head import ForwardWithObjective, require_next_token
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
 from tests.distributed.ranks import free_port
@@ -120,7 +120,7 @@ def compare(kind: Kind) -> dict[str, Any]:
     expected, whole = trained(built(kind), kind)
     model = built(kind)
     apply_tp(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    require_documents_apart(model, "cpu")
+    require_next_token(model, "cpu", packed=True)
     apply_activation_checkpointing(model, "full" if kind.checkpointing else "none")
     apply_compile(model, CompileConfig(enabled=kind.compiled))
     sums, gradients = trained(model, kind)

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from drumline.algorithms.tokens import NextToken
 from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import ModelError
 from drumline.models.build import build_model
-from drumline.models.head import ForwardWithObjective, can_split, outputs, require_documents_apart, split
+from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, split
+from drumline.models.load import facts, load_config
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"vocab_size": 64}
@@ -71,20 +73,54 @@ def test_the_trial_leaves_no_trace() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert can_split(model)
-    require_documents_apart(model, "cpu")
+    require_next_token(model, "cpu", packed=True)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters()) and not model.transformer._forward_hooks
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "mixtral", "gemma2"])
 def test_models_that_keep_documents_apart(kind: str) -> None:
-    require_documents_apart(build(kind), "cpu")
+    require_next_token(build(kind), "cpu", packed=True)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
 def test_models_that_do_not(kind: str) -> None:
     with pytest.raises(ModelError, match=r"data.packing.*does not keep the documents of a pack apart"):
-        require_documents_apart(build(kind), "cpu")
+        require_next_token(build(kind), "cpu", packed=True)
+
+
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 64}
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "big_bird"])
+def test_an_encoder_is_no_model_of_next_tokens(kind: str) -> None:
+    """What its config says is refused when the run is planned, and by trying, and neither sends the user to data.packing."""
+    config = ModelConfig(id=None, config={"model_type": kind, **BERT})
+    with pytest.raises(ModelError, match="reads in both directions") as refused:
+        facts(load_config(None, config), 16)
+    assert "data.packing" not in refused.value.line() and "model.config.is_decoder: true" in refused.value.line()
+    for packed in (False, True):
+        with pytest.raises(ModelError, match="reads in both directions"):
+            require_next_token(build_model(None, config, seed=0), "cpu", packed)
+    decoder = ModelConfig(id=None, config={"model_type": kind, **BERT, "is_decoder": True})
+    assert not facts(load_config(None, decoder), 16).looks_ahead
+    require_next_token(build_model(None, decoder, seed=0), "cpu", packed=False)
+
+
+class LooksAhead(LlamaForCausalLM):
+    """A language model whose config says nothing of it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_that_looks_ahead_is_found_by_trying(packed: bool) -> None:
+    with pytest.raises(ModelError, match="LooksAhead reads in both directions.*use algorithm: classify"):
+        require_next_token(LooksAhead(LlamaConfig(**LLAMA)), "cpu", packed)
+    require_next_token(LlamaForCausalLM(LlamaConfig(**LLAMA)), "cpu", packed)
 
 
 def packed_batch() -> TokenBatch:

@@ -12,7 +12,7 @@ import torch
 
 from drumline.config.model import ModelConfig
 from drumline.models.build import build_model
-from drumline.models.head import can_split, require_documents_apart
+from drumline.models.head import can_split, require_next_token
 from drumline.models.load import facts, load_config, load_tokenizer
 from drumline.models.package import resolve
 
@@ -44,6 +44,6 @@ def test_it_knows_the_capital_of_france(path: str) -> None:
 def test_its_logits_are_head_of_trunk_and_packs_are_kept_apart(path: str) -> None:
     model = build_model(path, ModelConfig(), seed=0)
     assert can_split(model)
-    require_documents_apart(model, "cpu")
+    require_next_token(model, "cpu", packed=True)
     found = facts(load_config(path, ModelConfig()), 1024)
     assert (found.parameters, found.vocab_size, found.layers, found.hidden) == (134_515_008, 49_152, 30, 576)
