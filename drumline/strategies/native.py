@@ -103,14 +103,15 @@ class NativeEngine(ForwardEngine):
     def grad_norm(self) -> float:
         gradients = self._gradients()
         self.loss_scale.unscale([local(g) for g in gradients])
-        return global_norm(gradients)
+        return global_norm(gradients, self.device)
 
     def step(self, lr: float, grad_norm: float) -> None:
         if self.max_grad_norm is not None:
             # As torch.nn.utils.clip_grad_norm_ does it, but with a number: plain and sharded gradients are scaled alike.
             factor = self.max_grad_norm / (grad_norm + 1e-6)
-            if factor < 1.0:
-                torch._foreach_mul_([local(g) for g in self._gradients()], factor)
+            gradients = [local(g) for g in self._gradients()]
+            if factor < 1.0 and gradients:  # a pipeline's stage may have nothing to learn
+                torch._foreach_mul_(gradients, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -9,15 +9,15 @@ from torch.distributed.tensor import DTensor
 Place = tuple[dist.ProcessGroup, ...]
 
 
-def global_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> float:
+def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group: dist.ProcessGroup | None = None) -> float:
     """L2 norm over all entries of all gradients, each counted once. `group`: ranks that hold other layers (pipeline stages).
 
-    Entries are squared and summed in fp32 where they lie, summed over the groups that hold the other parts, then added. Collective.
+    Entries are squared and summed in fp32 where they lie, summed over the groups that hold the other parts on `device`, the one of the
+    mesh, then added: gradients may lie in host memory, and a rank may have none. Collective.
     """
     by_place: dict[Place, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_place.setdefault(_spread_over(gradient), []).append(local(gradient))
-    device = _device_of_sums(gradients)
     total = torch.zeros((), device=device, dtype=torch.float64)
     for groups, parts in by_place.items():
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
@@ -30,14 +30,6 @@ def global_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None =
     if group is not None:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())
-
-
-def _device_of_sums(gradients: list[torch.Tensor]) -> torch.device:
-    """Where sums over ranks are made: where the gradients lie, or the device of their mesh (offloaded ones lie in host memory)."""
-    for gradient in gradients:
-        if isinstance(gradient, DTensor) and gradient.device_mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-    return gradients[0].device if gradients else torch.device("cpu")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,8 @@ def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -
 
 def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer without state."""
-    groups = parameter_groups(named, options)
+    # A pipeline's stage may have nothing to learn, and torch takes no empty list.
+    groups = parameter_groups(named, options) or [{"params": []}]
     if options.kind == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
     # torch has no fused SGD for parts of tensors.

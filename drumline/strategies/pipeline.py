@@ -303,7 +303,8 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
     def grad_norm(self) -> float:
         self.loss_scale.unscale([local(g) for g in self._gradients()])
         twice = set(self.shared if self.rank else [])
-        return global_norm([p.grad for name, p in self.named.items() if p.grad is not None and name not in twice], self.group)
+        gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in twice]
+        return global_norm(gradients, self.device, self.group)
 
     def _add_up_shared(self) -> None:
         """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""

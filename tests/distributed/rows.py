@@ -213,6 +213,18 @@ CASES = [
         rows=("pp 2, interleaved", "pp 2, zero bubble", "pp 4", "fsdp2 2 x pp 2, interleaved", "tp 2 x pp 2"),
     ),
 ]
+LOWER = ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+CASES += [
+    Case(
+        f"nothing to learn in the {half} half",
+        {"data": {"packing": True}, "rows": 120, "model": {"freeze": frozen, "init": "random", "config": {"tie_word_embeddings": False}}},
+        rows=rows,
+    )
+    for half, frozen, rows in (
+        ("lower", LOWER, ("pp 2, gpipe", "pp 2, zero bubble", "fsdp2 2 x pp 2, interleaved")),
+        ("upper", ["model.layers.2", "model.layers.3", "model.norm", "lm_head"], ("pp 2, interleaved",)),
+    )
+]
 TWO_STEPS: dict[str, Any] = {"run": {"steps": 2}, "rows": 24, "optimizer": {"eps": 1e-6}}
 # Both sides of a pair share a prompt and an end, and advantages add up to nothing, so gradients all but cancel: fp32 keeps five digits
 # of what is left (in fp64 all cuts agree to 1e-14), and steps must not be made of the entries that are rounding alone.

@@ -118,7 +118,7 @@ class LooksAhead(LlamaForCausalLM):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model_that_looks_ahead_is_found_by_trying(packed: bool) -> None:
-    with pytest.raises(ModelError, match="LooksAhead reads in both directions.*use algorithm: classify"):
+    with pytest.raises(ModelError, match=r"LooksAhead reads in both directions.*use algorithm: classify"):
         require_next_token(LooksAhead(LlamaConfig(**LLAMA)), "cpu", packed)
     require_next_token(LlamaForCausalLM(LlamaConfig(**LLAMA)), "cpu", packed)
 

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from drumline.algorithms.tokens import NextToken
 from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.config.schema import Config, OptimizerConfig
 from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, Plan, Predicted
+from drumline.strategies import norms
 from drumline.strategies.native import NativeEngine, prepare
+from drumline.strategies.optimizer import build_optimizer
 from drumline.strategies.transforms import apply_activation_checkpointing, blocks
 from tests.tiny import tiny_model_dir
 
@@ -165,3 +168,21 @@ def test_selective_keeps_more_than_full_and_less_than_all(model_dir: Path) -> No
 def test_a_model_without_checkpointing_is_refused() -> None:
     with pytest.raises(PlanError, match="Linear has no activation checkpointing"):
         apply_activation_checkpointing(torch.nn.Linear(1, 1), "full")
+
+
+def test_a_norm_over_stages_is_summed_on_the_device_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the rank that has no gradients: a tensor in host memory would meet the others' on NCCL."""
+    summed: list[str] = []
+    monkeypatch.setattr(norms.dist, "all_reduce", lambda tensor, group: summed.append(tensor.device.type))
+    for gradients in ([], [torch.ones(3)]):
+        with pytest.raises((RuntimeError, NotImplementedError)):  # no number can be read from there
+            norms.global_norm(gradients, "meta", group=object())  # type: ignore[arg-type]
+    assert summed == ["meta", "meta"]
+    assert norms.global_norm([], "cpu") == 0.0
+
+
+def test_an_optimizer_with_nothing_to_learn_takes_its_steps() -> None:
+    for kind in ("adamw", "sgd"):
+        optimizer = build_optimizer({"frozen": nn.Parameter(torch.ones(2), requires_grad=False)}, OptimizerConfig(kind=kind))
+        optimizer.step()
+        assert not optimizer.state
