@@ -1,4 +1,4 @@
-"""Every example is parsed, dry-run, and its first steps are run with the real model."""
+"""Every example is parsed, dry-run, and its first steps are run: two with the real model, the others with a tiny one in its place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,9 @@ QUICK = [
     "eval.at_start=false",
     "data.eval=[]",
 ]
+# With the real model in every run of the suite; the others of it where `--full` is asked for.
+REAL = ("sft_smollm2", "grpo_smollm2")
+PAIRS = ("reward_smollm2", "dpo_smollm2")
 # Processes: what needs more is parsed and dry-run only.
 MOST = 4
 # A rollout of two episodes a step, of prompts that are cut rather than refused.
@@ -86,19 +90,35 @@ def test_dry_run(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> N
     assert not (tmp_path / "run").exists()
 
 
+def first_steps() -> list[Any]:
+    """(path, whether with the real model). With it all but two are what `--full` adds; pairs have a test of their own below."""
+    params = []
+    for path in EXAMPLES:
+        config = load(path, []).config
+        if (config.launch.nproc or 1) > MOST:
+            continue
+        weights = (config.model.id or "").startswith("package:") and config.model.init != "random"
+        full = weights and path.stem not in REAL
+        params.append(pytest.param(path, True, id=path.stem, marks=[pytest.mark.slow, *([pytest.mark.full] if full else [])]))
+        if full and path.stem not in PAIRS:
+            params.append(pytest.param(path, False, id=f"{path.stem}, tiny", marks=pytest.mark.slow))
+    return params
+
+
 @needs_the_model
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if (load(path, []).config.launch.nproc or 1) <= MOST], ids=lambda p: p.stem)
-def test_first_steps(path: Path, tmp_path: Path, instead: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize(("path", "real"), first_steps())
+def test_first_steps(path: Path, real: bool, tmp_path: Path, instead: dict[str, list[str]]) -> None:
     kind = load(path, []).config.algorithm.kind
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
     more += FEW_PAIRS if kind in ("reward", "dpo") else []
+    if not real:  # its tokens are letters: rows are longer
+        more += [f"model.id={tiny_model_dir(tmp_path / 'model', layers=4)}", "data.max_length=384", f"data.cache_dir={tmp_path / 'cache'}"]
     finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *more, timeout=280)
     assert finished.code == 0, finished.out + finished.err
     assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["reward_smollm2", "dpo_smollm2"])
+@pytest.mark.parametrize("name", PAIRS)
 def test_pairs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     """Whole runs of two steps, held-out pairs and the metric that `best` means among them."""
     pytest.importorskip("reasoning_gym")

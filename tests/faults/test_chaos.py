@@ -1,4 +1,4 @@
-"""Twenty random kills in one run."""
+"""Random kills in one run."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ from tests.faults.chaos import chaos
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    chaos(tmp_path, kills=20, seed=0)
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_kills_change_nothing(tmp_path: Path, kills: int) -> None:
+    chaos(tmp_path, kills=kills, seed=0)

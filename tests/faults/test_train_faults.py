@@ -102,7 +102,10 @@ def test_all_killed_then_resumed(config: Path, reference: Path, tmp_path: Path) 
     same(run, reference)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda s: s.name)
+# What each signal does to a launcher and its ranks is shown without a model in test_launch_signals.
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(s, marks=pytest.mark.full) for s in (signal.SIGUSR1, signal.SIGINT))], ids=lambda s: s.name
+)
 def test_asked_to_stop_saves_and_says_how_to_go_on(config: Path, reference: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -121,6 +124,7 @@ def test_asked_to_stop_saves_and_says_how_to_go_on(config: Path, reference: Path
     same(run, reference)
 
 
+@pytest.mark.full  # test_launch_signals asks ranks without a model
 def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -132,7 +136,9 @@ def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, referen
     same(run, reference)
 
 
-@pytest.mark.parametrize("moment", ["start-up", "evaluation", "save"])
+@pytest.mark.parametrize(
+    "moment", ["start-up", pytest.param("evaluation", marks=pytest.mark.full), pytest.param("save", marks=pytest.mark.full)]
+)
 def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Path, moment: str) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -152,7 +158,8 @@ def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Pa
     same(run, reference)
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing file"])
+# Every kind of damage is done to a checkpoint without a run in test_checkpoint_damage.
+@pytest.mark.parametrize("damage", ["flipped byte", *(pytest.param(d, marks=pytest.mark.full) for d in ("truncated", "missing file"))])
 def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(config: Path, reference: Path, tmp_path: Path, damage: str) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -207,6 +214,7 @@ def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
     assert not events(run, "fault"), "a stop by policy is no crash and is not restarted"
 
 
+@pytest.mark.full  # the loop's own counting is shown in process in tests/unit/test_loop.py
 def test_nan_skips_and_counts(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = ["health.on_nan=skip", "health.max_skips=3", "optimizer.lr=1e30", "optimizer.max_grad_norm=null", "run.steps=20"]

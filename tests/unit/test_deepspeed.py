@@ -142,8 +142,10 @@ def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None
     assert steps(other, 1)[0] == pytest.approx(steps(made, 1)[0], rel=1e-6)
 
 
-def test_compiled_blocks(model_dir: Path) -> None:
-    made, reference = engine(model_dir, "zero2", compile={"enabled": True}), engine(model_dir, "single")
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "model", layers=1)
+    made, reference = engine(model, "zero2", compile={"enabled": True}), engine(model, "single")
     for got, wanted in zip(steps(made, 2), steps(reference, 2), strict=True):
         assert got == pytest.approx(wanted, rel=1e-4)
 
@@ -160,6 +162,7 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in profile.read_text()
 
 
+@pytest.mark.slow
 def test_nothing_is_printed_for_being_installed() -> None:
     code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)
