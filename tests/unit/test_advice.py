@@ -44,6 +44,7 @@ def test_another_length_without_building_it(length: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the smallest change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "kinds"),
     [
@@ -63,6 +64,7 @@ def test_the_smallest_changes_that_would_fit(asked: Question, kinds: set[str]) -
         assert change.found.estimate.verdict != "no" and change.found.name in change.line() and " GB of " in change.line()
 
 
+@pytest.mark.slow
 def test_auto_says_what_would_fit() -> None:
     with pytest.raises(PlanError) as error:
         choose(question("70b", "1x4090"))

@@ -40,6 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "drumline"
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_and_planning_reads_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU machine measures its processor here, too
     monkeypatch.setitem(ENV, "CUDA_VISIBLE_DEVICES", "")
@@ -60,6 +61,7 @@ def test_two_ranks_measure_and_planning_reads_it(cache: Path, monkeypatch: pytes
     assert not [path for path in cache.rglob("*") if path.is_file() and path != place(machine)] and not survivors(str(cache))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_with_the_command(number: signal.Signals, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENV, "TMPDIR", str(tmp_path))  # it names the ranks' task, so they can be found
@@ -148,6 +150,7 @@ def test_groups_that_are_measured(world: int, sizes: list[int]) -> None:
     assert group_sizes(world) == sizes
 
 
+@pytest.mark.slow
 def test_bad_words_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setitem(ENV, "XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -104,6 +104,7 @@ def test_a_refusing_template_is_one_line(opened: Opened) -> None:
         Conversation(Opened(opened.model, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_pipe(folder: Path) -> None:
     """Answers and nothing else on standard output; `/exit` leaves what follows unread."""
     command = [sys.executable, "-m", "drumline", "chat", str(folder), "--max-new-tokens", "6", "--temperature", "0"]
@@ -114,6 +115,7 @@ def test_the_command_reads_a_pipe(folder: Path) -> None:
     assert "no command /what" in said.stderr and "Traceback" not in said.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer(folder: Path) -> None:
     command = [sys.executable, "-u", "-m", "drumline", "chat", str(folder), "--max-new-tokens", "90000", "--temperature", "0"]
     chat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
@@ -170,6 +172,7 @@ def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None
     assert not torch.equal(opened.model.model.layers[0].self_attn.q_proj.weight, before[1])
 
 
+@pytest.mark.slow
 def test_what_does_not_write_is_refused(folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

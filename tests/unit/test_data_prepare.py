@@ -163,6 +163,7 @@ def test_sources_are_joined_and_eval_has_its_own(tmp_path: Path, tokenizer_dir: 
     assert completions(made.train) == [0, 1, 2, 3, 0, 1, 2] and completions(made.eval) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_beyond_16_bits(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<{n}>" for n in range(70_000)])
@@ -176,6 +177,7 @@ def test_a_vocabulary_beyond_16_bits(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- processes, progress
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_cache_as_one(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path, 1500)
     seen: list[tuple[str, int, int | None]] = []
@@ -194,6 +196,7 @@ def test_processes_give_the_same_cache_as_one(tmp_path: Path, tokenizer_dir: str
     assert [done for phase, done, _ in seen if phase == "tokenise"][-1] == 1500
 
 
+@pytest.mark.slow
 def test_a_bad_row_in_a_worker_gives_its_line(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path, 300)
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -296,6 +299,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 400)
     wanted = config(tmp_path, holdout=7)
@@ -323,6 +327,7 @@ def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> No
     assert Counter(completions(train) + completions(held)) == Counter(range(400))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is Linux's prctl")
 def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 30_000)

@@ -126,6 +126,7 @@ def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.Mo
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ZERO)
 def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None:
     made, reference = engine(model_dir, kind, precision="bf16"), engine(model_dir, "single")

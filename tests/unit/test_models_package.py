@@ -122,6 +122,7 @@ def resolving(site: Path, cache: Path, on_progress: str) -> subprocess.Popen[str
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_come_to_the_same_folder(cache: Path, site: Path) -> None:
     processes = [resolving(site, cache, "wait_for_another") for _ in range(2)]
     outs = [process.communicate(timeout=120) for process in processes]
@@ -130,6 +131,7 @@ def test_two_processes_at_once_come_to_the_same_folder(cache: Path, site: Path) 
     assert [str(p) for p in cache.iterdir()] == [outs[0][0].strip()]
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_nothing_that_counts(cache: Path, site: Path) -> None:
     process = resolving(site, cache, "stop_half_way")
     assert process.stdout is not None and process.stdout.readline() == "half\n"
