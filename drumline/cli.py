@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(_bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments)), standalone_mode=True)
     except DrumlineError as error:
-        print(f"error: {error.line()}", file=sys.stderr)
+        print(f"error: {redact(error.line())}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

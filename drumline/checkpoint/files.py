@@ -74,9 +74,11 @@ class HashingFile(io.BufferedWriter):
             raise
 
 
-def write_durable(path: Path, data: bytes) -> FileRecord:
-    """Write a new file and flush it to the device. Raises OSError."""
+def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
+    """Write a new file and flush it to the device; `private`: for its owner alone. Raises OSError."""
     with HashingFile(path) as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(data)
     return file.record()
 

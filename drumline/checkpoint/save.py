@@ -182,7 +182,7 @@ class Checkpointer:
             files |= records
 
         def finish() -> tuple[Path, Manifest]:
-            files[STATE] = write_durable(folder / STATE, job.state)
+            files[STATE] = write_durable(folder / STATE, job.state, private=True)  # user options are in it
             manifest = Manifest(
                 step=job.step,
                 serial=self.retention.next_serial(),

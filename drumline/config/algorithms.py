@@ -202,7 +202,7 @@ class VLLMGenerator(_Generator):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> VLLMGenerator:
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
+        if self.url is not None and not self.url.startswith(("http://", "https://", "${env:")):
             raise ValueError("url begins with http:// or https://")
         if self.url is None and (self.weights == "none" or self.folder is not None):
             raise ValueError("weights and folder are of a server: set url")
@@ -251,11 +251,20 @@ class CurriculumConfig(Section):
     )
 
 
+class RewardFailureConfig(Section):
+    """What is done about rewards that fail over and over: such a run learns nothing, and looks well."""
+
+    share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
+    rollouts: int = Field(3, gt=0, description="So many failed rollouts in a row are too many.")
+    action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
+
+
 class _RolloutAlgorithm(_TokenAlgorithm):
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
     reward_workers: int | None = Field(
         None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one a core, shared among the ranks, at most 4."
     )
+    reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="When too many rewards fail.")
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     minibatches: int = Field(

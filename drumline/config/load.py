@@ -15,6 +15,7 @@ from drumline.config.deepspeed_json import read_deepspeed
 from drumline.config.mistakes import Origins, check_numbers, first_mistake
 from drumline.config.overrides import lay_over
 from drumline.config.schema import Config
+from drumline.config.secret import withhold
 from drumline.config.strategies import ZeroStrategy
 from drumline.config.suggest import kinds_at
 from drumline.config.yaml_lines import Place, read_yaml, write_yaml
@@ -52,7 +53,8 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loade
         template = str((path.parent / config.model.chat_template).absolute())
         config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
     if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
-        own = read_deepspeed(path.parent / config.strategy.config)
+        file = path.parent / config.strategy.config
+        own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
         config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
     if config.cluster is not None and config.cluster.calibration is not None:
         measured = str((path.parent / config.cluster.calibration).absolute())
@@ -114,6 +116,7 @@ def validated(draft: Draft, overrides: list[str]) -> Config:
     if draft.old and not has_data(values):
         fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
+    values = withhold(values, origins.where)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -148,7 +151,7 @@ class Difference:
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
-    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "model.attention",
+    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
 )  # fmt: skip
 
 

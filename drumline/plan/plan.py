@@ -9,6 +9,7 @@ from pydantic import Field
 
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config, MemoryConfig, NoAdapter
+from drumline.config.secret import write_private
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
@@ -131,7 +132,7 @@ class Plan(Frozen):
     def save(self, path: Path) -> None:
         """Write plan.json: the old one is there until the new one is whole."""
         whole = path.with_name(f".{path.name}")
-        whole.write_text(self.model_dump_json(indent=2) + "\n")
+        write_private(whole, self.model_dump_json(indent=2) + "\n")
         whole.replace(path)
 
     def of_role(self, name: str) -> Plan:

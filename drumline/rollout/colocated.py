@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from drumline.config.algorithms import VLLMGenerator as Config
+from drumline.config.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rollout.copy import Weights
@@ -85,9 +86,12 @@ class VLLMEngine:
 
 
 def require_installed(config: Any) -> None:
-    """Raises EnvironmentFault where this generator needs vLLM here and it is missing; nothing is imported."""
+    """Raises EnvironmentFault where this generator needs vLLM here and it is missing, ConfigError for a url that is not known here;
+    nothing is imported."""
     if isinstance(config, Config) and config.url is None and importlib.util.find_spec("vllm") is None:
         raise EnvironmentFault("the package vllm is missing", where=f"{WHERE}.kind", fix="pip install 'drumline[vllm]', or set url")
+    if isinstance(config, Config):
+        reveal(config.url, f"{WHERE}.url")
 
 
 @functools.cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -15,12 +17,16 @@ from drumline.errors import DrumlineError, EnvironmentFault
 class Server:
     """A server at `url`. Until `found` is set, what fails is the user's mistake (EnvironmentFault); after that, the run's (DrumlineError).
 
-    Proxies are passed by: the server is the cluster's own. The key, where it wants one, is in VLLM_API_KEY, as for vLLM itself: a secret
-    has no place in a config.
+    Proxies are passed by: the server is the cluster's own. The key, where it wants one, is in VLLM_API_KEY, as for vLLM itself;
+    user:password@ in the url are sent as HTTP's basic authentication.
     """
 
     def __init__(self, url: str, timeout_seconds: float, where: str) -> None:
-        self.url, self.timeout_seconds, self.where = url.rstrip("/"), timeout_seconds, where
+        parts = urllib.parse.urlsplit(url.rstrip("/"))
+        user, at, host = parts.netloc.rpartition("@")
+        # http.client takes no user:password in an address, and a line that names the server may not have it.
+        self.basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode() if at else None
+        self.url, self.timeout_seconds, self.where = parts._replace(netloc=host).geturl(), timeout_seconds, where
         self.found = False
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -36,6 +42,8 @@ class Server:
     def _ask(self, request: urllib.request.Request, fixes: dict[int, str] | None = None) -> Any:
         if key := os.environ.get("VLLM_API_KEY"):
             request.add_unredirected_header("Authorization", f"Bearer {key}")
+        elif self.basic:
+            request.add_unredirected_header("Authorization", f"Basic {self.basic}")
         what = f"{request.get_method()} {request.full_url}"
         try:
             with self.opener.open(request, timeout=self.timeout_seconds) as answer:

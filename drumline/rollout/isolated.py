@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from drumline import errors
 from drumline.config.algorithms import Reward
 from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.rollout.channel import LONGEST_ANSWER, Channel, Garbled
 
 # Importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
 START_SECONDS = 120.0
+END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
+NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
 
 
@@ -37,8 +37,9 @@ class Answer:
 class Isolated:
     """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
 
-    It is started and asked by one thread, which must outlive it: the kernel kills it when that thread ends (`launch.worker`).
-    It stays in its parent's process group, so that whoever kills the group reaches what a reward may have started, too.
+    It is started and asked by one thread, which must outlive it: the kernel tells the guard when that thread ends (`guard`), and the
+    guard, in a session of its own, ends the rewards and all that they have started. Options go through the socket: a command line is
+    for all to read.
     """
 
     def __init__(
@@ -47,34 +48,33 @@ class Isolated:
         """`columns`: those that rows have, where a function is to be checked against them.
 
         Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault where it cannot be started."""
-        ours, theirs = multiprocessing.Pipe()
-        told = {
-            "base_dir": str(base_dir),
-            "columns": columns,
-            "rewards": {index: reward.model_dump(mode="json") for index, reward in rewards.items()},
-        }
-        command = [sys.executable, "-m", "drumline.launch.worker", str(os.getpid())]
-        command += ["drumline.rollout.reward_worker", str(theirs.fileno()), json.dumps(told)]
-        self.connection: Connection = ours
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "drumline.rollout.guard", str(os.getpid()), str(theirs.fileno())]
+        self.channel = Channel(ours, LONGEST_ANSWER)
         try:
             # Prints go to standard error: standard output may be a table or a YAML that somebody reads.
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),))
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
         except OSError as error:
             ours.close()
             raise EnvironmentFault(f"a process for rewards cannot be started: {error.strerror}", where=WHERE) from error
         finally:
             theirs.close()
+        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
         try:
-            self._await_ready(rewards, start_seconds)
+            self._start({"base_dir": str(base_dir), "columns": columns, "rewards": dumped}, rewards, start_seconds)
         except BaseException:
             self.kill()
             raise
 
-    def _await_ready(self, rewards: dict[int, Reward], seconds: float) -> None:
+    def _start(self, told: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
+        """Hand the options over, and wait until everything is imported."""
         try:
-            said = self._receive(seconds)
-        except EOFError:
-            how = ending(self.process.wait())
+            self.channel.send(told, seconds)
+            said = self.channel.receive(seconds)
+        except (EOFError, OSError, Garbled) as error:
+            how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(self._own_end(END_SECONDS))
             fix = "look for the reason in the rank's log, or above"
             raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
         if said is None:
@@ -84,55 +84,60 @@ class Isolated:
             kind: type[DrumlineError] = getattr(errors, wrong["kind"])
             raise kind(wrong["what"], where=wrong["where"], fix=wrong["fix"])
 
-    def _receive(self, seconds: float) -> dict[str, Any] | None:
-        """The next message; None where none came in time. Raises EOFError (or ConnectionResetError) when the process has ended."""
-        return json.loads(self.connection.recv_bytes()) if self.connection.poll(seconds) else None
-
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def ask(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Answer:
         """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
-        request = {"index": index, "prompt": prompt, "completion": completion, "meta": meta}
+        # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
+        token = secrets.token_hex(8)
+        request = {"token": token, "index": index, "prompt": prompt, "completion": completion, "meta": meta}
         began = time.monotonic()
+        said: dict[str, Any] | None = None
+        failure: str | None = None
         try:
-            self.connection.send_bytes(json.dumps(request).encode())
-            said = self._receive(timeout_seconds)
+            self.channel.send(request, timeout_seconds)
+            said = self.channel.receive(timeout_seconds)
+            failure = f"timed out after {timeout_seconds:g} s" if said is None else None
+        except TimeoutError:
+            failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            self.kill()
-            return Answer(None, ending(self.process.returncode), time.monotonic() - began)
+            code = self._own_end(1.0)
+            failure = NOT_ITS_OWN if code is None else ending(code)
+        except Garbled:
+            failure = NOT_ITS_OWN
+        if said is not None and said.get("token") != token:
+            failure = NOT_ITS_OWN
         seconds = time.monotonic() - began
-        if said is None:
+        if failure is not None or said is None:
             self.kill()
-            return Answer(None, f"timed out after {timeout_seconds:g} s", seconds)
+            return Answer(None, failure, seconds)
         return Answer(said.get("value"), said.get("failure"), seconds)
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
-        if self.alive:
-            try:
-                family = psutil.Process(self.process.pid).children(recursive=True)
-            except psutil.Error:  # it ended just now
-                family = []
-            self._wait_for_own_end()
-            for process in family:
-                if process.is_running():
-                    process.kill()
-        self.connection.close()
-
-    def _wait_for_own_end(self) -> None:
-        """A process whose socket has closed is about to end by itself, and its exit code tells more than ours would."""
-        ended = self.connection.poll(0) if not self.connection.closed else False
+        self._own_end(1.0 if self.channel.ended else 0.0)
+        self.process.terminate()
         try:
-            self.process.wait(1.0 if ended else 0.0)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self.channel.close()
+
+    def _own_end(self, seconds: float) -> int | None:
+        """The exit code of a process that is about to end by itself; None where it does not."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
 
-def ending(code: int) -> str:
-    """An exit code in words."""
+def ending(code: int | None) -> str:
+    """An exit code in words; None: it has not ended, although nobody is at its end of the socket."""
+    if code is None:
+        return NOT_ITS_OWN
     if code >= 0:
         return f"ended its process (exit code {code})"
     try:

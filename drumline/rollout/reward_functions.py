@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from drumline.config.algorithms import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.config.secret import reveal
 from drumline.config.suggest import nearest
 from drumline.errors import ConfigError, EnvironmentFault
 
@@ -51,6 +52,7 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
 
 def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
     function = find_function(reward.path, base_dir, f"{where}.path")
+    reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
     takes = _takes(function, reward, where, columns)
 
     def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:

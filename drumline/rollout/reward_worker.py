@@ -1,20 +1,18 @@
-"""The process in which rewards run: `python -m drumline.launch.worker PARENT drumline.rollout.reward_worker FD JSON`. No torch.
+"""The process in which rewards run, a child of `guard`. No torch.
 
-It says once what it made of the config, then answers one request at a time over a socket that it was handed:
+It is told the rewards over the socket that it was handed, says once what it made of them, then answers one request at a time:
 
-    {"index": which reward, "prompt": str, "completion": str, "meta": {}}  →  {"value": float} or {"failure": reason}
+    {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
+    →  {"token": …, "value": float} or {"token": …, "failure": reason}
 
 What a reward prints goes to standard error. A reward may do as it likes here: the other side of the socket has the watch.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import signal
-import sys
-from multiprocessing.connection import Connection
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +20,43 @@ from pydantic import TypeAdapter
 
 from drumline.config.algorithms import Reward
 from drumline.errors import DrumlineError
+from drumline.report.redact import redact, redacted_streams
+from drumline.rollout.channel import Channel
 from drumline.rollout.reward_functions import Scorer, scorer
 
 NICENESS = 10
 LONGEST_REASON = 200
+# Statistics of rewards are made in fp32: their squares, summed over a rollout, stay below its 3e38.
+LARGEST = 1e15
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+def main(fd: int) -> None:
+    """Serve until the other end of the socket is closed."""
     os.nice(NICENESS)
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)  # what a reward starts must not hold the socket open
-    told = json.loads(sys.argv[2])
+    with redacted_streams():
+        _serve(fd)
+
+
+def _serve(fd: int) -> None:
+    channel = Channel(socket.socket(fileno=fd))
+    channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
     try:
+        told = channel.receive()
+        assert told is not None, "it waits without a limit"
         scorers = {int(index): _build(reward, int(index), told) for index, reward in told["rewards"].items()}
     except DrumlineError as error:
-        wrong = {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}
-        _send(connection, {"wrong": wrong})
+        channel.send({"wrong": {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}})
         return
-    _send(connection, {"ready": True})
-    while True:
-        try:
-            request = json.loads(connection.recv_bytes())
-        except EOFError:  # the parent closed its end
-            return
-        _send(connection, _answer(scorers[request["index"]], request))
+    channel.send({"ready": True})
+    while (request := _next(channel)) is not None:
+        channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
+
+
+def _next(channel: Channel) -> dict[str, Any] | None:
+    try:
+        return channel.receive()
+    except EOFError:  # the parent closed its end
+        return None
 
 
 def _build(reward: dict[str, Any], index: int, told: dict[str, Any]) -> Scorer:
@@ -54,26 +64,20 @@ def _build(reward: dict[str, Any], index: int, told: dict[str, Any]) -> Scorer:
     return scorer(made, Path(told["base_dir"]), f"algorithm.rewards[{index}]", told["columns"])
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
     try:
         returned = score(request["prompt"], request["completion"], request["meta"])
         return judge(returned)
     except BaseException as error:  # noqa: BLE001 — SystemExit and KeyboardInterrupt of a reward are failures like others
-        return {"failure": f"raised {type(error).__name__}: {error}"[:LONGEST_REASON]}
+        return {"failure": f"raised {redact(f'{type(error).__name__}: {error}')}"[:LONGEST_REASON]}
 
 
 def judge(returned: Any) -> dict[str, Any]:
-    """A finite number, of any type that turns into a float by itself, or why not."""
+    """A number that can be reckoned with, of any type that turns into a float by itself, or why not."""
     if not hasattr(returned, "__float__"):  # text has none
         what = "None" if returned is None else f"a {type(returned).__name__}"
         return {"failure": f"returned {what}, not a number"}
     value = float(returned)
-    return {"value": value} if math.isfinite(value) else {"failure": f"returned {value}"}
-
-
-if __name__ == "__main__":
-    main()
+    if abs(value) <= LARGEST:
+        return {"value": value}
+    return {"failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")}

@@ -19,8 +19,10 @@ from typing import Any
 
 from drumline.cluster.detect import usable_cores
 from drumline.config.algorithms import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
+from drumline.config.secret import reveal
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rollout.isolated import Answer, Isolated
+from drumline.rollout.reward_worker import LARGEST
 
 MOST_WORKERS = 4
 PACKAGES = {"task": ("reasoning_gym", "tasks"), "math": ("math_verify", "math")}  # kind → package, and the extra that brings it
@@ -63,6 +65,7 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
 
     Functions are imported in a process that is ended again: an import may hang or crash. `columns`: those that rows have, where known.
     """
+    require_secrets(configs)
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
         if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind][0]) is None:
@@ -74,6 +77,12 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
     functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
     if functions:
         Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
+
+
+def require_secrets(configs: Sequence[Reward]) -> None:
+    """Raises ConfigError for a variable of their options that is not set here; the values are redacted from now on: reasons name them."""
+    for index, config in enumerate(configs):
+        reveal(getattr(config, "options", {}), f"algorithm.rewards[{index}].options")
 
 
 def _check_columns(config: Reward, columns: Collection[str], where: str) -> None:
@@ -90,6 +99,7 @@ class Rewards:
 
     def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
         """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most 4."""
+        require_secrets(configs)
         self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
         self.isolated: dict[int, Reward] = {
             index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)
@@ -115,7 +125,7 @@ class Rewards:
         """End all processes."""
         self._closed = True
         for worker in list(self._workers):
-            worker.process.kill()
+            worker.process.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -134,6 +144,8 @@ class Rewards:
                 if index in answers:
                     self.seconds[name] += answers[index].seconds
                 parts[name], failure = self._part(config, name, item, answers.get(index), given, number)
+                if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
+                    parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
                 if failure is None:
                     value += config.weight * parts[name]
                 else:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.config.algorithms import VLLMGenerator as Config
+from drumline.config.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rollout.copy import Weights
@@ -37,7 +38,7 @@ class VLLMServer:
         assert config.url is not None
         self.config, self.seed = config, seed
         self.end_tokens = sorted(end_ids(tokenizer))
-        self.server = Server(config.url, config.timeout_seconds, f"{WHERE}.url")
+        self.server = Server(reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url")
         self.server.get("/health")
         served = self.server.get("/v1/models")
         try:

@@ -29,6 +29,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from drumline.config.secret import reveal
 from drumline.dist.live import Held, tensors_in
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
@@ -61,6 +62,7 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
     """Spread a model. `values` puts its weights into host memory in fp32, before it is cut: whole on each rank, under stage 3 block by
     block. Collective."""
     assert plan.deepspeed is not None
+    options = reveal(plan.deepspeed, "strategy.options")
     join(plan.device)
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
@@ -75,11 +77,11 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
     if plan.deepspeed["zero_optimization"]["stage"] == 3:
         ranks, dtype = dist.get_world_size(), LOW_PRECISION.get(plan.precision, torch.float32)
         in_turn = InTurn(module, filled(plan, model, values, masters, lambda full: part(full, dist.get_rank(), ranks)))
-        deepspeed.zero.Init(module=in_turn, config_dict_or_path=plan.deepspeed, dtype=dtype)
+        deepspeed.zero.Init(module=in_turn, config_dict_or_path=options, dtype=dtype)
     else:
         list(filled(plan, model, values, masters, lambda full: full))
     engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(learned.values()), optimizer=optimizer, config=plan.deepspeed, dist_init_required=False
+        model=module, model_parameters=list(learned.values()), optimizer=optimizer, config=options, dist_init_required=False
     )
     made = DeepSpeedEngine(plan, model, learned, engine)
     made.set_masters(masters)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from drumline.errors import DrumlineError, Preempted
+from drumline.report.redact import redact, redacted_streams
 from drumline.train.exhausted import OutOfMemory
 
 _noted = False
@@ -38,7 +39,7 @@ def note(error: BaseException) -> None:
         message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
         print(text, file=sys.stderr)
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        _write(Path(named), {"message": message, "traceback": text, "time": time.time(), "exit_code": code, **more})
+        _write(Path(named), {"message": redact(message), "traceback": redact(text), "time": time.time(), "exit_code": code, **more})
 
 
 def _write(path: Path, noted: dict[str, object]) -> None:
@@ -57,7 +58,8 @@ def _write(path: Path, noted: dict[str, object]) -> None:
 def recording() -> Iterator[None]:
     """Around a rank's whole work: whatever is raised is noted and becomes the process's exit code."""
     try:
-        yield
+        with redacted_streams():
+            yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: told in full, and the code says that it failed
         note(error)
         raise SystemExit(error.exit_code if isinstance(error, DrumlineError) else 1) from None

@@ -71,6 +71,9 @@ class Loop:
         """Train from `state` to the end of the stream. Raises Preempted when asked to stop, TrainingStopped by policy."""
         try:
             self._run()
+        except TrainingStopped:
+            self._report_saves(self.checkpointer.wait())
+            raise
         finally:
             if self.rollouts is not None:
                 self.rollouts.close()
@@ -202,7 +205,6 @@ class Loop:
             what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
             if policy != "stop":
                 what += f" ({self.state.skips} in a row)"
-            self._report_saves(self.checkpointer.wait())
             raise TrainingStopped(
                 what,
                 where="health.on_nan",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.episodes import Episodes
 from drumline.data.stream import GlobalBatch
 from drumline.dist.seeds import derive
+from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
 from drumline.rollout.rewards import Item
 from drumline.rollout.sampling import Completion, Request
@@ -32,6 +34,7 @@ from drumline.train.reading import Reading
 from drumline.train.scoring import Failures, Scoring
 
 Score = Callable[[Episodes], torch.Tensor]
+MOST_REASONS = 3  # of failed rewards, in the line that stops a run
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
+        self.failed = 0  # rollouts in a row, by `reward_failure`
 
     @property
     def per_rollout(self) -> int:
@@ -119,6 +123,7 @@ class Rollouts:
             self.seconds = {}
             drawn = position
             sampled, position = self._sample_groups(step, position)
+            self._check_rewards(step, sampled, position - drawn)
             with self._spend("infer"):
                 episodes, figures = self._learnable(sampled)
             began = time.time()
@@ -140,6 +145,22 @@ class Rollouts:
                 micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
                 last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
                 yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state)
+
+    def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
+        """Raises TrainingStopped where rewards have failed in too many rollouts in a row. All ranks know the same rewards."""
+        limit = self.algorithm.reward_failure
+        share = sum(map(math.isnan, sampled.rewards)) / len(sampled.rewards)
+        self.failed = self.failed + 1 if share >= limit.share else 0
+        if self.failed < limit.rollouts or limit.action == "continue":
+            return
+        self._report(step, sampled, drawn, {})
+        reasons = Counter({f"{name} {why}": count for name, found in sampled.failures.items() for why, count in found.items()})
+        often = "; ".join(f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS))
+        raise TrainingStopped(
+            f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}",
+            where="algorithm.rewards",
+            fix="mend the reward, or go on without them: algorithm.reward_failure.action=continue",
+        )
 
     # ---------------------------------------------------------------------------------------------------------- sampling
 

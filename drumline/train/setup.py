@@ -13,6 +13,7 @@ from drumline.cluster.detect import detect, free_bytes
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
+from drumline.config.secret import write_private
 from drumline.data import prepare as data_prepare
 from drumline.data.cache import TokenCache
 from drumline.data.identity import identify, what_changed
@@ -31,6 +32,7 @@ from drumline.plan.layout import Layout
 from drumline.plan.plan import DataIdentity, DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.report.bars import OnProgress
+from drumline.report.redact import plain
 from drumline.rollout import colocated, rewards
 from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
@@ -154,7 +156,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         )
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(plan.config))
+        write_private(run_dir / "config.yaml", to_yaml(plan.config))
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
     except OSError as error:
@@ -205,7 +207,7 @@ def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
     refused = [d for d in differences(Config.model_validate(state["config"]), plan.config) if d.matters and not _allowed(d.key, allow)]
     if refused:
         raise CheckpointError(
-            "the config differs in what the run depends on: " + "; ".join(f"{d.key} {d.old!r} → {d.new!r}" for d in refused),
+            "the config differs in what the run depends on: " + "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in refused),
             where=str(path),
             fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
         )

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "drumline"
 MAY: dict[str, set[str]] = {
     "errors": set(),
     "foreign": set(),
-    "config": {"cluster"},  # names of devices and links: a wrong one is told with its line
+    "config": {"cluster", "report"},  # names of devices and links: a wrong one is told with its line; report: what is a secret
     "cluster": set(),
     "report": set(),
     "plan": {"config", "cluster"},
@@ -29,7 +29,7 @@ MAY: dict[str, set[str]] = {
     "algorithms": {"config", "data"},
     "strategies": {"config", "plan", "dist", "models"},
     "tracing": {"config", "plan", "dist", "data", "models", "algorithms", "strategies"},  # runs engines
-    "rollout": {"config", "cluster", "plan", "dist", "data"},  # cluster: the cores that rewards may use
+    "rollout": {"config", "cluster", "plan", "report", "dist", "data"},  # cluster: the cores that rewards may use
     "train": {
         "config",
         "cluster",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from drumline.report.events import KINDS, EventLog, read, series
-from drumline.report.redact import plain, redact
+from drumline.report.redact import plain, redact, redacted_streams
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
 
@@ -63,6 +64,55 @@ def test_the_last_word_on_a_step_counts() -> None:
     events = [{"kind": "step", "step": s, "loss": loss} for s, loss in ((1, 3.0), (2, 2.0), (3, 9.0), (2, 2.5), (3, 1.0))]
     assert series([*events, {"kind": "eval", "step": 3, "loss": 0.0}], "loss") == {1: 3.0, 2: 2.5, 3: 1.0}
     assert series(events, "grad_norm") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("postgres://me:hunter2@db:5432/x", "hunter2"),
+        ("redis://:hunter2@db", "hunter2"),
+        ("https://me:p@ss@host/a", "p@ss"),
+        ("git clone https://ghp_0123456789abcdefghij@host/x", "ghp_"),
+        ("AWS_ACCESS_KEY_ID=AKIA123 failed", "AKIA123"),
+        ("DATABASE_URL=postgres:x", "postgres:x"),
+        ('{"clientSecret": "abc", "apiKey": "def"}', "abc"),
+        ("Authorization: Bearer abcdefghijkl", "abcdefghijkl"),
+    ],
+)
+def test_patterns_of_secrets(text: str, secret: str) -> None:
+    assert secret not in redact(text) and "[redacted]" in redact(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ssh://git@host/x", "http://127.0.0.1:8000/v1", "eos_token=</s>", "12 tokens: 3", "the key: it", "monkey = 3", "a@b.c", "x:y@z"],
+)
+def test_what_is_no_secret(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_keys_are_redacted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA0123456789")
+    monkeypatch.setenv("DATABASE_URL", "postgres://db/sales")
+    failures = {"raised E: AKIA0123456789": 2, "raised E: [redacted]": 3, "raised F: postgres://db/sales": 1}
+    assert plain({"failures": {"mine": failures}}) == {"failures": {"mine": {"raised E: [redacted]": 5, "raised F: [redacted]": 1}}}
+    nested = {"api_keys": ["a", {"name": "b", "n": 3}], "pad_token": "<pad>"}
+    assert plain(nested) == {"api_keys": ["[redacted]", {"name": "[redacted]", "n": 3}], "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "-" * 10**6, "a_" * 10**6, "a:" * 10**6, "http://" * 10**5, "a-key" * 10**5])
+def test_long_texts_take_no_time(text: str) -> None:
+    assert redact(text) == text  # within the suite's time limit: squared, it would take hours
+
+
+def test_what_is_printed_is_redacted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MY_API_KEY", "hunter2hunter2")
+    with redacted_streams():
+        print("with", "hunter2hunter2")
+        sys.stderr.writelines(["with ", "hunter2hunter2\n"])
+        assert sys.stderr.writable()
+    said = capsys.readouterr()
+    assert said.out == said.err == "with [redacted]\n"
 
 
 def test_read_passes_over_what_is_no_event(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from drumline.rollout.rewards import Item, Rewards, check, overlong, reward_name
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 
-FUNCTIONS = """
+FUNCTIONS = r"""
 import os, subprocess, sys, time
 
 def length(prompt, completion):
@@ -51,6 +51,28 @@ def naughty(prompt, completion):
         open("child.pid", "w").write(str(child.pid))
         time.sleep(60)
     return 1.0
+
+def huge(prompt, completion):
+    return float(completion)
+
+def scribbles(prompt, completion):
+    # On every descriptor but the usual three.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fd > 2 and completion == "close": os.close(fd)
+            elif fd > 2 and completion.startswith("write "): os.write(fd, eval(completion[6:]))
+        except OSError:
+            pass
+    return 1.0
+
+def daemon(prompt, completion):
+    # Leaves a process behind that has another parent and a session of its own.
+    code = "import os, sys, time\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)\n" \
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    subprocess.run([sys.executable, "-c", code, completion])
+    while not os.path.exists(completion) or not open(completion).read(): time.sleep(0.01)
+    if completion.endswith("crash"): os.kill(os.getpid(), 9)
+    return float(open(completion).read())
 
 def wants(prompt, completion, solution):
     return 1.0
@@ -132,6 +154,87 @@ def test_what_a_reward_started_dies_with_it(folder: Path, monkeypatch: pytest.Mo
     with Rewards([mine("naughty", timeout_seconds=2.0)], folder, workers=1) as rewards:
         assert rewards.score(items("child"))[0].failures
     assert gone(int((folder / "child.pid").read_text()))
+
+
+def test_what_is_written_on_the_socket_costs_its_sample(folder: Path) -> None:
+    junk = ['b"junk"', 'b"junk\\n"', 'b"\\xff" * 2_000_000', 'b"[" * 90_000 + b"\\n"', 'b"[]\\n"', """b'{"value": 5}\\n'"""]
+    with Rewards([mine("scribbles", timeout_seconds=10.0)], folder, workers=1) as rewards:
+        before, *hurt, after = rewards.score(items("ok", *(f"write {text}" for text in junk), "ok"))
+    assert before.value == after.value == 1.0
+    assert [one.failures for one in hurt] == [{"scribbles": "wrote on a file descriptor that is not its own, or closed it"}] * len(junk)
+
+
+def test_a_closed_socket_costs_its_sample(folder: Path) -> None:
+    with Rewards([mine("scribbles", timeout_seconds=10.0)], folder, workers=1) as rewards:
+        hurt, after = rewards.score(items("close", "ok"))
+    assert "scribbles" in hurt.failures and after.value == 1.0
+
+
+def test_a_module_that_writes_on_the_socket_is_refused_before_training(folder: Path) -> None:
+    loud = "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'junk' + bytes([10]))\n    except OSError: pass\n"
+    (folder / "loud.py").write_text(loud)
+    with pytest.raises(EnvironmentFault, match="wrote on a file descriptor that is not its own"):
+        Isolated({0: reward(kind="function", path="loud.py:f")}, folder)
+
+
+def test_numbers_beyond_what_can_be_reckoned_with_cost_their_sample(folder: Path) -> None:
+    with Rewards([mine("huge", weight=10.0)], folder, workers=1) as rewards:
+        scored = rewards.score(items("1e308", "-1e16", "9e14", "1e13", "inf"))
+    assert [s.failures.get("huge") for s in scored] == [
+        "returned 1e+308, beyond ±1e+15",
+        "returned -1e+16, beyond ±1e+15",
+        "with its weight it is 9e+15, beyond ±1e+15",
+        None,
+        "returned inf",
+    ]
+    assert [s.value for s in scored] == [0, 0, 0, 1e14, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("name", ["stays", "crash"])
+def test_a_daemon_dies_with_the_rewards(folder: Path, name: str) -> None:
+    left = folder / name
+    with Rewards([mine("daemon")], folder, workers=1) as rewards:
+        rewards.score(items(str(left)))
+        pid = int(left.read_text())
+        assert name == "crash" or psutil.pid_exists(pid)
+    assert gone(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_daemon_dies_with_a_killed_rank(folder: Path) -> None:
+    code = f"""
+from pathlib import Path
+from pydantic import TypeAdapter
+from drumline.config.algorithms import Reward
+from drumline.rollout.rewards import Item, Rewards
+reward = TypeAdapter(Reward).validate_python(dict(kind="function", path="mine.py:daemon"))
+Rewards([reward], Path({str(folder)!r}), workers=1).score([Item("", {str(folder / "left")!r}, 1)])
+print(flush=True)
+input()
+"""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV, start_new_session=True
+    )
+    assert rank.stdout is not None and rank.stdin is not None
+    try:
+        rank.stdout.readline()
+        pid = int((folder / "left").read_text())
+        assert psutil.pid_exists(pid)
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+        rank.stdout.close()
+        rank.stdin.close()
+    assert gone(pid)
+
+
+def test_options_are_on_no_command_line(folder: Path) -> None:
+    with Rewards([mine("right", options={"scale": 2.0, "answer": "hunter2hunter2"})], folder, workers=1) as rewards:
+        rewards.score(items("x"))
+        (worker,) = rewards._workers
+        family = [psutil.Process(worker.process.pid), *psutil.Process(worker.process.pid).children(recursive=True)]
+        assert len(family) == 2 and not any("hunter2hunter2" in " ".join(process.cmdline()) for process in family)
 
 
 def test_a_catastrophic_pattern_is_stopped() -> None:

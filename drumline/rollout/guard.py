@@ -1,0 +1,107 @@
+"""The process between a rank and its rewards: `python -m drumline.rollout.guard PARENT FD`. It ends what the rewards leave behind.
+
+    rank ── guard ── rewards ── whatever a reward starts
+
+It runs nothing of a user's. On Linux it is a subreaper: a daemon whose parents have ended becomes its child, so it is found and killed,
+however the rewards end and however the rank does. Elsewhere only what still has its parents is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+
+import psutil
+
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> None:
+    parent, fd = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    if sys.platform == "linux":
+        _control(PR_SET_CHILD_SUBREAPER, 1)
+        _control(PR_SET_PDEATHSIG, signal.SIGTERM)
+    else:
+        threading.Thread(target=_look_after, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died before the call
+        return
+    guard, child = os.getpid(), os.fork()
+    if child == 0:
+        _become_rewards(guard, fd)
+    os.close(fd)
+    try:
+        code = _wait_for(child)
+    finally:
+        end_family()
+    if code < 0:  # end as the rewards did; a core of this process would tell nothing
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(guard, -code)
+    sys.exit(code)
+
+
+def _leave(number: int, frame: object) -> None:
+    """The parent is done with it, or dead; the kernel tells that again for each thread that it had."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_family()
+    os._exit(0)
+
+
+def _become_rewards(guard: int, fd: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        _control(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+    from drumline.rollout.reward_worker import main as serve
+
+    serve(fd)
+    sys.exit(0)
+
+
+def _control(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def _look_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _wait_for(child: int) -> int:
+    """How the rewards ended; orphans that end before are let go."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def end_family() -> None:
+    """Kill all descendants, until there are none."""
+    while family := psutil.Process().children(recursive=True):
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
