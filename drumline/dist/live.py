@@ -19,13 +19,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, cast, Literal, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from drumline.vendor.torch import FakeTensor, TorchDispatchMode, current_graph_task_id, is_traceable_wrapper_subclass, tree_leaves
 
 Phase = Literal["forward", "backward", "clip", "step"]
 
@@ -144,7 +143,7 @@ class LiveBytes(TorchDispatchMode):
             self._note()
 
     def _note(self) -> None:
-        phase: Phase = self.phase or ("backward" if torch._C._current_graph_task_id() != -1 else "forward")
+        phase: Phase = self.phase or ("backward" if current_graph_task_id() != -1 else "forward")
         if self.current > self.peaks.get(phase, -1):
             self.peaks[phase] = self.current
             if self.current > self.peak:
@@ -156,7 +155,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if isinstance(tensor, FakeTensor):  # first, and of it nothing is asked that would go through its mode: that takes long
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+        names, _ = cast(Any, tensor).__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]  # a mesh may be among them
         return [part for thing in inner if isinstance(thing, torch.Tensor) for part in plain_parts(thing)]
     return [] if tensor.is_meta else [tensor]

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.dist.reduce import sum_over_ranks
+from drumline.vendor.torch import TorchDispatchMode, resolve_process_group
 
 # Operator → which argument is sent, and how often its bytes leave each of n ranks in the ring algorithm (Thakur et al. 2005; NCCL's
 # and gloo's for large tensors). A broadcast or a reduction to one rank is passed on by all ranks but one.
@@ -90,7 +89,7 @@ def _sent(func: Any, args: tuple[Any, ...]) -> float:
         return share(_group_size(args)) * _bytes(args[index])
     if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
         _, share = _SHARES[_FUNCTIONAL[name]]
-        return share(_resolve_process_group(args[-1]).size()) * _bytes(args[0])
+        return share(resolve_process_group(args[-1]).size()) * _bytes(args[0])
     return 0.0
 
 

@@ -136,7 +136,7 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
     if on or not hasattr(model, "peft_config"):
         yield
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from drumline.vendor.peft import BaseTunerLayer
 
     before = [(layer, layer._disable_adapters) for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     for layer, _ in before:
@@ -150,7 +150,7 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 
 def merge(model: Any) -> None:
     """Add each adapter to the layer it lies over, and put that layer back in its place. Raises ModelError for one that is not finite."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from drumline.vendor.peft import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
@@ -197,7 +197,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
 
 def _linear_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Linear layers of the blocks (GPT-2's Conv1D are such), of the whole model but its head where it declares no blocks."""
-    from transformers.pytorch_utils import Conv1D
+    from drumline.vendor.transformers import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}

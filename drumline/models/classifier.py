@@ -20,6 +20,7 @@ from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
 from drumline.models.weights import buffer_bytes, weights_of
 from drumline.plan.facts import ModelFacts
+from drumline.vendor.torch import BatchNorm
 
 TRIED_SIDE = 64  # pixels, of models that take any size
 
@@ -154,7 +155,7 @@ def image_facts(model: Any, side: int, frozen: int = 0) -> ModelFacts:
         max_positions=None,
         layers=len(found[1]) if found else int(sum(getattr(model.config, "depths", ()))),
         hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
-        batch_norms=sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        batch_norms=sum(isinstance(module, BatchNorm) for module in model.modules()),
         frozen=frozen,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
         classes=frozenset(type(module).__name__ for module in model.modules()),

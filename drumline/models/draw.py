@@ -80,7 +80,7 @@ class Drawn:
 
     def _require_pieces(self) -> None:
         """Go through the rules on the meta device, where nothing is drawn, and look what they write to."""
-        from transformers import initialization
+        from drumline.vendor.transformers import initialization
 
         written: set[int] = set()
 

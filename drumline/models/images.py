@@ -53,7 +53,7 @@ def require_pillow(where: str = "algorithm.modality image") -> None:
 
 
 def _brings_one(path: str, model: ModelConfig) -> bool:
-    from transformers.utils import cached_file
+    from drumline.vendor.transformers import cached_file
 
     options = {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
     return cached_file(path, CONFIG, _raise_exceptions_for_missing_entries=False, **options) is not None

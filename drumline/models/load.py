@@ -17,6 +17,7 @@ from drumline.models.package import tokenizer_folder
 from drumline.models.shapes import written_out
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
+from drumline.vendor.torch import BatchNorm
 
 T = TypeVar("T")
 # What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
@@ -214,7 +215,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=width // heads,
-        batch_norms=sum(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+        batch_norms=sum(isinstance(module, BatchNorm) for module in model.modules()),
         frozen=frozen,
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),

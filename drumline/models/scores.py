@@ -33,7 +33,7 @@ class ValueHead(nn.Linear):
 
     def _init_weights(self, _module: nn.Module) -> None:
         """In transformers' own words, which `models.draw` listens to."""
-        from transformers import initialization
+        from drumline.vendor.transformers import initialization
 
         initialization.zeros_(self.weight)
         initialization.zeros_(self.bias)

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from drumline.models import adapters
 from drumline.models.names import file_name
+from drumline.vendor.torch import compute_local_shape_and_global_offset
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -202,8 +202,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
 
     Raises Whole where it would join, cut or turn stored tensors.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
+    from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
     changes = get_model_conversion_mapping(model)
     renamed = {}
@@ -220,7 +219,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
 
 def _stored(path: str, revision: str | None, local: bool) -> list[Stored]:
     """The tensors of a model's safetensors files. Raises Whole where there are none, or they cannot be read."""
-    from transformers.utils.hub import cached_file
+    from drumline.vendor.transformers import cached_file
 
     def find(name: str) -> Path | None:
         found = cached_file(path, name, revision=revision, local_files_only=local, _raise_exceptions_for_missing_entries=False)

@@ -67,7 +67,7 @@ class Vision:
 
         Raises DataError that names `origin` (a row) and the path.
         """
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        from drumline.vendor.transformers import smart_resize
 
         image, size, patch = read_image(path, origin), self.processor.size, self.processor.patch_size
         try:
@@ -119,7 +119,7 @@ def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: i
 
 def is_vision_language(config: Any) -> bool:
     """Whether transformers builds a model of images and text from this config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    from drumline.vendor.transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
@@ -139,7 +139,7 @@ def read_image(path: str, origin: str) -> Any:
 
 def copy_processor(path: str | None, model: ModelConfig, folder: Path) -> None:
     """Copy the files that a processor of images and text is loaded from, those that there are at `path` (a folder or hub id)."""
-    from transformers.utils import cached_file
+    from drumline.vendor.transformers import cached_file
 
     if path is None:
         return

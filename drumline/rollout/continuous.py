@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
 from drumline.config.algorithms import ContinuousGenerator as Config
 from drumline.errors import DrumlineError
 from drumline.rollout.generate import WHERE, end_tokens, generating, positions, require_room
 from drumline.rollout.sampling import Completion, Endings, Request, Sampler, request_seed
+from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
 PAGE = 32  # tokens of a piece of the cache: short completions would leave most of transformers' 256 empty
 PREFILL = 1024  # prompt tokens of one step at most

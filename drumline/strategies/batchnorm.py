@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from drumline.vendor.torch import BatchNorm
 
 
 def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> None:
@@ -18,18 +19,18 @@ def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> No
     """
     group = dist.group.WORLD if ranks is None else dist.new_subgroups(ranks)[0]
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             # The classes of batch norm hold the same state; the group is all that this one adds.
             module.__class__ = OnCPU if device == "cpu" else nn.SyncBatchNorm
-            module.process_group = group  # type: ignore[assignment]
+            module.process_group = group
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
     """Those that keep running statistics."""
-    return [module for module in model.modules() if isinstance(module, _BatchNorm) and module.running_mean is not None]
+    return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 
-def agree_on_statistics(norms: list[_BatchNorm]) -> None:
+def agree_on_statistics(norms: list[BatchNorm]) -> None:
     """Average the running statistics of batch norms over all ranks, so that all evaluate and save the same. Collective."""
     if not norms or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -41,7 +42,7 @@ def agree_on_statistics(norms: list[_BatchNorm]) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-class OnCPU(_BatchNorm):
+class OnCPU(BatchNorm):
     """nn.SyncBatchNorm in plain operations."""
 
     process_group: Any

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, tried
+from drumline.vendor.torch import all_to_all_single_autograd
 
 NUMBERS = itertools.count()
 
@@ -73,7 +73,7 @@ def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
 
     Key and value heads that N does not divide are repeated (each at most H / kv times), so that each rank gets the same number.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from drumline.vendor.transformers import sdpa_attention_forward
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
@@ -85,7 +85,7 @@ def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         query, key, value = heads_for_parts(part, query, key, value)
         heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
-        out_BThD, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)  # type: ignore[arg-type]
+        out_BThD, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)
         return parts_for_heads(part, out_BThD), None
 
     return attend
@@ -117,7 +117,7 @@ def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
     The model says which tokens may meet by their places (`mask_function`: causal, a window, chunks). Which documents they are of
     hangs on the positions of the whole sequence; the model has seen one part.
     """
-    from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function, sdpa_mask
+    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask, sdpa_mask
 
     def mask(**asked: Any) -> torch.Tensor | None:
         if not part.active:
@@ -126,7 +126,7 @@ def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
         assert positions_BT is not None
         documents_BT = find_packed_sequence_indices(positions_BT)
         if documents_BT is not None:
-            asked["mask_function"] = packed_sequence_compatibility_function(asked["mask_function"], positions_BT, documents_BT)
+            asked["mask_function"] = packed_mask(asked["mask_function"], positions_BT, documents_BT)
             asked["allow_is_causal_skip"] = False
         length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
         return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
@@ -136,7 +136,7 @@ def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
 
 def ring(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from drumline.vendor.transformers import sdpa_attention_forward
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
@@ -145,14 +145,14 @@ def ring(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return sdpa_attention_forward(_Heads(1, True), query, key, value, None, **options)  # type: ignore[arg-type]
+        return sdpa_attention_forward(_Heads(1, True), query, key, value, None, **options)
 
     return attend
 
 
 def no_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
     """A mask function for the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
-    from transformers.masking_utils import sdpa_mask
+    from drumline.vendor.transformers import sdpa_mask
 
     def mask(**asked: Any) -> torch.Tensor | None:
         if not part.active:

@@ -17,8 +17,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -44,6 +42,7 @@ from drumline.strategies.optimizer import new_optimizer
 from drumline.strategies.owners import share
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero_fill import InTurn, filled, part
+from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.

@@ -30,6 +30,7 @@ from drumline.strategies.engine import Sums
 from drumline.strategies.forward import Around
 from drumline.strategies.native import NativeEngine
 from drumline.strategies.spread import Spread
+from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
 
 CHUNK = 2**24  # entries averaged by one collective
 
@@ -59,7 +60,7 @@ class LocalEngine(NativeEngine):
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
         if self.own is not None:
-            torch._foreach_copy_(list(self.apart.values()), self.own)
+            foreach_copy_(list(self.apart.values()), self.own)
             self.own, self.together = None, False
         return super().forward_backward(micro_batches, objective, denominator)
 
@@ -142,16 +143,16 @@ class Outer:
 
     def step(self) -> None:
         """The live weights are the mean of the copies; afterwards they are the new θ."""
-        deltas = torch._foreach_sub(self.anchors, self.live)
-        torch._foreach_mul_(self.moments, self.momentum)
-        torch._foreach_add_(self.moments, deltas)
-        torch._foreach_add_(deltas, self.moments, alpha=self.momentum)
-        torch._foreach_sub_(self.anchors, deltas, alpha=self.rate)
-        torch._foreach_copy_(self.live, self.anchors)
+        deltas = foreach_sub(self.anchors, self.live)
+        foreach_mul_(self.moments, self.momentum)
+        foreach_add_(self.moments, deltas)
+        foreach_add_(deltas, self.moments, alpha=self.momentum)
+        foreach_sub_(self.anchors, deltas, alpha=self.rate)
+        foreach_copy_(self.live, self.anchors)
 
     def start_from_here(self) -> None:
-        torch._foreach_copy_(self.anchors, self.live)
-        torch._foreach_zero_(self.moments)
+        foreach_copy_(self.anchors, self.live)
+        foreach_zero_(self.moments)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {f"outer.{n}.weight": t for n, t in zip(self.names, self.anchors, strict=True)} | {
@@ -171,7 +172,7 @@ def average(tensors: list[torch.Tensor], ranks: int) -> None:
                 flat = torch.cat([t.flatten() for t in pending])
                 dist.all_reduce(flat.div_(ranks))
                 parts = flat.split([t.numel() for t in pending])
-                torch._foreach_copy_(pending, [part.view_as(t) for part, t in zip(parts, pending, strict=True)])
+                foreach_copy_(pending, [part.view_as(t) for part, t in zip(parts, pending, strict=True)])
                 pending = []
             if tensor is not None:
                 pending.append(tensor)

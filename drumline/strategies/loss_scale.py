@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from drumline.vendor.torch import foreach_mul_
+
 # As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
 GROWTH_INTERVAL = 2000
 
@@ -20,7 +22,7 @@ class LossScale:
     def unscale(self, gradients: list[torch.Tensor]) -> None:
         """Bring this rank's parts of the gradients back, in place; once a step."""
         if self.enabled and gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.value)
+            foreach_mul_(gradients, 1.0 / self.value)
 
     def good(self) -> None:
         """A step was taken."""

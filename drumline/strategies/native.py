@@ -29,6 +29,7 @@ from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.strategies.tensor_parallel import apply_tp
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2, gathered_in
+from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound=ForwardEngine)
 
@@ -111,7 +112,7 @@ class NativeEngine(ForwardEngine):
             factor = self.max_grad_norm / (grad_norm + 1e-6)
             gradients = [local(g) for g in self._gradients()]
             if factor < 1.0 and gradients:  # a pipeline's stage may have nothing to learn
-                torch._foreach_mul_(gradients, factor)
+                foreach_mul_(gradients, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from drumline.vendor.torch import foreach_norm
+
 Place = tuple[dist.ProcessGroup, ...]
 
 
@@ -23,7 +25,7 @@ def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group
         here = [part for part in parts if part.numel()]  # a rank may hold none: a head of one row has one shard
         squares = torch.zeros_like(total)
         if here:
-            squares += torch.stack(torch._foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum().to(device)
+            squares += torch.stack(foreach_norm(here, 2.0, dtype=torch.float32)).double().square().sum().to(device)
         for over in groups:
             dist.all_reduce(squares, group=over)
         total += squares

@@ -21,6 +21,7 @@ from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
 from drumline.models.tensor_plan import cut_layers, tensor_plan, whole_layer
 from drumline.plan.facts import TP_STYLES
+from drumline.vendor.torch import prepare_rowwise_input
 
 
 def apply_tp(model: Any, mesh: DeviceMesh) -> None:
@@ -72,7 +73,7 @@ class _Rowwise(RowwiseParallel):
             shape = torch.Size((*part.shape[:-1], mod.in_features))
             strides = torch.empty(shape, device="meta").stride()
             inputs = (DTensor.from_local(part, device_mesh, input_layouts, run_check=False, shape=shape, stride=strides),)
-        return RowwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return prepare_rowwise_input(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
 
 
 def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from drumline.vendor.torch import FakeTensorMode, TorchDispatchMode, local_scalar_dense
 
 _ATEN = torch.ops.aten
 
@@ -17,7 +17,7 @@ _ATEN = torch.ops.aten
 def faked(packs: bool) -> Iterator[FakeTensorMode]:
     """Within, what is computed has shapes and no values. `packs`: rows hold several documents, so attention gets a mask; otherwise
     transformers finds none needed, as it does in a run (told that it is traced, it would make one)."""
-    from transformers import masking_utils
+    from drumline.vendor.transformers import masking_utils
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     knows = masking_utils.is_tracing
@@ -37,7 +37,7 @@ class _Answers(TorchDispatchMode):
         self.yes = yes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is _ATEN._local_scalar_dense.default:
+        if func is local_scalar_dense.default:
             dtype = args[0].dtype
             return self.yes if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is _ATEN.nonzero.default:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from drumline.dist.live import LiveBytes, plain_parts
+from drumline.vendor.torch import current_graph_task_id, to_copy
 
 Tags = dict[int, weakref.ref[torch.UntypedStorage]]
-_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
+_COPIES = {to_copy.default, torch.ops.aten.to.dtype}
 
 
 class Watch(LiveBytes):
@@ -90,7 +91,7 @@ class Watch(LiveBytes):
 
     def _begins(self, index: int) -> Callable[..., None]:
         def begins(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task_id() != -1:
                 return  # computed again
             self.at(str(index))
             hidden = args[0] if args else kwargs.get("hidden_states")
@@ -100,7 +101,7 @@ class Watch(LiveBytes):
         return begins
 
     def _ends(self, _module: Any, _args: Any, output: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return
         self.at("behind")
         hidden = output[0] if isinstance(output, tuple) else output

@@ -115,6 +115,6 @@ def _require_disk(path: Path, where: str) -> None:
 
 def _build_root() -> Path:
     """Where torch keeps what it compiles."""
-    from torch.utils.cpp_extension import _get_build_directory
+    from drumline.vendor.torch import get_build_directory
 
-    return Path(_get_build_directory("drumline", verbose=False)).parent
+    return Path(get_build_directory("drumline", verbose=False)).parent

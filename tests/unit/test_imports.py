@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "drumline"
 MAY: dict[str, set[str]] = {
     "errors": set(),
     "foreign": set(),
+    "vendor": set(),  # everybody may import it
     "config": {"cluster", "report"},  # names of devices and links: a wrong one is told with its line; report: what is a secret
     "cluster": set(),
     "report": set(),
@@ -79,12 +80,70 @@ def test_imports_keep_to_the_plan(path: Path) -> None:
         top, _, rest = name.partition(".")
         if top == "drumline" and rest:
             other = rest.split(".")[0]
-            allowed = MAY[room] | {room, "errors", "foreign", "__version__"}
+            allowed = MAY[room] | {room, "errors", "foreign", "vendor", "__version__"}
             assert other in allowed, f"{room} imports {other}; it may import {sorted(allowed)}"
     if room in LIGHT:
         top_level = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         for name in imports(ast.Module(body=list(top_level), type_ignores=[])):
-            assert name.split(".")[0] not in HEAVY, f"{room} imports {name} at its top"
+            assert name.split(".")[0] not in HEAVY and not name.startswith("drumline.vendor."), f"{room} imports {name} at its top"
+
+
+# What a library shows: of these only the top, and these folders; of torch everything without an underscore.
+SHOWN = {"transformers": {"transformers.utils"}, "peft": set(), "deepspeed": {"deepspeed.accelerator", "deepspeed.utils"}}
+
+
+def privately(tree: ast.AST) -> Iterator[str]:
+    """Names that a library keeps for itself: imported, or reached from one of its modules by dots."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                known[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+            yield from (alias.name for alias in node.names if hidden(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if hidden(node.module, alias.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts, at = [node.attr], node.value
+            while isinstance(at, ast.Attribute):
+                parts.append(at.attr)
+                at = at.value
+            ours = not (isinstance(at, ast.Name) and known.get(at.id, "").split(".")[0] in {"torch", *SHOWN})
+            if not ours and any(part.startswith("_") and not part.startswith("__") for part in parts):
+                yield ".".join(reversed(parts))
+
+
+def hidden(module: str, name: str = "") -> bool:
+    top = module.split(".")[0]
+    if top == "torch":
+        return any(part.startswith("_") and not part.startswith("__") for part in (*module.split("."), name))
+    if top not in SHOWN:
+        return False
+    submodule = module == top == "transformers" and name.islower()  # `from transformers import masking_utils`
+    return submodule or name.startswith("_") or (module != top and module not in SHOWN[top])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_names_that_libraries_hide_are_imported_in_one_place(path: Path) -> None:
+    found = sorted(set(privately(ast.parse(path.read_text()))))
+    assert room_of(path) == "vendor" or not found, f"{found}: add them to drumline/vendor/, and import them from there"
+
+
+def test_hidden_names_are_seen() -> None:
+    shown = "import torch\nfrom torch import nn\nfrom transformers import AutoConfig\nfrom transformers.utils import logging\nnn.Linear"
+    assert not list(privately(ast.parse(shown)))
+    for code in (
+        "import torch\ntorch._foreach_mul_(1)",
+        "from torch import nn\nnn.modules.batchnorm._BatchNorm",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
+        "def f():\n    from transformers import masking_utils",
+        "from transformers.masking_utils import sdpa_mask",
+        "from peft.tuners.tuners_utils import BaseTunerLayer",
+        "import deepspeed.runtime.utils",
+    ):
+        assert list(privately(ast.parse(code))), code
 
 
 def test_no_room_needs_itself() -> None:

@@ -367,6 +367,7 @@ TABLE: dict[str, Rule] = {
     "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
     "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
     "fp8_config": lambda sheet, old: _no_fp8(old) if old.inside() else None,
+    "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
     "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
 }
 

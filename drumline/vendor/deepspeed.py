@@ -1,0 +1,10 @@
+"""DeepSpeed's names."""
+
+from drumline.vendor import names
+
+PLACES = {
+    "CPU_Accelerator": "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator",
+    "combine_grad_norm_groups": "deepspeed.runtime.utils:combine_grad_norm_groups",
+    "get_global_norm_of_tensors": "deepspeed.runtime.utils:get_global_norm_of_tensors",
+}
+__getattr__ = names("deepspeed", "0.19.8", "0.19.8", PLACES)

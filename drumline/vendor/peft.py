@@ -1,0 +1,6 @@
+"""PEFT's names."""
+
+from drumline.vendor import names
+
+PLACES = {"BaseTunerLayer": "peft.tuners.tuners_utils:BaseTunerLayer"}
+__getattr__ = names("peft", "0.18.0", "0.21.2", PLACES)

@@ -1,0 +1,38 @@
+"""transformers' names: what its documentation does not show."""
+
+from collections.abc import Callable
+from typing import Any
+
+from drumline.vendor import names
+
+PLACES = {
+    "Conv1D": "transformers.pytorch_utils:Conv1D",
+    "ContinuousBatchingLogitsProcessorList": (
+        "transformers.generation.continuous_batching.cb_logits_processors:ContinuousBatchingLogitsProcessorList"
+    ),
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "transformers.models.auto.modeling_auto:MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "WeightRenaming": "transformers.core_model_loading:WeightRenaming",
+    "and_masks": "transformers.masking_utils:and_masks",
+    "cached_file": "transformers.utils.hub:cached_file",
+    "find_packed_sequence_indices": "transformers.masking_utils:find_packed_sequence_indices",
+    "get_model_conversion_mapping": "transformers.conversion_mapping:get_model_conversion_mapping",
+    "initialization": "transformers.initialization",
+    "masking_utils": "transformers.masking_utils",
+    "packed_sequence_mask_function": "transformers.masking_utils:packed_sequence_mask_function",
+    "sdpa_attention_forward": "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+    "sdpa_mask": "transformers.masking_utils:sdpa_mask",
+    "smart_resize": "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
+}
+__getattr__ = names("transformers", "5.17.0", "5.23.0", PLACES)
+_find = __getattr__
+
+
+def packed_mask(mask_function: Callable[..., Any], positions_BT: Any, documents_BT: Any) -> Callable[..., Any]:
+    """Which tokens may meet where rows hold several documents: those of one document, as `mask_function` says by place.
+
+    Newer versions ask it by places in the document (5.23), older ones by places in the row (5.17); a run keeps to what its models do.
+    """
+    together = getattr(_find("masking_utils"), "packed_sequence_compatibility_function", None)
+    if together is not None:
+        return together(mask_function, positions_BT, documents_BT)
+    return _find("and_masks")(mask_function, _find("packed_sequence_mask_function")(documents_BT))

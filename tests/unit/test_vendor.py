@@ -1,0 +1,85 @@
+"""Every name that a library keeps for itself and we use is there in the installed version, and one that is not is told in one line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from drumline.errors import EnvironmentFault
+from drumline.vendor import names
+from tests.unit.test_imports import FILES
+
+LIBRARIES = ("torch", "transformers", "deepspeed", "peft")
+NAMES = [(library, name) for library in LIBRARIES for name in importlib.import_module(f"drumline.vendor.{library}").PLACES]
+
+
+@pytest.mark.parametrize(("library", "name"), NAMES, ids=[f"{library}.{name}" for library, name in NAMES])
+def test_the_name_is_there(library: str, name: str) -> None:
+    pytest.importorskip(library)
+    vendor = importlib.import_module(f"drumline.vendor.{library}")
+    assert getattr(vendor, name) is not None
+
+
+def test_every_name_is_used() -> None:
+    used = {
+        f"{node.module.removeprefix('drumline.vendor.')}.{alias.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drumline.vendor.")
+        for alias in node.names
+    }
+    inside = {"transformers.and_masks", "transformers.packed_sequence_mask_function"}  # packed_mask uses them
+    assert {f"{library}.{name}" for library, name in NAMES} == used - {"transformers.packed_mask"} | inside
+
+
+@pytest.mark.parametrize("place", ["torch.distributed.no_such_file:name", "torch.distributed:no_such_name", "torch:_C.no_such_name"])
+def test_a_name_that_is_gone_is_told_with_the_versions_that_have_it(place: str) -> None:
+    with pytest.raises(EnvironmentFault) as told:
+        names("torch", "2.11.0", "2.13.0", {"name": place})("name")
+    line = told.value.line()
+    assert f"torch {metadata.version('torch')} has no {place.replace(':', '.')}" in line and "2.11.0 to 2.13.0 have it" in line
+    assert "pip install 'torch>=2.11.0,<=2.13.0'" in line
+
+
+def test_a_library_that_is_not_installed_is_an_import_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        names("no_such_library", "1", "2", {"name": "no_such_library:name"})("name")
+    with pytest.raises(AttributeError, match="other"):
+        names("torch", "1", "2", {})("other")
+
+
+def test_the_oldest_versions_are_those_that_are_installed_for_make_test_oldest() -> None:
+    root = Path(__file__).parents[2]
+    oldest = dict(line.split("==") for line in (root / "constraints-oldest.txt").read_text().split())
+    for library in LIBRARIES:
+        source = (root / "drumline" / "vendor" / f"{library}.py").read_text()
+        assert f'names("{library}", "{oldest[library]}"' in source
+    project = re.sub(r"\nbench = .*", "", (root / "pyproject.toml").read_text())  # what it takes to be compared with others is newer
+    for package, version in oldest.items():
+        for bound in re.findall(rf'"{package}>=([0-9.]+)"', project, re.IGNORECASE):
+            assert numbers(version) == numbers(bound), f"{package}>={bound}, ran {version}"
+
+
+def numbers(version: str) -> list[int]:
+    """1.10 and 1.10.0 are one version."""
+    found = [int(part) for part in version.split(".")]
+    while found[-1] == 0 and len(found) > 1:
+        found.pop()
+    return found
+
+
+def test_packed_documents_do_not_meet() -> None:
+    """The same rule under every version: tokens of one document, by places (causal)."""
+    from drumline.vendor.transformers import packed_mask
+
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1]])
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1]])
+    allowed = packed_mask(lambda batch, head, query, key: key <= query, positions_BT, documents_BT)
+    seen = [[bool(allowed(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(5)] for q in range(5)]
+    assert seen == [[k <= q and (k < 3) == (q < 3) for k in range(5)] for q in range(5)]
