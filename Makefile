@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -qq --disable-pip-version-check
 
-.PHONY: demo test test-fast test-full test-oldest lint setup setup-dev clean
+.PHONY: demo test test-fast test-full test-oldest mutations lint setup setup-dev clean
 
 # Torch first and by its exact version: a range may bring a CUDA build with gigabytes of packages.
 $(BIN)/.base: constraints.txt pyproject.toml
@@ -43,6 +43,10 @@ $(OLDEST)/.done: constraints-oldest.txt pyproject.toml
 
 test-oldest: $(OLDEST)/.done
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/unit tests/distributed/test_parity*.py
+
+# Twenty mistakes of one line, each in a copy of the tree: the tests named for it must fail.
+mutations: setup-dev
+	$(BIN)/python -m tests.mutations
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 # The first test waits for all runs.
 pytestmark = pytest.mark.timeout(1500)
 
-# name → (world size, strategy). Each writes for each.
+# name → (world size, strategy). Each writes for two others and reads from two; with `--full` each for each.
 SPREADS: dict[str, tuple[int, Any]] = {
     "single": (1, "single"),
     "ddp 2": (2, "ddp"),
@@ -60,7 +60,11 @@ ZERO_PAIRS = [
     ("zero3 4", "zero1 2"), ("zero1 2", "single"), ("zero3 2", "zero3 4"), (f"{LORA}ddp 2", f"{LORA}zero3 2"),
     (f"{LORA}zero3 2", f"{LORA}single"),
 ]  # fmt: skip
-PAIRS = [(a, b) for a in SPREADS for b in SPREADS if a != b] + LORA_PAIRS + PIPELINE_PAIRS + ZERO_PAIRS
+NAMES = list(SPREADS)
+# The next one and the third: both ways between world sizes, whole and cut, are among them.
+SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES) for away in (1, 3)]
+PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *ZERO_PAIRS]
+REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 
 def spread(name: str) -> tuple[int, Any]:
@@ -123,7 +127,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return root
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a} to {b}" for a, b in PAIRS])
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [pytest.param(a, b, id=f"{a} to {b}", marks=[pytest.mark.full] if (a, b) in REST else []) for a, b in (*PAIRS, *REST)],
+)
 def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
     run, reference = runs / slug(a, b) / "run", runs / slug(reference_of(b)) / "run"
     assert [e["step"] for e in events(run, "step")] == [3, 4]
