@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ENV, ROOT
 
 SCRIPT = str(ROOT / "benchmarks/planner_accuracy.py")
 
 
+@pytest.mark.slow
 def test_two_runs_and_the_published_rows(tmp_path: Path) -> None:
     out, figure = tmp_path / "out.json", tmp_path / "out.png"
     command = [sys.executable, SCRIPT, "published", "cpu", "--runs", "bf16", "--out", str(out), "--figure", str(figure)]
@@ -31,6 +34,7 @@ def test_two_runs_and_the_published_rows(tmp_path: Path) -> None:
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_sweep_wants_a_gpu() -> None:
     env = {**ENV, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(

@@ -223,6 +223,7 @@ def test_the_most_that_fits(run: Run) -> None:
     assert batch[0]["candidate"]["micro_batch"] == batch[0]["number"]
 
 
+@pytest.mark.slow
 def test_what_if(run: Run) -> None:
     rows = json.loads(run("plan", *EIGHT_B, "--what-if", "nodes=1,2,4", "--json")[1])["what_if"]
     assert [(row["nodes"], row["devices"]) for row in rows] == [(1, 4), (2, 8), (4, 16)]
@@ -272,6 +273,7 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
     return [(a, b) for i, (a, first) in enumerate(boxes) for b, second in boxes[i + 1 :] if first.overlaps(second)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [[*LORA, "data.max_length=2048"], [*EIGHT_B[:2], "--cluster", "8xh100-80g"], [*EIGHT_B[:2], "--cluster", "2x8xh100-80g"]],
