@@ -278,12 +278,23 @@ def _device(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; a DrumlineError becomes one line on stderr and its exit code."""
+    """Run a command; a DrumlineError becomes one line on stderr and its exit code, and so does a signal while nothing can be lost."""
+    from drumline.launch.asked import NOTHING_LOST, Interrupted, Stoppable
+    from drumline.launch.environment import another_does, first_rank
+
+    arguments = _bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
+    if another_does(arguments[0] if arguments else ""):
+        return
     try:
-        app(_bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments)), standalone_mode=True)
+        with Stoppable():
+            _run(arguments, speaks=first_rank())
     except DrumlineError as error:
         print(f"error: {redact(error.line())}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except Interrupted as stop:
+        if first_rank():
+            print(f"stopped: {stop} — start it again", file=sys.stderr)
+        raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:  # noqa: BLE001 - what nobody foresaw: a line for the user, the whole for whoever mends it
@@ -300,6 +311,17 @@ def _unforeseen(error: Exception) -> int:
     line = DrumlineError(f"unforeseen: {first_line(error)}", fix=f"please report it, with {file.name}").line()
     print(f"error: {redact(line)}", file=sys.stderr)
     return DrumlineError.exit_code
+
+
+def _run(arguments: list[str], speaks: bool) -> None:
+    """`speaks`: of the ranks of another launcher one tells of a mistake on the command line, which is the same on all."""
+    if speaks:
+        app(arguments)
+        return
+    try:
+        raise SystemExit(app(arguments, standalone_mode=False) or 0)
+    except typer.BadParameter.__base__:  # type: ignore[misc]  # what typer makes of any such mistake; it exports only its heirs
+        raise SystemExit(UserError.exit_code) from None
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.cluster.process import named, this_process
 from drumline.data.checksums import checksums, digest_of
 from drumline.errors import DataError, EnvironmentFault
 
@@ -164,7 +165,8 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process left go after a day.
+    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left
+    go with the next one, others after a day.
 
     Raises EnvironmentFault where `root` cannot be written or the disk is full.
     """
@@ -172,7 +174,7 @@ def temporary_folder(root: Path) -> Iterator[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_stale(root)
-        folder = root / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+        folder = root / f".tmp-{this_process().name}-{secrets.token_hex(4)}"
         folder.mkdir()
     except OSError as error:
         raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
@@ -187,11 +189,12 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 
 
 def _remove_stale(root: Path) -> None:
-    """Remove temporary folders in which nothing was written for a day."""
+    """Remove temporary folders whose process has gone, or in which nothing was written for a day."""
     for old in root.glob(".tmp-*"):
         try:
             newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
         except FileNotFoundError:
             continue  # its owner is just done
-        if time.time() - newest > _STALE_SECONDS:
+        owner = named(old.name.removeprefix(".tmp-"))
+        if time.time() - newest > _STALE_SECONDS or (owner and owner.alive() is False):
             shutil.rmtree(old, ignore_errors=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
-import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.cluster.detect import usable_cores
+from drumline.cluster.process import die_with_parent
 from drumline.config.algorithms import Algorithm, ClassifyConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import ModelConfig
@@ -34,7 +34,8 @@ from drumline.models.vision import Vision
 # Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.
 IN_LINE_ROWS = 2000
 _CHUNK_ROWS = 256
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# What the caller answers for all: a worker inherits them blocked, and so never dies of one in the middle of its imports.
+_PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @dataclass
@@ -136,11 +137,17 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
     """On `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=_start, initargs=(job, os.getpid()))
+    # The initializer is of a module without imports: a worker is tied to its parent before it imports what encoding needs.
+    pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),))
+    pickled = pickle.dumps(job)
     waiting: deque[Future[Chunk]] = deque()
     try:
         for chunk in _chunks(rows):
-            waiting.append(pool.submit(_work, chunk))
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+            try:
+                waiting.append(pool.submit(_work, pickled, chunk))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if len(waiting) >= 4 * count:
                 yield waiting.popleft().result()
         while waiting:
@@ -152,21 +159,13 @@ def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_job: Job | None = None
-
-
-def _start(job: Job, parent: int) -> None:
-    """In a new worker. It leaves Ctrl-C to its parent, dies with it, and its tokenizer keeps to one thread."""
-    global _job
-    _job = job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@lru_cache(maxsize=1)
+def _job(pickled: bytes) -> Job:
+    """In a worker, once. Its tokenizer keeps to one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    job: Job = pickle.loads(pickled)  # noqa: S301 — our parent made it
+    return job
 
 
-def _work(rows: list[Row]) -> Chunk:
-    assert _job is not None, "the initializer ran"
-    return _job.encode(rows)
+def _work(pickled: bytes, rows: list[Row]) -> Chunk:
+    return _job(pickled).encode(rows)

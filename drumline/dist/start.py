@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from drumline.errors import EnvironmentFault
+from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INTERFACE = "lo" if sys.platform == "linux" else "lo0"  # of loopback; lo0 on macOS
 CONNECT = timedelta(minutes=10)  # for rank 0 to be there: hosts of one job start minutes apart
-A_DAY = timedelta(days=1)
+A_DAY = 24 * 3600.0  # for rank 0's word: it may be preparing data
+POLL_SECONDS = 0.1
+LEAVE_SECONDS = 2.0  # for tearing groups down after an error
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,13 @@ class Ranks:
 
 
 _store: dist.Store | None = None
+_leaving: threading.Thread | None = None
 
 
 def rendezvous() -> dist.Store:
     """The ranks' common store, made once, within ten minutes. It listens on loopback alone when all ranks are on this machine.
 
-    The keys are of this attempt only: those of a killed one must not be taken for this one's (measured to hang restarts under torchrun).
+    The keys are of this start only: those of a killed one must not be taken for this one's (measured to hang restarts under torchrun).
     """
     global _store
     if _store is not None:
@@ -68,8 +77,44 @@ def rendezvous() -> dist.Store:
         held = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
         what = f"port {port} is taken" if held else f"no rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
-    _store = dist.PrefixStore(f"drumline-attempt-{ranks.attempt}", tcp)
+    # Another's store may have seen starts before this one; one that rank 0 made is new.
+    _store = dist.PrefixStore(f"drumline-{_round(tcp, ranks) if agent_has_it else 'first'}", tcp)
     return _store
+
+
+def _round(store: dist.Store, ranks: Ranks) -> str:
+    """A word that the ranks of this start have in common, and no start before it had.
+
+    Launchers' counts of restarts differ by host, so rank 0 draws one. What the others read may be an earlier rank 0's: it holds once
+    the one that is there now has answered to it with what each of them drew itself.
+    """
+    mine, until = secrets.token_hex(8), time.monotonic() + CONNECT.total_seconds()
+    if ranks.rank == 0:
+        store.set("drumline-round", mine)
+        for rank in range(1, ranks.world_size):
+            store.set(f"{mine}-answer-{rank}", _await(store, f"{mine}-hello-{rank}", until))
+        return mine
+    while True:
+        drawn = _await(store, "drumline-round", until)
+        store.set(f"{drawn}-hello-{ranks.rank}", mine)
+        while store.get("drumline-round").decode() == drawn:
+            if store.check([f"{drawn}-answer-{ranks.rank}"]) and store.get(f"{drawn}-answer-{ranks.rank}").decode() == mine:
+                return drawn
+            _pause(until)
+
+
+def _await(store: dist.Store, key: str, until: float) -> str:
+    """The text at `key`, once it is there. Not by the store's own waiting, in which no signal would be heard."""
+    while not store.check([key]):
+        _pause(until)
+    return store.get(key).decode()
+
+
+def _pause(until: float) -> None:
+    """Raises EnvironmentFault at `until` (seconds of the monotonic clock)."""
+    if time.monotonic() > until:
+        raise EnvironmentFault("the other ranks did not come in time", where="rendezvous", fix="look at the log of each host")
+    time.sleep(POLL_SECONDS)
 
 
 def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
@@ -79,35 +124,62 @@ def start(device: str, backend: str, timeout_seconds: float) -> Ranks:
     """
     ranks = Ranks.from_environment()
     if device == "cuda":
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(gpu(ranks))
     if ranks.world_size == 1:
         return ranks
     if os.environ["MASTER_ADDR"] in LOOPBACK or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", INTERFACE)
+    # What makes further groups (the device mesh, DeepSpeed) gives them none of its own; the defaults are 10 and 30 minutes.
+    timeout = c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
         store=dist.PrefixStore("group", rendezvous()),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=torch.device("cuda", ranks.local_rank) if device == "cuda" else None,
+        timeout=timeout,
+        device_id=torch.device("cuda", gpu(ranks)) if device == "cuda" else None,
     )
     return ranks
 
 
-def stop() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
+def gpu(ranks: Ranks) -> int:
+    """The number of this rank's GPU among those that it sees, which may be its own alone. Raises EnvironmentFault where it sees too few."""
+    seen = torch.cuda.device_count()
+    if seen > 1 and ranks.local_rank >= seen:
+        raise EnvironmentFault(
+            f"local rank {ranks.local_rank} sees {seen} GPUs", where="launcher", fix="start at most one process a GPU on each host"
+        )
+    return ranks.local_rank if seen > 1 else 0
+
+
+def stop(failed: bool = False) -> None:
+    """Leave the process groups, if there are any. After an error (`failed`) without waiting for what the others have not answered; see
+    `leave_process`."""
+    global _leaving
+    if not dist.is_initialized():
+        return
+    if not failed:
         dist.destroy_process_group()
+        return
+    _leaving = threading.Thread(target=abort_process_group, daemon=True)
+    _leaving.start()
+    _leaving.join(LEAVE_SECONDS)
 
 
-def publish(text: str) -> None:
-    """Rank 0, before `start`: a text for all ranks."""
-    rendezvous().set("text", text)
+def leave_process(code: int) -> NoReturn:
+    """End this process. Where gloo still waits for a peer the interpreter could not end in order: it ends without."""
+    if _leaving is not None and _leaving.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
-def receive() -> str:
-    """The other ranks: wait for rank 0's text (a day: it may be preparing data)."""
-    store = rendezvous()
-    store.wait(["text"], A_DAY)
-    return store.get("text").decode()
+def publish(text: str, name: str = "text") -> None:
+    """Before `start`: a text for other ranks, under a name of this rank's choice."""
+    rendezvous().set(name, text)
+
+
+def receive(name: str = "text") -> str:
+    """Wait for a text that another rank publishes, for a day: it may be preparing data."""
+    return _await(rendezvous(), name, time.monotonic() + A_DAY)

@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from drumline.cluster.process import is_suspended
 from drumline.launch.asked import Asked
 from drumline.launch.postmortem import RankEnd, read_error
 
@@ -112,7 +113,7 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
         self.logs, self.asked, self.grace_seconds = logs, asked, grace_seconds
-        self.killed: set[int] = set()
+        self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
         self._forwarded = False
@@ -133,7 +134,7 @@ class Agent(LocalElasticAgent):
         """SIGKILL every rank that is left, and whatever ranks have started (each is the leader of a session of its own)."""
         for rank, process in self._processes().items():
             if process.poll() is None:
-                self.killed.add(rank)
+                self.killed[rank] = is_suspended(process.pid)
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -196,7 +197,7 @@ class Agent(LocalElasticAgent):
         if ours and error:
             code = error["exit_code"]  # it had said why it ends before we killed it
         at = error["time"] if error else self._ended[rank]
-        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at)
+        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at, self.killed.get(rank, False))
 
     def _processes(self) -> dict[int, Any]:
         context: Any = self._pcontext

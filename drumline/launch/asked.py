@@ -1,11 +1,14 @@
-"""What was asked from outside: signals that are noted instead of ending the process, in the launcher and in each rank."""
+"""What was asked from outside: signals that are noted, or raised, instead of ending the process, in the launcher and in each rank."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any, Self
+
+NOTHING_LOST = 75  # the exit code of one who was asked to stop (errors.py)
 
 
 class Signals:
@@ -18,7 +21,9 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._note) for number in self.numbers}
+            # `nohup` has a lost terminal ignored, and so it stays.
+            heard = [n for n in self.numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self._old = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,3 +53,50 @@ class Asked(Signals):
             self.at_once |= number == signal.SIGINT
         else:
             self.number = signal.SIGTERM if number == signal.SIGHUP else number
+
+
+class Interrupted(BaseException):
+    """A signal came while there was nothing to save. No Exception, so that nobody takes it for a failure to try again after."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name}: nothing was lost")
+
+
+class Stoppable(Signals):
+    """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for
+    it and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that."""
+
+    numbers = (*Signals.numbers, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            os._exit(NOTHING_LOST)
+        if not self.number:
+            self.number = number
+            _kill_children()
+            raise Interrupted(number)
+
+
+class CtrlC(Signals):
+    """Within a Stoppable: Ctrl-C is a KeyboardInterrupt all the same, for who makes use of it."""
+
+    numbers = (signal.SIGINT,)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+
+def _kill_children() -> None:
+    """SIGKILL whatever this process has started, and what that has. Python's own keeper of semaphores ends by itself, after tidying up."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                child.kill()
+        except psutil.Error:  # it has ended
+            continue

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
+from pathlib import Path
 
+from drumline.cluster.process import ProcessId, die_with, process
 from drumline.errors import EnvironmentFault
 from drumline.report.redact import redact
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMAND_LENGTH = 100  # characters of a command line that are shown
+# How many processes a batch system or MPI has started of the same command; Slurm's own step before its job, which may have had more.
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What starts a process in the background and may end before it: no launchers.
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh", "busybox", "tmux", "screen", "sshd", "login", "su", "sudo", "systemd"}
 
 
 def launched_by() -> str | None:
@@ -18,6 +26,57 @@ def launched_by() -> str | None:
     if not all(name in os.environ for name in REQUIRED):
         return None
     return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for all: rank 0, or alone."""
+    return launched_by() is None or os.environ["RANK"] == "0"
+
+
+def another_does(command: str) -> bool:
+    """Whether another rank of the launcher does this `command`: only training takes them all; data are prepared once on each host."""
+    who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
+    return launched_by() is not None and who is not None and os.environ.get(who, os.environ["RANK"]) != "0"
+
+
+def require_rendezvous() -> None:
+    """Raises EnvironmentFault where this is one of several tasks that do not know of each other: each would train alone."""
+    tasks = next((int(os.environ[name]) for name in TASKS if os.environ.get(name, "").isdecimal()), 1)
+    if tasks == 1 or launched_by() is not None:
+        return
+    if any(os.environ.get(name, "0") != "0" for name in TASK):
+        raise SystemExit(EnvironmentFault.exit_code)  # task 0 says it
+    raise EnvironmentFault(
+        f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the others: each would train alone",
+        where="launcher",
+        fix="start torchrun in one task a node: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=GPUS"
+        " --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=FIRST_HOST:29500 -m drumline train CONFIG.yaml;"
+        " or, on one node, drumline train in one task alone: srun --ntasks=1",
+    )
+
+
+def die_with_launchers() -> None:
+    """Have this process killed when one of those that launched it dies, however it dies: nobody would look after it any more."""
+    die_with(launchers())
+
+
+def launchers() -> list[ProcessId]:
+    """The processes above this one that launched it: whoever has its arguments at the end of its own, as torchrun, deepspeed and
+    accelerate have, and as deepspeed has twice; of a rank also its parent, unless that is a shell."""
+    import psutil
+
+    own = [argument for argument in sys.argv[1:] if not argument.startswith(("--local_rank", "--local-rank"))]
+    found = []
+    for above in psutil.Process().parents():
+        try:
+            line, name = above.cmdline(), above.name()
+        except psutil.Error:  # somebody else's
+            continue
+        handed_on = own and line and "python" in Path(line[0]).name and line[-len(own) :] == own
+        started = launched_by() is not None and above.pid == os.getppid() and above.pid > 1 and name.lstrip("-") not in SHELLS
+        if handed_on or started:
+            found.append(process(above.pid))
+    return found
 
 
 def listen(port: int | None) -> socket.socket:

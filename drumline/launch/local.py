@@ -72,7 +72,12 @@ def launch(
             _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, said)
             if reason is not None:
                 return 1
-            resume, listener = "newest", listen(options.port)
+            resume, listener = newest_or(resume, run_dir), listen(options.port)
+
+
+def newest_or(resume: str | None, run_dir: Path) -> str:
+    """Where a run goes on that was started before: at its newest checkpoint, else where it was to begin."""
+    return "newest" if resume is None or any((run_dir / "checkpoints").glob("step-*")) else resume
 
 
 def _next_attempt(run_dir: Path) -> int:

@@ -15,7 +15,7 @@ from drumline.report.redact import redact
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
-    "failed on another rank", "Application timeout",
+    "failed on another rank", "Application timeout", "collective operation timeout",
 )  # fmt: skip
 LOG_LINES = 15
 OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
@@ -23,7 +23,8 @@ OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. `ours`: the launcher killed it after another had failed. `at`: unix seconds of its error, or of its end."""
+    """How one rank ended. `ours`: the launcher killed it after another had failed; `stopped`: somebody had suspended it until then. `at`:
+    unix seconds of its error, or of its end."""
 
     rank: int
     exitcode: int
@@ -31,6 +32,7 @@ class RankEnd:
     log: Path
     ours: bool = False
     at: float = 0.0
+    stopped: bool = False
 
     @property
     def signal(self) -> str | None:
@@ -46,6 +48,9 @@ class RankEnd:
         """What the rank said, or how it died."""
         if self.error:
             return redact(str(self.error["message"]))
+        if self.ours:
+            why = "it was suspended (SIGSTOP)" if self.stopped else "it hung, or waited for another"
+            return f"did not end by itself and was killed by the launcher: {why}"
         return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
 
     @property
@@ -73,23 +78,25 @@ def read_error(path: Path) -> dict[str, Any] | None:
 
 
 def root_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed."""
+    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or said
+    that it waited in vain. One that the launcher killed, and that had said nothing, comes last: it may have waited, too."""
     failed = [end for end in ends if end.exitcode != 0]
-    own = [end for end in failed if not end.is_consequence] or [end for end in failed if not end.ours] or failed
-    return min(own, key=lambda end: (end.signal in (None, "SIGABRT"), end.at, end.rank))
+    spoke = [end for end in failed if end.error or not end.ours]
+    blamed = [end for end in failed if not end.is_consequence] or spoke or failed
+    return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.ours, not end.stopped, end.at, end.rank))
 
 
 def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted | None:
     """Whether memory ran out; `kills`: how many processes the kernel had killed for that before the attempt, and after it."""
     before, after = kills
-    if cause.signal == "SIGKILL" and before is not None and after is not None and after > before:
+    if cause.signal == "SIGKILL" and not cause.ours and before is not None and after is not None and after > before:
         return Exhausted(rank=cause.rank, during="", killed=True)
     return cause.exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line. Without secrets."""
-    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" else "")]
+    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.ours else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = _tail(cause.log, without=cause.error)
@@ -97,6 +104,8 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     others = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
     if others:
         lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in others)]
+    silent = [end for end in ends if end.rank != cause.rank and end.ours and not end.error]
+    lines += [f"rank {end.rank} {end.message}" for end in silent if end.stopped or cause.is_consequence]
     return redact("\n".join(lines))
 
 

@@ -24,7 +24,7 @@ from drumline.data.checksums import Verification
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
-from drumline.dist.start import Ranks
+from drumline.dist.start import Ranks, gpu
 from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError, DataError
 from drumline.plan.communication import step_kind
@@ -49,7 +49,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     if config.run.deterministic:
         deterministic()
     torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-    device = f"cuda:{ranks.local_rank}" if plan.device == "cuda" else "cpu"
+    device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
     verification = _verification(plan, ranks)
     start, searched = None, 0.0
     if resume is not None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,11 +14,15 @@ from drumline.config.compat.overlay import from_environment, from_file
 from drumline.config.convert import convert as to_drumline
 from drumline.config.load import load, to_yaml
 from drumline.errors import UserError
-from drumline.launch.environment import launched_by, listen
+from drumline.launch.environment import die_with_launchers, first_rank, launched_by, listen, require_rendezvous
+from drumline.launch.lease import Lease
 from drumline.plan.explain import explain, plan_line
 from drumline.report.bars import bars
 from drumline.report.events import read
 from drumline.report.progress import Progress
+
+if TYPE_CHECKING:
+    from drumline.train.setup import Request
 
 
 def train(
@@ -30,35 +35,55 @@ def train(
     accelerate_config: Path | None = None,
 ) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
-    over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
-    loaded = load(config_path, overrides, over)
-    resume = resume or loaded.resume
-    if os.environ.get("RANK", "0") == "0":
-        _tell(loaded.notes)
-    if launched_by() is not None and not dry_run:
-        from drumline.train.launched import train as train_launched
+    die_with_launchers()
+    require_rendezvous()
 
-        return train_launched(loaded, resume, allow)
-    from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from
+    def request(world_size: int | None = None) -> Request:
+        over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+        loaded = load(config_path, overrides, over)
+        _tell(loaded.notes)
+        from drumline.train.setup import Request
+
+        return Request(loaded, world_size, resume or loaded.resume, allow)
+
+    if launched_by() is None:
+        return _dry_run(request()) if dry_run else _train(request())
+    if dry_run:
+        return _dry_run(request(int(os.environ["WORLD_SIZE"]))) if first_rank() else 0
+    from drumline.train.launched import train as train_launched
+
+    return train_launched(request)
+
+
+def _dry_run(request: Request) -> int:
+    from drumline.train.setup import make_plan, resume_from
+
+    with bars(Console(stderr=True)) as on_progress:
+        plan = make_plan(request, on_progress=on_progress, dry_run=True)
+    _tell(plan.data.left_out if plan.data else ())
+    resume_from(Path(plan.run_dir), request, plan)
+    print(to_yaml(plan.config))
+    print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
+    return 0
+
+
+def _train(request: Request) -> int:
+    """By our own launcher."""
+    from drumline.train.setup import claim_run_dir, make_plan
 
     console = Console(stderr=True)
-    request = Request(loaded, resume=resume, allow=allow)
     with bars(console) as on_progress:
-        plan = make_plan(request, on_progress=on_progress, dry_run=dry_run)
+        plan = make_plan(request, on_progress=on_progress)
     _tell(plan.data.left_out if plan.data else ())
-    if dry_run:
-        resume_from(Path(plan.run_dir), request, plan)
-        print(to_yaml(plan.config))
-        print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
-        return 0
     listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
-    plan_path, start = claim_run_dir(plan, request)
     from drumline.launch.local import launch
     from drumline.train.replan import Replanner
 
-    events = Path(plan.run_dir) / "events.jsonl"
-    with Progress(Console(), read(events) if events.exists() else []) as progress:
-        return launch(plan, plan_path, start, progress.on_event, on_oom=Replanner(plan, plan_path))
+    with Lease(Path(plan.run_dir)):
+        plan_path, start = claim_run_dir(plan, request)
+        events = Path(plan.run_dir) / "events.jsonl"
+        with Progress(Console(), read(events) if events.exists() else []) as progress:
+            return launch(plan, plan_path, start, progress.on_event, on_oom=Replanner(plan, plan_path))
 
 
 def _tell(notes: Iterable[str]) -> None:

@@ -56,7 +56,7 @@ def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> Non
             error = raised
             raise
         finally:
-            stop()
+            stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
             if speaker:
                 speaker.close(error, goodput)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
 from drumline.report.redact import redact, redacted_streams
 from drumline.train.exhausted import OutOfMemory
@@ -62,4 +63,4 @@ def recording() -> Iterator[None]:
             yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: told in full, and the code says that it failed
         note(error)
-        raise SystemExit(error.exit_code if isinstance(error, DrumlineError) else 1) from None
+        leave_process(error.exit_code if isinstance(error, DrumlineError) else 1)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socket
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from drumline.config.load import Loaded
+from drumline.cluster.process import process
+from drumline.config.load import to_yaml
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.launch.asked import NOTHING_LOST, Interrupted
 from drumline.launch.environment import launched_by
+from drumline.launch.lease import Lease, is_held_by
+from drumline.launch.local import newest_or
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.report.progress import Progress
@@ -20,28 +32,21 @@ from drumline.train.failure import recording
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, make_plan
 
+LAUNCH = "launch.json"  # in the run folder: who launched it last
+SHARED_SECONDS = 10.0  # a network file system may take a moment to show another host's file
 
-def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
-    """One rank, from plan to end. After a restart by the launcher the run goes on from its newest checkpoint."""
+
+def train(ask: Callable[[int], Request]) -> int:
+    """One rank, from plan to end. `ask`: what the user wants, of so many processes. After a restart by the launcher the run goes on from
+    its newest checkpoint."""
     ranks = Ranks.from_environment()
-    asked = loaded.config.launch.nproc
-    # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
-    if asked is not None and asked != ranks.world_size and not loaded.old:
-        raise EnvironmentFault(
-            f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes",
-            where="launch.nproc",
-            fix="leave launch.nproc out",
-        )
-    with recording():
+    with recording(), ExitStack() as held:
         # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
         rendezvous()
         if ranks.rank == 0:
-            plan, start = _plan(loaded, ranks, resume, allow)
+            plan, start = _plan(ask, ranks, held)
         else:
-            told = json.loads(receive())
-            if "error" in told:
-                raise SystemExit(told["exit_code"])
-            plan, start = Plan.model_validate(told["plan"]), told["resume"]
+            plan, start = _told(ranks)
         try:
             if ranks.rank != 0:
                 run(plan, start)
@@ -55,17 +60,85 @@ def train(loaded: Loaded, resume: str | None, allow: tuple[str, ...]) -> int:
     return 0
 
 
-def _plan(loaded: Loaded, ranks: Ranks, resume: str | None, allow: tuple[str, ...]) -> tuple[Plan, str | None]:
-    """Rank 0's part, outside any collective: it may take as long as the data needs."""
-    request = Request(loaded, world_size=ranks.world_size, resume="newest" if ranks.attempt else resume, allow=allow)
+def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple[Plan, str | None]:
+    """Rank 0's part, outside any collective: it may take as long as the data needs. `held` gets the lease of the run folder."""
     try:
+        request = ask(ranks.world_size)
+        _require_as_launched(request, ranks)
         with bars(Console(file=sys.stderr)) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
         for line in plan.data.left_out if plan.data else ():
             print(f"note: {line}", file=sys.stderr)
+        run_dir = Path(plan.run_dir)
+        lease = held.enter_context(Lease(run_dir))
+        mark = _mark(request)
+        if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
+            request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
-    except Exception as error:
-        publish(json.dumps({"error": str(error), "exit_code": error.exit_code if isinstance(error, DrumlineError) else 1}))
+        (run_dir / LAUNCH).write_text(json.dumps(mark))
+        publish(json.dumps({"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token}), "plan")
+        _require_shared(run_dir, ranks)
+    except (Exception, Interrupted) as error:
+        code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
+        for name in ("plan", "go"):  # whichever the others wait for
+            publish(json.dumps({"exit_code": code}), name)
         raise
-    publish(json.dumps({"plan": plan.model_dump(mode="json"), "resume": start}))
+    publish(json.dumps({}), "go")
     return plan, start
+
+
+def _told(ranks: Ranks) -> tuple[Plan, str | None]:
+    """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
+    told = _heard("plan")
+    plan = Plan.model_validate(told["plan"])
+    shared = is_held_by(told["lease"], Path(plan.run_dir), SHARED_SECONDS)
+    publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")
+    _heard("go")
+    return plan, told["resume"]
+
+
+def _heard(name: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(receive(name))
+    if "exit_code" in told:
+        raise SystemExit(told["exit_code"])  # rank 0 says why
+    return told
+
+
+def _require_shared(run_dir: Path, ranks: Ranks) -> None:
+    """Raises EnvironmentFault where another host has another folder of that name, or none: what its ranks save would be lost."""
+    without = sorted({host for rank in range(1, ranks.world_size) if (host := receive(f"shared-{rank}"))})
+    if without:
+        raise EnvironmentFault(
+            f"host {', '.join(without)} does not have the run folder that rank 0 writes to on host {socket.gethostname()}",
+            where=str(run_dir.absolute()),
+            fix="put it on storage that all hosts mount at the same place, with run.dir=…",
+        )
+
+
+def _require_as_launched(request: Request, ranks: Ranks) -> None:
+    asked = request.loaded.config.launch.nproc
+    # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
+    if asked is not None and asked != ranks.world_size and not request.loaded.old:
+        raise EnvironmentFault(
+            f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes",
+            where="launch.nproc",
+            fix="leave launch.nproc out",
+        )
+
+
+def _mark(request: Request) -> dict[str, Any]:
+    """What a restart by torchrun has in common with the start before it. It counts failures only: where a host came or went, the count
+    of restarts is what it was."""
+    config = hashlib.sha256(to_yaml(request.loaded.config).encode()).hexdigest()
+    return {"config": config, "agent": asdict(process(os.getppid())), "rendezvous": os.environ.get("TORCHELASTIC_RUN_ID", "none")}
+
+
+def _is_same(path: Path, mark: dict[str, Any]) -> bool:
+    """Whether the run in the folder was started by this launcher with this config: then it is this run, started again."""
+    try:
+        known = json.loads(path.read_text())
+        same_agent = known["agent"] == mark["agent"] and mark["agent"]["boot"] != ""
+        same_rendezvous = known["rendezvous"] == mark["rendezvous"] != "none"
+        return launched_by() == "torchrun" and known["config"] == mark["config"] and (same_agent or same_rendezvous)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

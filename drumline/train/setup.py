@@ -20,6 +20,7 @@ from drumline.data.identity import identify, what_changed
 from drumline.data.labelled import classes
 from drumline.data.left_out import left_out
 from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.launch import lease
 from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.classes import LM, with_classes
@@ -143,14 +144,15 @@ def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | N
 
 
 def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
-    """Make the run folder ours and write config.yaml and plan.json into it. Returns plan.json and the checkpoint to go on from.
+    """Write config.yaml and plan.json into the run folder, whose lease the caller holds. Returns plan.json and the checkpoint to go on
+    from.
 
     Raises EnvironmentFault (another run is there, not writable, too little space) or CheckpointError (nothing to resume from,
     or a config that differs in what matters).
     """
     run_dir = Path(plan.run_dir)
     start = resume_from(run_dir, request, plan)
-    if request.resume is None and run_dir.is_dir() and any(entry.name != EVAL_RESULTS for entry in run_dir.iterdir()):
+    if request.resume is None and run_dir.is_dir() and any(not _is_ours(entry.name) for entry in run_dir.iterdir()):
         raise EnvironmentFault(
             "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
         )
@@ -172,6 +174,11 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
             fix="free space, or choose another disk with run.dir=…",
         )
     return plan_path, start
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file may be in a run folder before there is a run."""
+    return name == EVAL_RESULTS or name.startswith(lease.NAME)
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from drumline.errors import DataError, UserError
+from drumline.launch.asked import CtrlC
 from drumline.report.bars import bars
 from drumline.rollout.generate import end_tokens
 from drumline.use.opened import Opened, open_model
@@ -26,15 +27,16 @@ def chat(place: str, max_new_tokens: int, temperature: float, system: str | None
     _tell(f"{opened.origin} — {COMMANDS}")
     if not talk.has_template:
         _tell("it has no chat template: each line is continued by itself")
-    while (line := _read()) is not None:
-        if line == "/exit":
-            break
-        if line == "/clear":
-            talk.turns.clear()
-        elif line.startswith("/") and line[1:].isalpha():
-            _tell(f"no command {line}: {COMMANDS}")
-        elif line:
-            talk.answer(line)
+    with CtrlC():
+        while (line := _read()) is not None:
+            if line == "/exit":
+                break
+            if line == "/clear":
+                talk.turns.clear()
+            elif line.startswith("/") and line[1:].isalpha():
+                _tell(f"no command {line}: {COMMANDS}")
+            elif line:
+                talk.answer(line)
 
 
 @dataclass

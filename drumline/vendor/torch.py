@@ -10,6 +10,7 @@ PLACES = {
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
     "MEM_FORMAT_ENCODING": "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "abort_process_group": "torch.distributed.distributed_c10d:_abort_process_group",
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "current_graph_task_id": "torch:_C._current_graph_task_id",

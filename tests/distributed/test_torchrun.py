@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.distributed.ranks import free_port
 from tests.faults.live import gone, kill, wait_for
 from tests.harness import ENV, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
@@ -65,13 +68,79 @@ def test_restart_goes_on_from_the_newest_checkpoint(config: Path, tmp_path: Path
     assert sorted(losses(run)) == list(range(1, 61))
 
 
-def _children(pid: int) -> list[int]:
-    import psutil
+def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = torchrun("train", config, f"run.dir={run}", "run.steps=5000")
+    wait_for(run, "save", 10, process)
+    ranks = _children(process.pid)
+    kill(process.pid)
+    process.communicate()
+    assert len(ranks) >= 2 and gone(str(tmp_path), 3 * 1.0)
+    assert not [pid for pid in ranks if psutil.pid_exists(pid)]
 
+
+@pytest.mark.full
+def test_a_host_that_joins_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
+    """Two agents on one host: the second comes while the first one trains. Both count no restart."""
+    run, port = tmp_path / "run", free_port()
+    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=beat"]
+    line += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m", "drumline", "train", str(config), f"run.dir={run}"]
+    line += ["run.steps=400"]
+    first = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
+    second = None
+    try:
+        wait_for(run, "save", 10, first)
+        second = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
+        code, said = end(first, timeout=200)
+        assert code == 0, said
+        assert end(second, timeout=60)[0] == 0
+    finally:
+        for process in (first, second):
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    starts = events(run, "run_start")
+    assert [start["world_size"] for start in starts] == [1, 2] and starts[1]["resumed_from"] == "newest"
+    assert events(run, "restore")[-1]["step"] >= 10
+    assert sorted(losses(run)) == list(range(1, 401))
+
+
+def by_hand(folders: list[Path], *arguments: object) -> list[tuple[int, str]]:
+    """One rank in each folder, as hosts of their own would start them; how each ended."""
+    usual = {**ENV, "WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "drumline", "train", *map(str, arguments)]
+    started = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        env = {**usual, "RANK": str(rank), "LOCAL_RANK": "0"}
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder, start_new_session=True
+            )
+        )
+    return [end(process) for process in started]
+
+
+def test_hosts_that_do_not_share_the_run_folder_do_not_train(config: Path, tmp_path: Path) -> None:
+    ends = by_hand([tmp_path / "a", tmp_path / "b"], config, "run.dir=run")
+    assert [code for code, _ in ends] == [2, 2], ends
+    (line,) = [line for _, said in ends for line in said.splitlines() if line.startswith("error:")]
+    assert socket.gethostname() in line and str(tmp_path / "a" / "run") in line and "does not have the run folder" in line
+    assert not (tmp_path / "a" / "run" / "events.jsonl").exists(), "it began"
+
+
+def test_one_plan_and_one_line_for_all_ranks(config: Path, tmp_path: Path) -> None:
+    here = [tmp_path / "here"] * 2
+    planned = by_hand(here, config, "--dry-run")
+    assert [code for code, _ in planned] == [0, 0], planned
+    assert [said.count("on 2 × cpu") for _, said in planned] == [1, 0], "a plan for as many as were started"
+    missing = by_hand(here, "no.yaml")
+    assert [code for code, _ in missing] == [2, 2]
+    assert [said.count("error:") for _, said in missing] == [1, 0] and "Traceback" not in "".join(said for _, said in missing), missing
+
+
+def _children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def _rank(pid: int) -> str | None:
-    import psutil
-
     return psutil.Process(pid).environ().get("RANK")

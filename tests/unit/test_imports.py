@@ -49,7 +49,7 @@ MAY: dict[str, set[str]] = {
     "bench": {"config", "cluster", "plan", "launch", "report", "dist", "checkpoint", "models", "train"},
     "use": {"config", "plan", "launch", "report", "checkpoint", "models", "data", "dist", "rollout", "train"},
     "planning": {"config", "cluster", "plan", "models", "report", "data", "tracing", "train"},
-    "cli": {"config", "report", "plan", "planning", "train", "bench", "use"},
+    "cli": {"config", "report", "plan", "planning", "launch", "train", "bench", "use"},  # launch: signals, ranks
     "__main__": {"cli"},
     "__init__": set(),
 }

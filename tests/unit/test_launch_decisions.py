@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drumline.launch.local import _code, _next_attempt, _progress
-from drumline.launch.postmortem import RankEnd, read_error, report, root_cause
+from drumline.launch.local import _code, _next_attempt, _progress, newest_or
+from drumline.launch.postmortem import RankEnd, exhausted, read_error, report, root_cause
 from drumline.launch.restarts import Restarts
 from drumline.report.events import EventLog
 
@@ -149,3 +149,32 @@ def test_crash_loop_is_the_same_step_rank_and_words() -> None:
     early = Restarts(9)
     assert early.decide(-1, -1, 0, "x") is None
     assert "before the first step" in (early.decide(-1, -1, 0, "x") or "")
+
+
+TIMED_OUT = "RuntimeError: Timed out waiting 600000ms for recv operation to complete"
+
+
+def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(tmp_path: Path) -> None:
+    """Rank 1 got SIGSTOP; rank 0 waited in vain, said so, and could not leave: the launcher killed both."""
+    waited = ended(0, 1, error=raised(TIMED_OUT, 9.0), ours=True)
+    suspended = RankEnd(1, -9, None, tmp_path / "rank-1.log", ours=True, stopped=True)
+    cause = root_cause([waited, suspended])
+    said = report(cause, [waited, suspended])
+    assert cause.rank == 0 and said.startswith("rank 0: RuntimeError: Timed out waiting") and "Traceback" in said
+    assert "rank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)" in said
+    assert "dmesg" not in said, "that SIGKILL was the launcher's"
+    assert exhausted(suspended, (0, 3)) is None, "memory ran out elsewhere on this machine"
+
+
+def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:
+    ends = [ended(0, -9, ours=True), ended(1, 1, error=raised(TIMED_OUT, 9.0), ours=True), ended(2, -9, ours=True)]
+    assert root_cause(ends).rank == 1
+    silent = [ended(0, -9, ours=True), RankEnd(1, -9, None, Path("/nowhere"), ours=True, stopped=True)]
+    assert root_cause(silent).rank == 1, "of the silent ones the suspended one"
+    assert "memory" not in report(silent[0], silent) and "hung" in report(silent[0], silent)
+
+
+def test_a_run_goes_on_where_it_was_to_begin_until_it_has_a_checkpoint(tmp_path: Path) -> None:
+    assert newest_or(None, tmp_path) == "newest" and newest_or("/other/run", tmp_path) == "/other/run"
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert newest_or("/other/run", tmp_path) == "newest"

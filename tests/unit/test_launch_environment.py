@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from drumline.cli import main
 from drumline.errors import EnvironmentFault
-from drumline.launch.asked import Asked
-from drumline.launch.environment import launched_by, listen, port_holder
+from drumline.launch.asked import Asked, CtrlC, Interrupted, Stoppable
+from drumline.launch.environment import TASK, TASKS, another_does, first_rank, launched_by, listen, port_holder, require_rendezvous
 
 ALL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 
@@ -84,7 +86,8 @@ def test_signals_are_noted_once_and_handlers_come_back() -> None:
 def test_without_prctl_a_rank_dies_with_its_parent_all_the_same() -> None:
     """On macOS a thread looks after the parent."""
     rank = (
-        "import os, sys, time; sys.platform = 'darwin'; from drumline.launch.worker import die_with_parent; die_with_parent(os.getppid())"
+        "import os, psutil, sys, time; sys.platform = 'darwin'; "
+        "from drumline.cluster.process import die_with_parent; die_with_parent(os.getppid())"
     )
     rank += "; print(os.getpid(), flush=True); time.sleep(600)"
     parent = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE).stdout.readline())"
@@ -102,3 +105,99 @@ def test_who_holds_a_port_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(psutil, "net_connections", denied)
     with listen(None) as held, pytest.raises(EnvironmentFault, match="cannot be had"):
         listen(held.getsockname()[1])
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ALL, "LOCAL_RANK", "TORCHELASTIC_RUN_ID", *TASKS, *TASK):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("tasks", [("SLURM_NTASKS", "SLURM_PROCID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")])
+def test_tasks_without_a_rendezvous_are_refused_once(tasks: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    require_rendezvous()
+    monkeypatch.setenv(tasks[0], "4")
+    with pytest.raises(EnvironmentFault) as fault:
+        require_rendezvous()
+    assert "4 tasks" in fault.value.line() and "--rdzv-endpoint" in fault.value.line()
+    monkeypatch.setenv(tasks[1], "3")
+    with pytest.raises(SystemExit) as ended:
+        require_rendezvous()
+    assert ended.value.code == 2, "task 0 has said it"
+    for name, value in ALL.items():
+        monkeypatch.setenv(name, value)
+    require_rendezvous()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_task_of_a_job_that_has_more_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # srun --ntasks=1 within it
+    require_rendezvous()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert first_rank() and not another_does("plan")
+    for name, value in {**ALL, "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not first_rank() and another_does("plan") and another_does("prepare") and not another_does("train")
+    monkeypatch.setattr("drumline.train.command.die_with_launchers", lambda: None)  # not with what runs these tests
+    for command in (["plan", str(tmp_path / "no.yaml")], ["train", str(tmp_path / "no.yaml"), "--dry-run"]):
+        with contextlib.suppress(SystemExit):
+            main(command)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--no-such-option"])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == said.err == "", "rank 0 says it"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not another_does("prepare"), "once on each host"
+
+
+def test_signals_end_work_that_has_nothing_to_save() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child, pytest.raises(Interrupted) as stop, Stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert child.returncode == -signal.SIGKILL and str(stop.value) == "SIGTERM: nothing was lost"
+    with Stoppable(), pytest.raises(KeyboardInterrupt), CtrlC():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+
+def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Asked() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert asked.number == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# A chain as of deepspeed: a runner starts a launcher, which starts a rank with one more argument; a shell stands above them.
+RANK = "import sys, time; from drumline.launch.environment import die_with_launchers, launchers; die_with_launchers()\n"
+RANK += "print(*[p.pid for p in launchers()], flush=True); time.sleep(600)"
+INNER = "import subprocess, sys, os; print(os.getpid(), flush=True)\n"
+INNER += "subprocess.Popen([sys.executable, '-c', {rank!r}, '--local_rank=0', *sys.argv[-2:]]).wait()"
+OUTER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}, *sys.argv[-2:]]).wait()"
+
+
+@pytest.mark.parametrize("who", ["the runner", "the launcher"])
+def test_a_rank_dies_with_each_launcher_above_it(who: str, tmp_path: Path) -> None:
+    outer = OUTER.format(inner=INNER.format(rank=RANK))
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", outer, "train", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as shell:
+        assert shell.stdout
+        inner = int(shell.stdout.readline())
+        watched = [int(pid) for pid in shell.stdout.readline().split()]
+        (runner,) = psutil.Process(shell.pid).children()
+        family = [runner, *runner.children(recursive=True)]
+        try:
+            assert watched == [inner, runner.pid], "not the shell, which may end before what it started"
+            os.kill(runner.pid if who == "the runner" else inner, signal.SIGKILL)
+            rank = family[-1]
+            assert not psutil.wait_procs([rank], timeout=3 * 1.0 + 10)[1], "it goes on by itself"
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)

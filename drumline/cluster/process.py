@@ -1,0 +1,136 @@
+"""Which process on which host: told apart from all others, past and present, and how a process is tied to the one that started it.
+
+The standard library alone: ranks and tokenisers call this before their long imports.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;
+    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty where a host does not tell."""
+
+    host: str
+    boot: str
+    space: str
+    pid: int
+    start: int
+
+    def alive(self) -> bool | None:
+        """Whether it runs, a stopped one too; None where this process cannot know: another host, another container, another boot."""
+        if not self.boot or not self.space or (self.host, self.boot, self.space) != here():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            pass  # somebody else's process, or no process id at all: what follows tells
+        found = _state(self.pid)
+        return None if found is None else found[0] == self.start and found[1] not in "ZX"
+
+    @property
+    def name(self) -> str:
+        """Letters, digits and hyphens, for the name of a file; `named` reads it."""
+        where = repr((self.host, self.boot, self.space))
+        return f"{self.pid}-{self.start}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+
+def named(name: str) -> ProcessId | None:
+    """The process that has this `name`; None where it is of another host, container or boot, or the name is none."""
+    figures = re.match(r"(\d{1,10})-(\d{1,20})-", name)
+    found = ProcessId(*here(), int(figures[1]), int(figures[2])) if figures else None
+    return found if found and name.startswith(found.name) else None
+
+
+def this_process() -> ProcessId:
+    return process(os.getpid())
+
+
+def process(pid: int) -> ProcessId:
+    """The process that has the id `pid` here and now."""
+    found = _state(pid)
+    return ProcessId(*here(), pid, found[0] if found else 0)
+
+
+@cache
+def here() -> tuple[str, str, str]:
+    """This host's name, boot and namespace of process ids."""
+    host = socket.gethostname()
+    if sys.platform != "linux":
+        return host, "-", "-"
+    try:
+        # Where /proc is that of another namespace, its numbers are not ours.
+        own = Path("/proc/self").readlink().name == str(os.getpid())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return host, boot, str(Path("/proc/self/ns/pid").readlink()) if own else ""
+    except OSError:
+        return host, "", ""
+
+
+def _state(pid: int) -> tuple[int, str] | None:
+    """(start, state) of a process; None where it cannot be seen."""
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            seen = psutil.Process(pid)
+            return int(seen.create_time() * 1e6), "Z" if seen.status() == psutil.STATUS_ZOMBIE else "R"
+        except (psutil.Error, ValueError, OverflowError):
+            return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[19]), fields[0]
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether a process has been stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger."""
+    found = _state(pid)
+    return found is not None and found[1] in "Tt"
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when its parent `parent` (process id) dies, however it dies.
+
+    On Linux by the kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for
+    them. Elsewhere, as on macOS, by a thread that looks every now and then.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        die_with([process(parent)])
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with(others: Sequence[ProcessId]) -> None:
+    """Have this process killed soon after one of `others` has gone; they need not be its parents, nor have started it from a thread that
+    lives on."""
+
+    def look() -> None:
+        while all(other.alive() is not False for other in others):
+            time.sleep(LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if others:
+        threading.Thread(target=look, daemon=True, name="drumline-die-with").start()

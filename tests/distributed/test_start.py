@@ -1,0 +1,68 @@
+"""Joining and leaving: how long groups wait, which GPU is a rank's, and a start that no other start is taken for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drumline.dist.start import Ranks, _round, gpu
+from drumline.errors import EnvironmentFault
+from tests.distributed.test_launch_join import end, free_port, popen
+from tests.faults.live import kill
+
+
+def two(how: str) -> list[subprocess.Popen[str]]:
+    usual = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.distributed.starting_worker", how]
+    return [popen(command, {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+
+
+def test_every_group_has_the_timeout_of_the_config() -> None:
+    for process in two("timeouts"):
+        code, said = end(process)
+        assert code == 0 and set(said.split()[-7:]) == {"41.0"}, said
+
+
+def test_an_error_is_the_end_though_a_peer_does_not_answer() -> None:
+    first, second = two("blocked")
+    try:
+        # Its collective would wait for 41 s, and the end of the process group with it.
+        code, said = end(first, timeout=38)
+        assert code == 1 and "2 collectives are under way" in said
+    finally:
+        kill(second.pid)
+        end(second)
+
+
+def test_a_rank_that_sees_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {1: [0, 0], 2: [0, 1]}
+    for count, numbers in seen.items():
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert [gpu(Ranks(rank, rank, 2)) for rank in (0, 1)] == numbers
+    with pytest.raises(EnvironmentFault, match="local rank 2 sees 2 GPUs"):
+        gpu(Ranks(2, 2, 3))
+
+
+def test_ranks_agree_on_a_start_whatever_an_earlier_one_left() -> None:
+    store = dist.HashStore()
+
+    def agree(late: bool) -> set[str]:
+        """The word of three ranks, rank 0 last to come or first."""
+        words: list[str] = []
+        threads = [threading.Thread(target=lambda r=rank: words.append(_round(store, Ranks(r, r, 3)))) for rank in range(3)]
+        for thread in threads[::-1] if late else threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(words) == 3
+        return set(words)
+
+    first = agree(late=False)
+    for late in (True, False):
+        again = agree(late)
+        assert len(again) == 1 and again != first
