@@ -81,28 +81,30 @@ def read_text(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOST
         raise wrong("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
-def read_json(path: Path, wrong: Wrong, fix: str | None = None) -> Any:
-    """The value of a JSON file, its whole numbers within 64 bits. Raises `wrong`, with the line where there is one."""
-    return parse_json(read_text(path, wrong, fix), str(path), wrong, lines=True, numbers=True)
+def read_json(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool = True) -> Any:
+    """The value of a JSON file; `numbers`: whole ones within 64 bits. Raises `wrong`, with the line where there is one."""
+    return parse_json(read_text(path, wrong, fix), str(path), wrong, lines=True, numbers=numbers)
 
 
-def read_object(path: Path, wrong: Wrong, fix: str | None = None) -> dict[str, Any]:
+def read_object(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
     """The same of a file that holds one object."""
-    value = read_json(path, wrong, fix)
+    value = read_json(path, wrong, fix, numbers)
     if not isinstance(value, dict):
         raise wrong("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
     return value
 
 
-def parse_json(text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, **options: Any) -> Any:
+def parse_json(
+    text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, fix: str | None = None, **options: Any
+) -> Any:
     """The value of a JSON text. `lines`: `where` is a file, a mistake is told with its line. `options`: of json.loads. Raises `wrong`."""
     try:
         value = json.loads(text, **options)
     except json.JSONDecodeError as error:
         at = f"{where}:{error.lineno}" if lines else where
-        raise wrong(f"not JSON: {error.msg} at column {error.colno}", where=at, fix="mend that line" if lines else None) from None
+        raise wrong(f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix or ("mend that line" if lines else None)) from None
     except RecursionError:
-        raise wrong("not JSON: nested too deep", where=where) from None
+        raise wrong("not JSON: nested too deep", where=where, fix=fix) from None
     except DrumlineError:
         raise
     except ValueError:  # what Python says of a whole number of more than 4,300 digits

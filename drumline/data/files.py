@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import csv
 import glob
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from drumline.errors import DataError
+from drumline.foreign import MIB, judged, open_plain, parse_json
 
+MOST_LINE = 256 * MIB  # bytes of one row
+MOST_ARRAY = 16 * MOST_LINE  # of a file that is one JSON array: it is read whole
 Raw = tuple[str, dict[str, Any]]
 
 
@@ -43,8 +45,10 @@ def read_file(path: Path, name: str) -> Iterator[Raw]:
 
 def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """Line number (from 1) and text, its newline kept. Decoded line by line, so that bad UTF-8 has a line."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+    with open_plain(path, DataError) as file:
+        for number, raw in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
+            if len(raw) > MOST_LINE:
+                raise DataError(f"a line of more than {MOST_LINE // MIB} MiB", where=f"{name}:{number}", fix="part it into several rows")
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             try:
@@ -59,11 +63,7 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
 
 def _object(text: str, where: str) -> dict[str, Any]:
     """One JSON object from `text`."""
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
-        raise DataError(f"not JSON: {at}", where=where, fix="each line must be one JSON object") from error
+    value = parse_json(text, where, DataError, fix="each line must be one JSON object")
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
     return value
@@ -78,15 +78,14 @@ def _jsonl(path: Path, name: str) -> Iterator[Raw]:
 
 def _json(path: Path, name: str) -> Iterator[Raw]:
     """An array of objects; or objects line by line, as many `.json` files in fact are."""
+    if path.stat().st_size > MOST_ARRAY:
+        raise DataError(f"an array of more than {MOST_ARRAY // MIB} MiB", where=name, fix="write one object a line, into a .jsonl")
     first = next((line.lstrip()[0] for _, line in _lines(path, name) if line.strip()), "")
     if first != "[":
         yield from _jsonl(path, name)
         return
     text = "".join(line for _, line in _lines(path, name))
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=f"{name}:{error.lineno}") from error
+    values = parse_json(text, name, DataError, lines=True)
     for number, value in enumerate(values, 1):
         where = f"{name} row {number}"
         if not isinstance(value, dict):
@@ -119,18 +118,21 @@ def _table(path: Path, name: str, delimiter: str) -> Iterator[Raw]:
 
 
 def _parquet(path: Path, name: str) -> Iterator[Raw]:
-    import pyarrow
     import pyarrow.parquet as parquet
 
     number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield f"{name} row {number}", values
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"not a Parquet file: {error}", where=name) from error
+    with judged("not a Parquet file", name, DataError):
+        file = parquet.ParquetFile(path)
+        batches = file.iter_batches(batch_size=1024)
+    with file:
+        while True:
+            with judged("not a Parquet file", name, DataError):
+                rows = next(batches).to_pylist() if number < file.metadata.num_rows else []
+            for values in rows:
+                number += 1
+                yield f"{name} row {number}", values
+            if not rows:
+                return
 
 
 def _text(path: Path, name: str) -> Iterator[Raw]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from drumline.config.data import DataConfig
 from drumline.data.sources import Row
 from drumline.errors import DataError
+from drumline.foreign import judged
 
 Messages = list[dict[str, Any]]
 
@@ -191,12 +192,8 @@ class Encoder:
 
     def _render(self, messages: Messages, origin: str, **options: Any) -> Any:
         """`apply_chat_template`; text unless options say otherwise. Raises DataError for what the template refuses."""
-        import jinja2
-
-        try:
+        with judged("the chat template refuses this conversation", origin, DataError):
             return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses this conversation: {error}", where=origin) from error
 
 
 def turn_end(tokenizer: Any) -> int | None:
@@ -206,12 +203,10 @@ def turn_end(tokenizer: Any) -> int | None:
     """
     if not tokenizer.chat_template:
         return None
-    import jinja2
-
     said = "answer"
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError):  # a template of its own kind; rows will tell
+    except Exception:  # noqa: BLE001 - a template of its own kind; rows will tell
         return None
     after = tokenizer(text[text.rfind(said) + len(said) :], add_special_tokens=False)["input_ids"]
     return next((token for token in after if token in special_ids(tokenizer)), None)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Addresses, sizes and counts differ between two tellings of the same failure.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
+# Python's own words for what another start runs into again: code or values that do not fit.
+_CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b")
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Restarts:
         """
         if reached > self.reached:
             self.left, self.reached = self.limit, reached
+        if _CERTAIN.match(message):
+            return "another start would not help: it is an error of code or of values"
         this = (failed_at, rank, _NUMBER.sub("#", message))
         if self.last == this:
             when = f"after step {failed_at}" if failed_at >= 0 else "before the first step"

@@ -10,10 +10,15 @@ from typing import Any, TypeVar
 from drumline.config.model import Head, ModelConfig
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
-from drumline.errors import ModelError
+from drumline.errors import DrumlineError, ModelError
+from drumline.foreign import first_line as _first_line
+from drumline.foreign import judged
+from drumline.foreign import read_text as _text
 from drumline.models.classes import AUTO
+from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
 from drumline.models.package import tokenizer_folder
+from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.shapes import written_out
 from drumline.models.tensor_plan import cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
@@ -43,8 +48,11 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     if path is not None:
+        check_folder(Path(path))
+        check_counts(model.config, "model.config")
         config = from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **hub_options(path, model)))
         return _lay_over(config, model.config)
+    check_counts(model.config, "model.config")
     written = {**(written_out(model.shape) if model.shape else {}), **model.config}
     kind = written.get("model_type")
     if kind is None:
@@ -53,7 +61,7 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
         )
     try:
         config = AutoConfig.for_model(kind)
-    except ValueError:
+    except (ValueError, TypeError):
         raise ModelError(
             f"transformers knows no model_type {kind!r}", where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
         ) from None
@@ -99,11 +107,11 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
 
 
 def _checked(make: Callable[[], T]) -> T:
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         return make()
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except DrumlineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in from_hub
         raise ModelError(
             f"transformers does not take this: {_first_line(error)}", where="model.config", fix="mend the values under model.config"
         ) from None
@@ -119,9 +127,23 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
             "a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one"
         )
     source = tokenizer_folder(source)
-    tokenizer = from_hub(source, model, lambda: AutoTokenizer.from_pretrained(source, **hub_options(source, model)))
+    check_folder(Path(source))
+    limit()
+    tokenizer = from_hub(source, model, lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template))
+    return tokenizer
+
+
+def _tried(tokenizer: Any) -> Any:
+    """The tokenizer, once it has done what will be asked of it: wrong values in its files are found here."""
+    ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
+    tokenizer.decode(ids)
+    tokenizer.convert_ids_to_tokens([*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)])
+    template = tokenizer.chat_template
+    texts = [] if template is None else list(template.values()) if isinstance(template, dict) else [template]
+    if not len(tokenizer) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("chat_template is no text" if len(tokenizer) else "it has no tokens")
     return tokenizer
 
 
@@ -141,6 +163,12 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
     counted, `facts_of_module` says.
     """
+    place = getattr(config, "name_or_path", None) or "model.config"
+    with judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json"):
+        return _facts(config, length, adapter, head, frozen_names)
+
+
+def _facts(config: Any, length: int, adapter: Adapter | None, head: Head, frozen_names: Sequence[str]) -> ModelFacts:
     import torch
 
     from drumline.models.classes import auto_class
@@ -259,6 +287,8 @@ def _config_of(model: Any, needed: Sequence[str]) -> Any:
 def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
     """Raises ModelError where the tokenizer has more ids than the embedding has rows, or rows are longer than the model has positions."""
     text = config.get_text_config()
+    if not all(isinstance(getattr(text, key, None), kind) for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))):
+        raise ModelError("vocab_size or max_position_embeddings is no whole number", where=f"{config.name_or_path or 'model'}: config.json")
     if len(tokenizer) > text.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows",
@@ -288,7 +318,9 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
     """Run one of transformers' loaders; its many ways of failing become one line each."""
     try:
         return make()
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except (DrumlineError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
         text = str(error)
         if "trust_remote_code" in text:
             raise ModelError(
@@ -313,17 +345,4 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
 
 
 def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"chat template cannot be read: {_first_line(error)}", where=str(path), fix="model.chat_template is the path of a Jinja file"
-        ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of a message, with the second where the first only announces it."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return _text(path, ModelError, "model.chat_template is the path of a Jinja file", MOST_SOURCE)

@@ -60,6 +60,8 @@ class Request:
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:
     """Find the model, prepare the data (a dry run only looks whether it is there) and resolve every number."""
     config, base = request.loaded.config, request.loaded.base_dir
+    if request.resume not in (None, "newest"):
+        _named(Path(request.resume or ""))  # before any work is done for nothing
     check_installed(config.run.report_to)
     if config.adapter.kind == "lora":
         adapters.require_installed(config.adapter)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from drumline.errors import DataError, UserError
+from drumline.foreign import judged
 from drumline.launch.asked import CtrlC
 from drumline.report.bars import bars
 from drumline.rollout.generate import end_tokens
@@ -99,16 +100,12 @@ class Conversation:
         return ids
 
     def _tokens(self, turns: list[Message]) -> list[int]:
-        import jinja2
-
         tokenizer = self.opened.tokenizer
         if not self.has_template:
             return list(tokenizer(turns[0]["content"])["input_ids"])
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        try:
+        with judged("the chat template refuses this conversation", self.opened.origin, DataError):
             text = tokenizer.apply_chat_template([*system, *turns], tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"the chat template refuses this conversation: {error}", where=self.opened.origin) from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

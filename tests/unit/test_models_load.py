@@ -90,7 +90,7 @@ def test_the_chat_template_may_be_another(folder: str, tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<x>"
     with pytest.raises(ModelError) as error:
         load_tokenizer(folder, model_of(id=folder, chat_template=str(tmp_path / "none.jinja")))
-    assert "chat template cannot be read" in line(error) and "none.jinja" in line(error)
+    assert "no such file" in line(error) and "none.jinja" in line(error)
 
 
 def test_another_tokenizer_than_the_models(folder: str, tmp_path: Path) -> None:
