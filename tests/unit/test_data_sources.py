@@ -184,7 +184,7 @@ def test_bad_utf8_names_line_and_column(tmp_path: Path) -> None:
 
 def test_lone_surrogate_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n')
-    assert "column 'text' holds a lone surrogate" in complaint(tmp_path, kind="file", path="a.jsonl")
+    assert "holds a lone surrogate" in complaint(tmp_path, kind="file", path="a.jsonl")
 
 
 def test_missing_column_names_row_and_columns(tmp_path: Path) -> None:
