@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--kept FOLDER] [--out FILE.json] [--figure FILE.png]
 
-published: the rows of reference/planner.md that there is a prediction for, and why there is none for the others.
+published: the rows of benchmarks/planner_published.py that there is a prediction for, and why there is none for the others.
 cpu: real runs at 1, 2 and 4 processes over gloo. Parameters, gradients, optimizer (bytes held by the engine) and traffic (bytes counted
 at the collectives) should be as predicted to the byte, the peak (of live tensors, by a tracker in one step) within 10%. Seconds are shown:
 this machine's rates are taken from its calibration where there is one, and its cores may be busy with other things.

@@ -1,4 +1,4 @@
-"""Published measurements as data, and what the planner says of the same runs. The rows are those of reference/planner.md, unchanged.
+"""Published measurements as data, and what the planner says of the same runs.
 
 What a row does not publish and the planner has to know is `open`: each value that it may have had is predicted, and nothing is fitted.
 A row that lacks something without which there is no prediction (its batch or its length), or that asks for a mix that Drumline has not,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -285,6 +286,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = _bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     if another_does(arguments[0] if arguments else ""):
         return
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:  # read as CUDA starts; the ranks inherit it
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
     try:
         with Stoppable():
             _run(arguments, speaks=first_rank())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,17 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+
+def environment(given: Mapping[str, str], gpu: bool) -> dict[str, str]:
+    """For processes that tests start: this checkout before what PYTHONPATH holds already; one thread a process, unless there is a GPU,
+    whose machine has cores for its host code."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
+    threads = {} if gpu else {"OMP_NUM_THREADS": "1"}
+    return {**given, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "NO_COLOR": "1"}
+
+
+ENV = environment(os.environ, shutil.which("nvidia-smi") is not None)
 
 WORDS = ["drum", "line", "rank", "step", "beat", "march", "keep", "time", "one", "two", "three", "left", "right", "sum", "mean", "mesh"]
 

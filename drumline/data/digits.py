@@ -23,7 +23,7 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
         from PIL import Image
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise EnvironmentFault(f"{error}", where="data source of kind digits", fix="pip install 'drumline[images]'") from error
+        raise EnvironmentFault(f"{error}", where="data source of kind digits", fix="pip install pillow scikit-learn") from error
     digits = load_digits()
     count = len(digits.target)
     numbers = {"train": range(count - TEST), "test": range(count - TEST, count), "all": range(count)}[source.split]

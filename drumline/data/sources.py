@@ -259,7 +259,7 @@ def _require_verifier(dataset: Any, where: str) -> None:
 
 
 def no_reasoning_gym() -> EnvironmentFault:
-    return EnvironmentFault("reasoning-gym is not installed", where="data source of kind tasks", fix="pip install 'drumline[tasks]'")
+    return EnvironmentFault("reasoning-gym is not installed", where="data source of kind tasks", fix="pip install reasoning-gym")
 
 
 def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,6 +24,20 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+
+
+@contextlib.contextmanager
+def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
+    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Others, those of
+    GPUs that are not this rank's above all, are not touched: to ask one for its state takes hold of the device."""
+    generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.get_state()
+    try:
+        if seed is not None:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def deterministic() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
-from drumline.dist.seeds import derive
+from drumline.dist.seeds import derive, drawing
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.blocks import blocks
 from drumline.models.scores import extra_heads
@@ -31,10 +31,9 @@ WHERE = "adapter.targets"
 
 def require_installed(adapter: LoRAConfig) -> None:
     """Raises EnvironmentFault for a missing package; nothing is imported."""
-    needs = {"peft": "lora"} | ({"bitsandbytes": "qlora"} if adapter.quantize != "none" else {})
-    for package, extra in needs.items():
+    for package in ["peft", *(["bitsandbytes"] if adapter.quantize != "none" else [])]:
         if importlib.util.find_spec(package) is None:
-            raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install 'drumline[{extra}]'")
+            raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install {package}")
 
 
 def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
@@ -85,7 +84,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
         task_type="CAUSAL_LM",
     )
     meta = next(model.parameters()).is_meta
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with drawing(None), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # blocks with layers of both kinds: PEFT mends it by layer
         inject_adapter_in_model(options, model, adapter_name=NAME, low_cpu_mem_usage=meta)
     heads = extra_heads(model)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from drumline.config.model import Head, ModelConfig
+from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.draw import Drawn
@@ -110,8 +111,7 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
 def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int, draws: bool) -> Any:
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with drawing(seed):
         built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if not draws:
@@ -123,8 +123,7 @@ def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[
 
 
 def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with drawing(seed):
         remote = {"trust_remote_code": model.trust_remote_code}
         built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
     built = with_head(built, head)

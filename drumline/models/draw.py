@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from drumline.dist.seeds import derive
+from drumline.dist.seeds import derive, drawing
 from drumline.models.shards import Whole, aliases, copy_part
 
 Init = Callable[[nn.Module], None]
@@ -58,6 +58,9 @@ class Drawn:
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+        # A rank that trains on a GPU draws there, also what is then kept on the host: one strategy draws what another does, and a host
+        # takes minutes for what a GPU draws in seconds. The numbers of a GPU are not those of a CPU.
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
         wanted: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
             wanted.setdefault(self.first[name], []).append(tensor)
@@ -67,10 +70,9 @@ class Drawn:
                 continue
             empty = [(held, key, held[key]) for _, held, key in places]
             for _, held, key in places:
-                full = torch.empty_like(held[key], device="cpu")
+                full = torch.empty_like(held[key], device=device)
                 held[key] = nn.Parameter(full, requires_grad=False) if isinstance(held[key], nn.Parameter) else full
-            with torch.no_grad(), torch.random.fork_rng([]):
-                torch.manual_seed(derive(self.seed, piece.name))
+            with torch.no_grad(), drawing(derive(self.seed, piece.name), device):
                 piece.draw()
             for name, held, key in places:
                 for tensor in wanted.get(name, ()):

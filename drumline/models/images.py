@@ -49,7 +49,7 @@ def require_pillow(where: str = "algorithm.modality image") -> None:
     import importlib.util
 
     if importlib.util.find_spec("PIL") is None:
-        raise EnvironmentFault("the package pillow is missing", where=where, fix="pip install 'drumline[images]'")
+        raise EnvironmentFault("the package pillow is missing", where=where, fix="pip install pillow scikit-learn")
 
 
 def _brings_one(path: str, model: ModelConfig) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drumline.config.model import Head
+from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classifier import head_weights, looks_ahead
 
@@ -27,7 +28,7 @@ class ValueHead(nn.Linear):
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.random.fork_rng([]):
+        with drawing(None, torch.device(device).type):
             super().__init__(width, 1, dtype=dtype, device=device)
         self._init_weights(self)
 

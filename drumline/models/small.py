@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
 
 VOCABULARY, WIDTH = 128, 64
@@ -37,12 +38,14 @@ def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], l
     """`trial` of a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
-    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32 = convolutions.allow_tf32 = False
     try:
         with torch.no_grad():
             return trial(small, ids_BT)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        products.allow_tf32, convolutions.allow_tf32 = before
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -55,8 +58,7 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     (`least`: at least so many), few tokens, narrow feed-forward layers; attention as it is. Random state is as before afterwards."""
     text = model.config.get_text_config()
     layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
+    with drawing(0):
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))
         except Exception as error:  # noqa: BLE001 - a class may ask for more of its widths than is known here

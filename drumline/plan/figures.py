@@ -11,7 +11,7 @@ from pydantic import Field
 
 from drumline.plan.frozen import Frozen
 
-# Of a device's memory: below the first it fits, up to the second it is tight (reference/planner.md, Method 4).
+# Of a device's memory: below the first it fits, up to the second it is tight (docs/planning.md, "Constants").
 FITS, TIGHT = 0.80, 0.95
 
 

@@ -81,7 +81,7 @@ def figure_of(answer: Answer, shown: Shown) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise EnvironmentFault("the package matplotlib is missing", where="--figure", fix="pip install 'drumline[plot]'") from None
+        raise EnvironmentFault("the package matplotlib is missing", where="--figure", fix="pip install matplotlib") from None
     rows = len(shown.fit) + len(shown.refused)
     figure = Figure(figsize=(14, max(4.6, 2.0 + 0.34 * rows)), layout="constrained")
     FigureCanvasAgg(figure)  # which knows how large texts are

@@ -161,7 +161,7 @@ def _task(reward: TaskReward, where: str) -> Scorer:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise EnvironmentFault("reasoning-gym is not installed", where=where, fix="pip install 'drumline[tasks]'") from error
+        raise EnvironmentFault("reasoning-gym is not installed", where=where, fix="pip install reasoning-gym") from error
     pattern = re.compile(reward.pattern) if reward.pattern else None
 
     @lru_cache(maxsize=256)
@@ -198,7 +198,7 @@ def _math(reward: MathReward, where: str) -> Scorer:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise EnvironmentFault("math-verify is not installed", where=where, fix="pip install 'drumline[math]'") from error
+        raise EnvironmentFault("math-verify is not installed", where=where, fix="pip install math-verify") from error
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of each call without its own alarm; ours is outside
 
     @lru_cache(maxsize=1024)

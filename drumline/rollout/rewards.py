@@ -25,7 +25,7 @@ from drumline.rollout.isolated import Answer, Isolated
 from drumline.rollout.reward_worker import LARGEST
 
 MOST_WORKERS = 4
-PACKAGES = {"task": ("reasoning_gym", "tasks"), "math": ("math_verify", "math")}  # kind → package, and the extra that brings it
+PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
 Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
 
 
@@ -68,10 +68,9 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
     require_secrets(configs)
     for index, config in enumerate(configs):
         where = f"algorithm.rewards[{index}]"
-        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind][0]) is None:
-            package, extra = PACKAGES[config.kind]
-            fix = f"pip install 'drumline[{extra}]'"
-            raise EnvironmentFault(f"the package {package.replace('_', '-')} is missing", where=where, fix=fix)
+        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
+            package = PACKAGES[config.kind].replace("_", "-")
+            raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
         if columns is not None:
             _check_columns(config, columns, where)
     functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}

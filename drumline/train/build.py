@@ -37,7 +37,7 @@ from drumline.train.measure import Measure
 from drumline.train.references import Reference
 from drumline.train.reinforced import reinforced
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import build_streams
+from drumline.train.streams import build_streams, fixed_width
 
 Emit = Callable[..., None]
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
@@ -48,7 +48,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     config = plan.config
     if config.run.deterministic:
         deterministic()
-    torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+    set_kernels(plan)
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
     verification = _verification(plan, ranks)
     start, searched = None, 0.0
@@ -162,6 +162,16 @@ class Start:
         path = None if self.path is None else str(self.path)
         emit("restore", step=state.step, path=path, seconds=time.time() - began, skipped=self.skipped)
         return state
+
+
+def set_kernels(plan: Plan) -> None:
+    """What the plan says of kernels: TF32 in products and in convolutions, and cuDNN's attention where all batches are of one width.
+
+    On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow by a token, and rows vary.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
+    rolls_out = getattr(plan.config.algorithm, "generator", None) is not None
+    torch.backends.cuda.enable_cudnn_sdp(fixed_width(plan) is not None and not rolls_out)
 
 
 def memory_in_use(device: str) -> int:

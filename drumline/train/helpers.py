@@ -28,7 +28,7 @@ def require_deepspeed(plan: Plan, on_progress: Callable[[str, int, int | None], 
     if not isinstance(strategy, ZeroStrategy):
         return
     if importlib.util.find_spec("deepspeed") is None:
-        raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install 'drumline[deepspeed]'")
+        raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install deepspeed ninja")
     if plan.offload != "nvme":
         return
     assert isinstance(strategy, Zero3Strategy), "the rules refuse the others"

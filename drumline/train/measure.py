@@ -57,7 +57,7 @@ class Measure:
         self.plan, self.engine, self.gather, self.emit, self.traffic = plan, engine, gather, emit, traffic
         self.host = HostPeak()
         self.held: dict[str, int] = {}  # bytes, of the counted step
-        self.peak = 0  # bytes, of all counted steps; on a CPU
+        self.peak = self.reserved = 0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
         self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.told = False
@@ -73,6 +73,8 @@ class Measure:
         if counts and phase == "clip":
             self.held = self.engine.held()._asdict()  # at the end of backward
             self.held["parameters"] += sum(frozen.held().parameters for frozen in frozen_engines)
+        if self.plan.device == "cuda" and phase is None:  # what came between steps is none of theirs: loading, evaluation, rollouts
+            torch.cuda.reset_peak_memory_stats()
         if counts and self.plan.device == "cpu":
             self._tracker = self._tracker or LiveBytes()
             self._tracker.phase = phase
@@ -93,6 +95,9 @@ class Measure:
         if self._tracker is not None:
             # The copies are host memory wherever the model lies; on a CPU the tracker cannot tell.
             self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
+        elif self.plan.device == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         if counted:
             self.seconds["counted"].append(seconds)
         elif not early and whole:
@@ -161,12 +166,11 @@ class Measure:
 
     def _figures(self) -> dict[str, float | None]:
         """This rank's; None is not known."""
-        cuda = self.plan.device == "cuda" and bool(self.held)
         medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
         return {
             **{name: self.held.get(name) for name in HELD},
-            "peak": torch.cuda.max_memory_allocated() if cuda else self.peak or None,
-            "reserved": torch.cuda.max_memory_reserved() if cuda else None,
+            "peak": self.peak or None,
+            "reserved": self.reserved or None,
             "width": self.width,
             # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
             **{f"{name}_s": None if name == "optimizer" and self.plan.device == "cuda" else medians.get(name) for name in SECONDS},

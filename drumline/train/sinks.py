@@ -22,9 +22,9 @@ GROUPS = {"step": "train", "eval": "eval", "save": "save", "rollout": "rollout"}
 # run.report_to → its library, how to get that, and what to look at when it does not start.
 LIBRARIES = {
     "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
-    "wandb": ("wandb", "pip install 'drumline[wandb]'", "run `wandb login`, set WANDB_MODE=offline"),
-    "mlflow": ("mlflow", "pip install 'drumline[mlflow]'", "see where MLFLOW_TRACKING_URI points"),
-    "trackio": ("trackio", "pip install 'drumline[trackio]'", "see whether TRACKIO_DIR can be written"),
+    "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
+    "mlflow": ("mlflow", "pip install mlflow-skinny sqlalchemy alembic", "see where MLFLOW_TRACKING_URI points"),
+    "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
 }
 MOST_RANKS = 8  # with a chart of their own
 MEMORY = "trackers.json"

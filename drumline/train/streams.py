@@ -30,12 +30,17 @@ class Streams:
     once: Callable[[str], Iterable[GlobalBatch]]
 
 
+def fixed_width(plan: Plan) -> int | None:
+    """Tokens that every micro-batch is wide: compiled blocks and the stages of a pipeline want one shape. None: as its longest row."""
+    fixed = plan.config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1
+    return plan.config.data.max_length if fixed else None
+
+
 def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Streams:
     """Training batches go on from `position`."""
     config, data = plan.config, plan.data
     assert data is not None, "workers get plans of prepared data"
-    # Compiled blocks and the stages of a pipeline want one shape; otherwise a micro-batch is as wide as its longest row.
-    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
+    width = fixed_width(plan)
 
     collator = labelled_collator(plan, width) if isinstance(config.algorithm, ClassifyConfig) else _token_collator(plan, width)
 

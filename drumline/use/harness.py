@@ -27,7 +27,7 @@ def harness(
     for whatever the harness fails on: a task that it does not know, data that cannot be had.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise EnvironmentFault("the package lm-eval is missing", where="--lm-eval", fix="pip install 'drumline[eval]'")
+        raise EnvironmentFault("the package lm-eval is missing", where="--lm-eval", fix="pip install lm-eval")
     source = place or (run_folder(config_path, overrides) if config_path.suffix in YAML else config_path)
     if not source.exists():
         raise CheckpointError("no such run or folder", where=str(source), fix="train first, or name one with --checkpoint")

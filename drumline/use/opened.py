@@ -94,7 +94,7 @@ def _with_adapter(base: str, source: str, model: ModelConfig) -> Any:
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install 'drumline[lora]'") from error
+        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft") from error
     whole = _read(base, model)
     with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
         return PeftModel.from_pretrained(whole, source).merge_and_unload()

@@ -36,4 +36,4 @@ def test_a_missing_package_is_told_before_anything_starts(tmp_path: Path) -> Non
     path = write_config(tmp_path, tiny_model_dir(tmp_path / "model"), adapter={"kind": "lora", "quantize": "4bit"})
     ended = drumline("train", path)
     assert ended.code == 2 and not (tmp_path / "run").exists()
-    assert ended.error_lines == ["error: adapter: the package bitsandbytes is missing — pip install 'drumline[qlora]'"]
+    assert ended.error_lines == ["error: adapter: the package bitsandbytes is missing — pip install bitsandbytes"]

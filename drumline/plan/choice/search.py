@@ -240,7 +240,7 @@ class _Look:
         question = self.question
         strategy = way.strategy
         if isinstance(strategy, ZeroStrategy) and not question.deepspeed:
-            raise PlanError("deepspeed is not installed", fix="pip install 'drumline[deepspeed]'")
+            raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
         if self.device == "cpu" and "cpu" in offloads(strategy) and strategy != question.config.strategy:
             raise PlanError("the device's memory is the host's: there is nothing to offload to")
         world = _world(question, strategy.kind)

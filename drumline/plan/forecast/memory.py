@@ -25,9 +25,9 @@ from drumline.plan.forecast.zero_states import FULL, zero_state
 from drumline.plan.layout import Layout
 
 GIB = 2**30
-CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (reference/planner.md, Method 4)
+CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
-# What the allocator reserves for each byte of tensors: published ratios, without expandable segments (reference/planner.md, Method 4).
+# What the allocator reserves for each byte of tensors: published ratios, without expandable segments (docs/planning.md, "Constants").
 RESERVES = {"fsdp2": 1.24, "zero3": 1.24, "zero2": 1.05, "zero1": 1.05}
 RESERVES_ELSE = 1.08
 # Parts of a step, as figures call them: backward has three, its begin, its way through the blocks and its end.

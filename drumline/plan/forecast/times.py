@@ -22,12 +22,12 @@ from drumline.plan.stages import bubble, stage_cost
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
-# reference/planner.md.
+# benchmarks/planner_published.py.
 MOVED, MOVED_COMPILED = 1700.0, 1150.0
 WHOLE = 10 / 34  # of that, what tensor parallelism leaves whole (Korthikanti et al. 2022, section 4.1)
 # What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
 MOVED_HEAD = 50.0
-CONTENTION = 1.2  # reference/planner.md: 1.1 to 1.3
+CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
