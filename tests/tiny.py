@@ -47,6 +47,38 @@ def tiny_tokenizer(vocab_size: int = 320, chat_template: str | None = CHATML) ->
     return tokenizer
 
 
+_COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+_MIXTURE = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+# Other architectures, as small: two mixtures that learn the loss of their routers, and two with biases in attention.
+ARCHITECTURES = {
+    "mixtral": {**_COMMON, **_MIXTURE, "num_local_experts": 4},
+    "qwen3_moe": {**_COMMON, **_MIXTURE, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen2": _COMMON,
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+
+
+def tiny_architecture_dir(path: Path, kind: str, layers: int = 4) -> Path:
+    """`tiny_model_dir` of one of ARCHITECTURES."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    ids = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    depth = {"n_layer" if kind == "gpt2" else "num_hidden_layers": layers}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **ARCHITECTURES[kind], **ids, **depth))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def tiny_model_dir(path: Path, vocab_size: int = 320, layers: int = 2, seed: int = 0, hidden: int = 32, positions: int = 512) -> Path:
     """Save a random Llama (fp32, tied embeddings, about 30 thousand parameters) and its tokenizer to folder `path`; returns `path`."""
     import torch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,26 +22,34 @@ class TokenBatch:
     `targets_BT` is shifted already: the token that follows, or IGNORE where nothing is learned, at the end of a segment and in padding.
     `position_ids_BT` counts from 0 in each segment, and attention must not cross a place where it starts anew. There is no attention mask:
     padding stands on the right, where causal attention lets no real token see it, and goes on counting from the last segment, so that a
-    batch without packing has rows 0, 1, 2, … and keeps the fast path of attention. `weight`: how many targets are learned.
+    batch without packing has rows 0, 1, 2, … and keeps the fast path of attention. `weight`: how many targets are learned. `lengths_B`:
+    int64, tokens of each row without its padding.
     """
 
     input_ids_BT: torch.Tensor
     targets_BT: torch.Tensor
     position_ids_BT: torch.Tensor
     weight: int
+    lengths_B: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.lengths_B is None:  # nothing is padding
+            object.__setattr__(self, "lengths_B", torch.full_like(self.input_ids_BT[:, 0], self.input_ids_BT.shape[1]))
+
+    def token_weights(self) -> torch.Tensor:
+        """[B, T]: what each token weighs in the loss."""
+        return self.targets_BT != IGNORE
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a model is called with."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
-    def to(self, device: torch.device | str) -> TokenBatch:
+    def to(self, device: torch.device | str) -> Self:
         """The batch on `device`; copies do not block the host."""
-        return replace(
-            self,
-            input_ids_BT=self.input_ids_BT.to(device, non_blocking=True),
-            targets_BT=self.targets_BT.to(device, non_blocking=True),
-            position_ids_BT=self.position_ids_BT.to(device, non_blocking=True),
-        )
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
@@ -63,4 +72,6 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
             targets[index, start : stop - 1] = np.where(learn[1:] != 0, tokens[1:].astype(np.int64), IGNORE)
             positions[index, start:] = np.arange(width - start)
             start = stop
-    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), weight=int((targets != IGNORE).sum()))
+    real = torch.tensor([0 if row is None else length for row, length in zip(rows, lengths, strict=True)])
+    weight = int((targets != IGNORE).sum())
+    return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), weight, lengths_B=real)

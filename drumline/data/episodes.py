@@ -79,7 +79,7 @@ class EpisodeBatch:
 
     Whatever is said about a token stands where it is predicted: at the place of the token before it, as `targets_BT` does, which is IGNORE
     everywhere but for the tokens of completions. The numbers are 0 there. `weights_BT`: of a token in the loss. `weight`: what these rows
-    add to the number that the loss of the global batch is divided by.
+    add to the number that the loss of the global batch is divided by. `lengths_B`: int64, tokens of each row without its padding.
     """
 
     input_ids_BT: torch.Tensor
@@ -93,6 +93,11 @@ class EpisodeBatch:
     returns_BT: torch.Tensor
     weights_BT: torch.Tensor
     weight: float
+    lengths_B: torch.Tensor
+
+    def token_weights(self) -> torch.Tensor:
+        """[B, T]: what each token weighs in the loss."""
+        return self.weights_BT
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a model is called with."""
@@ -125,7 +130,7 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
             into[row, places] = getattr(episodes, _NUMBERS[name])[pick, :size]
         weight += float(episodes.weight_N[pick])
     positions_BT = torch.arange(width).repeat(len(picks), 1)
-    return EpisodeBatch(ids_BT, targets_BT, positions_BT, weight=weight, **spread)
+    return EpisodeBatch(ids_BT, targets_BT, positions_BT, weight=weight, lengths_B=torch.tensor(lengths), **spread)
 
 
 # A number of a batch → that of the episodes.

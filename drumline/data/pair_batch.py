@@ -37,6 +37,16 @@ class PairBatch:
         """What a model is called with."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
+    @property
+    def lengths_B(self) -> torch.Tensor:  # noqa: N802 - as the field of the other batches is called
+        """int64: tokens of each row without its padding."""
+        return self.last_B + 1
+
+    def token_weights(self) -> torch.Tensor:
+        """[B, T] that add up to a half for each answer, so that a pair is 1."""
+        last_BT = self.position_ids_BT == self.last_B[:, None]
+        return last_BT * self.real_P.repeat(2)[:, None] / 2
+
     def to(self, device: torch.device | str) -> PairBatch:
         """The batch on `device`; copies do not block the host."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}

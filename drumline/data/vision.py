@@ -6,7 +6,7 @@ B rows, T tokens, N images, P patches of all of them, D numbers of a patch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,6 @@ class VisionBatch(TokenBatch):
         positions_4BT = torch.cat((self.position_ids_BT[None], self.rope_3BT))
         images = {"pixel_values": self.pixels_PD, "image_grid_thw": self.grid_N3}
         return {"input_ids": self.input_ids_BT, "position_ids": positions_4BT, **images}
-
-    def to(self, device: torch.device | str) -> VisionBatch:
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
 
 
 def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None, vision: Vision) -> VisionBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image
 from drumline.models.log_probs import linear_log_probs, log_probs
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
+from drumline.models.router import router_of, trains_router
 from drumline.models.scores import score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
@@ -41,6 +42,7 @@ class Outputs:
     sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
     score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
+    router_logits: Sequence[torch.Tensor] = ()  # of a mixture whose router loss is trained: of each layer [B × T, E], of this part
 
     def class_logits(self) -> torch.Tensor:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
@@ -185,14 +187,17 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
-    inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
+    inputs: dict[str, Any] = batch.inputs() if sequence is None else sequence.inputs(batch)
+    inputs |= {"output_router_logits": True} if trains_router(model) else {}
     score, parts = score_head(model), parts or score_parts(model)
     if parts is None:
         with _input_of(model.get_output_embeddings() if score is not None else None) as seen:
-            logits_BTV = model(**inputs, use_cache=False).logits
-        return Outputs(logits_BTV=logits_BTV, hidden_BTD=seen[0] if seen else None, score=score, sequence=sequence)
+            made = model(**inputs, use_cache=False)
+        hidden_BTD = seen[0] if seen else None
+        return Outputs(logits_BTV=made.logits, hidden_BTD=hidden_BTD, score=score, sequence=sequence, router_logits=_routers(made))
     trunk, head = parts
-    known = Outputs(hidden_BTD=trunk(**inputs, use_cache=False).last_hidden_state, score=score, sequence=sequence)
+    made = trunk(**inputs, use_cache=False)
+    known = Outputs(hidden_BTD=made.last_hidden_state, score=score, sequence=sequence, router_logits=_routers(made))
     if head is score:
         return known
     weight, bias = head.weight, head.bias
@@ -200,6 +205,10 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
         return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
     return replace(known, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part)
+
+
+def _routers(made: Any) -> Sequence[torch.Tensor]:
+    return getattr(made, "router_logits", None) or ()
 
 
 @contextlib.contextmanager
@@ -227,10 +236,23 @@ class ForwardWithObjective(nn.Module):
         super().__init__()
         self.model = model
         self.splits = can_split(model)
+        self.router = router_of(model)
         self.sequence: SequencePart | None = None
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors in those, and not in a dataclass."""
         parts = split(self.model) if self.splits else None
-        out = objective(outputs(self.model, batch, parts, self.sequence), batch)
-        return out.loss_sum, out.sums
+        made = outputs(self.model, batch, parts, self.sequence)
+        out = objective(made, batch)
+        # It is trained, and takes no part in what is asked without gradients; a trial's tokens weigh nothing.
+        if self.router is None or not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
+            return out.loss_sum, out.sums
+        loss_sum, sums = self.router.loss([self._whole(layer) for layer in made.router_logits], batch)
+        return out.loss_sum + loss_sum, out.sums | sums
+
+    def _whole(self, logits_NE: torch.Tensor) -> torch.Tensor:
+        """A router's logits for all tokens of the sequences: [B, T × E] where they were cut."""
+        if self.sequence is None:
+            return logits_NE
+        experts, rows = logits_NE.shape[-1], len(self.sequence.positions_BT)  # type: ignore[arg-type]
+        return self.sequence.gather(logits_NE.reshape(rows, -1)).reshape(-1, experts)

@@ -204,6 +204,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
     from drumline.models.blocks import block_list
     from drumline.models.classes import LM, bidirectional, is_encoder
     from drumline.models.classifier import first_position, image_facts, looks_ahead
+    from drumline.models.router import trains_router
     from drumline.models.scores import score_head
     from drumline.models.tower import tower_flops, vision_tower
     from drumline.models.vision import is_vision_language
@@ -255,6 +256,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         looks_ahead=ahead,
         first_position=first_position(model) if ahead else 0,
         sees=bool(tower),
+        trains_router=head in LM and trains_router(model),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
         block_weights=block_weights,
         end_weights=end_weights,

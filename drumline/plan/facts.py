@@ -75,6 +75,7 @@ class ModelFacts:
     block_weights: tuple[tuple[Weight, ...], ...] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
     end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
     changes_logits: bool = False  # soft-caps or scales what its head gives: they are made whole, whatever loss_chunk says
+    trains_router: bool = False  # its config asks for the loss that balances a mixture's experts
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
 
     def __hash__(self) -> int:

@@ -100,6 +100,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "use strategy=ddp or fsdp2",
     ),
     Rule(
+        "pp × the router loss of a mixture of experts",
+        lambda c: c.mesh.pp > 1 and c.facts is not None and c.facts.trains_router,
+        "the loss is a product of means over all layers, and a stage has some of them",
+        "use strategy=fsdp2, or train without it: model.config.output_router_logits=false",
+        "model.config.output_router_logits",
+    ),
+    Rule(
         "ring × tokens that see those behind them",
         lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
         "torch's ring attention takes no mask, and padding is kept out by one",

@@ -79,7 +79,8 @@ KINDS: dict[str, dict[str, str]] = {
         "sent_bytes": "that a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind,"
         " by the ring algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted",
         "memory_bytes": "of each rank: the allocator's peak on a GPU, the resident set on a CPU",
-        "epoch": "passes over the training samples so far",
+        "epoch": "passes over the training samples so far; an algorithm adds figures of its own, a mixture of experts whose router loss is"
+        " trained `router_loss` (a part of `loss`, without its coefficient) and `expert_load`: each expert's share of all choices",
     },
     "eval": {
         "step": "steps done before it",

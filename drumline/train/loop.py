@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
@@ -15,6 +15,7 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, DrumlineError, Preempted, TrainingStopped
+from drumline.models.router import router_figures
 from drumline.plan.plan import Plan
 from drumline.plan.schedule import learning_rate
 from drumline.strategies.engine import Engine
@@ -136,7 +137,8 @@ class Loop:
         sent = self.measure.end_step(step, batch.micro_batches, copies, whole=finite, seconds=seconds, data=data_s, communication=comm_s)
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            self._log_step(batch, loss, lr, grad_norm, self.algorithm.figures(total), agreed["tokens"], seconds + data_s, sent, *clocks)
+            figures = self.algorithm.figures(total) | router_figures(total, denominator)
+            self._log_step(batch, loss, lr, grad_norm, figures, agreed["tokens"], seconds + data_s, sent, *clocks)
         if not finite:
             self._not_finite(batch, loss, grad_norm)
 
@@ -146,7 +148,7 @@ class Loop:
         loss: float,
         lr: float,
         grad_norm: float,
-        figures: dict[str, float],
+        figures: dict[str, Any],
         tokens: float,
         seconds: float,
         sent: int | None,

@@ -77,8 +77,11 @@ class Sink:
 
 
 def figures(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an event, `t` and `step` left out, and the memory of the ranks: each of a few, or the least and the most."""
+    """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
+    ranks, each of a few, or the least and the most."""
     numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+    if loads := event.get("expert_load"):
+        numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
     ranks = event.get("memory_bytes", [])
     if len(ranks) <= MOST_RANKS:
         return numbers | {f"memory_bytes/rank_{rank}": float(bytes_) for rank, bytes_ in enumerate(ranks)}

@@ -26,6 +26,7 @@ class Case:
     name: str
     sections: dict[str, Any]
     rows: tuple[str, ...] = ()
+    architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
 
 
 def engine_of(row: Row) -> str:
@@ -259,6 +260,12 @@ CASES += [
         {"algorithm": {"kind": "ppo", "epochs": 2, "value": "separate", "value_lr": 1e-3, **ROLLOUT}, **NO_SIGNS},
         rows=("one process, accumulation 4", "ddp 2, accumulation 4", "fsdp2 2", "tp 2", "cp 2", "pp 2, gpipe", "zero2 2", "zero3 2"),
     ),
+]
+ENGINES = ("ddp 2, accumulation 4", "fsdp2 2, accumulation 4", "zero2 2, accumulation 4", "zero3 2, nothing kept whole, accumulation 4")
+PACKED: dict[str, Any] = {"data": {"packing": True, "max_length": 96}, "rows": 120, "optimizer": {"eps": 1e-6}}
+CASES += [
+    Case("mixtral, router loss", PACKED, (*ENGINES, "cp 2", "ddp 2, activation checkpointing"), "mixtral"),
+    Case("qwen3_moe, router loss", {**PACKED, "data": {"packing": False}, "rows": 48}, ("ddp 2", *ENGINES), "qwen3_moe"),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]

@@ -23,7 +23,7 @@ from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans
 from tests.distributed.rows import CASES, COVERING, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCE, TOLERANCE, Case, Row, group_of
 from tests.harness import events, write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
 # Under tensor parallelism it depends on how long a batch's longest row is, and ZeRO 3 gathers more where one process has had several
 # engines, as here: see test_planner_traffic.
@@ -64,8 +64,13 @@ class Runs:
 
     def __init__(self, root: Path, session: pytest.Session) -> None:
         self.root, self.session = root, session
-        self.model = tiny_model_dir(root / "model", layers=4)
+        self.models = {"llama": tiny_model_dir(root / "model", layers=4)}
         self.groups: set[str] = set()
+
+    def model(self, kind: str) -> Path:
+        if kind not in self.models:
+            self.models[kind] = tiny_architecture_dir(self.root / kind, kind)
+        return self.models[kind]
 
     def plan(self, row: Row, case: Case) -> Path:
         folder = self.root / slug(row, case)
@@ -75,7 +80,7 @@ class Runs:
             "batch": {"global_samples": 8, "micro_batch": 4},
             "checkpoint": {"every": None, "asynchronous": False, "export": "none"},
         }
-        path = write_config(folder, self.model, **merge(base, case.sections, row.sections))
+        path = write_config(folder, self.model(case.architecture), **merge(base, case.sections, row.sections))
         asked = Request(load(path, [f"data.cache_dir={self.root / 'cache'}"]), world_size=row.world_size)
         return claim_run_dir(make_plan(asked, on_progress=lambda *_: None), asked)[0]
 

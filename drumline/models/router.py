@@ -1,0 +1,115 @@
+"""The loss that balances a mixture's experts (Fedus et al. 2022, equations 4 to 6), as a sum over documents.
+
+E experts, N = B × T tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drumline.errors import ModelError
+from drumline.models.classes import ends_in_classes
+from drumline.models.small import close, tried
+
+# What configs call the number of experts that take a token, and what the loss is multiplied by.
+CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
+COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
+LOAD = "expert_load/"  # sums of a micro-batch: tokens that an expert took, over all layers
+
+
+@dataclass(frozen=True)
+class Router:
+    """`chosen` experts take a token; `coefficient` is what the config multiplies the loss by."""
+
+    chosen: int
+    coefficient: float
+
+    def loss(self, logits: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """coefficient × Σ over documents of weight × E Σ_e f_e P_e, and sums: `router_loss` (without the coefficient), the experts' loads.
+
+        f_e is the share of the document's tokens that expert e takes, P_e its mean probability, both over all layers together, as
+        transformers has them; `weight` is what the document's tokens weigh in the loss of the algorithm (`batch.token_weights()`).
+        transformers takes f_e and P_e over all rows of a batch, and a product of means is no sum: it hangs on how a batch is cut. That of
+        one document is the same however it is cut, and is transformers' where the batch is one row. Padding (from `batch.lengths_B` on)
+        takes no part. `logits`: of each layer, [N, E] or [B, T, E].
+        """
+        places_T = torch.arange(batch.position_ids_BT.shape[1], device=logits[0].device)
+        real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
+        document_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+        weight_N = torch.zeros_like(real_N1[:, 0]).index_add_(0, document_N, batch.token_weights().reshape(-1).float())
+        taken_NE, likely_NE = (torch.zeros(len(document_N), logits[0].shape[-1], device=places_T.device) for _ in range(2))
+        for layer in logits:
+            probability_NE = layer.reshape(-1, layer.shape[-1]).float().softmax(-1)
+            chosen_Nk = probability_NE.detach().topk(self.chosen, -1).indices
+            taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(1, chosen_Nk, real_N1.expand(-1, self.chosen))
+            likely_NE = likely_NE + probability_NE * real_N1
+        # Sums by document, as many places as there are tokens: to count the documents would make the host wait for the device.
+        f_DE, p_DE = (torch.zeros_like(taken_NE).index_add(0, document_N, per_token) for per_token in (taken_NE, likely_NE))
+        rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(logits)
+        balance = (weight_N * (f_DE * p_DE).sum(1) / rows_D.square()).sum() * taken_NE.shape[1]
+        loads = {f"{LOAD}{expert}": load for expert, load in enumerate(taken_NE.sum(0))}
+        return self.coefficient * balance, {"router_loss": balance.detach(), **loads}
+
+
+def trains_router(model: Any) -> bool:
+    """Whether the config of a language model asks for the loss, as `output_router_logits: true` does."""
+    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
+    asks = bool(getattr(text, "output_router_logits", False))
+    return asks and model.get_output_embeddings() is not None and not ends_in_classes(model)
+
+
+def router_of(model: Any) -> Router | None:
+    """The loss that the model's config asks for; None where it asks for none.
+
+    Tried on a small copy: one row must give transformers' own `aux_loss`, and its coefficient must be what transformers adds it with.
+    Raises ModelError where that is not so: another loss than the model's own would be trained, or none.
+    """
+    if not trains_router(model):
+        return None
+    text = model.config.get_text_config()
+    said = [[value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT)]
+    router = Router(int(said[0][0]), float(said[1][0])) if all(said) else None
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        assert router is not None
+        theirs = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=True)
+        without = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=False).loss
+        ours, _ = router.loss(theirs.router_logits, _Row(ids_BT))
+        added = abs(float(theirs.loss - without - ours)) <= 1e-6 * float(theirs.loss)
+        return added and close(ours, router.coefficient * theirs.aux_loss)
+
+    try:
+        as_theirs = router is not None and tried(model, "cpu", trial)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        as_theirs = False
+    if not as_theirs:
+        raise ModelError(
+            f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained",
+            where="model.config.output_router_logits",
+            fix="set model.config.output_router_logits: false to train without it",
+        )
+    return router
+
+
+def router_figures(sums: dict[str, float], denominator: float) -> dict[str, Any]:
+    """Of a step's event: `router_loss`, a mean as the loss is (1 at best), and `expert_load`: of each expert the share of all choices
+    that fell on it (1 / E where they are even). Nothing for a model without them."""
+    if "router_loss" not in sums:
+        return {}
+    loads = [load for name, load in sums.items() if name.startswith(LOAD)]
+    return {"router_loss": sums["router_loss"] / denominator, "expert_load": [load / max(1.0, sum(loads)) for load in loads]}
+
+
+class _Row:
+    """One document of weight 1."""
+
+    def __init__(self, ids_BT: torch.Tensor) -> None:
+        self.position_ids_BT = torch.arange(ids_BT.shape[1])[None]
+        self.lengths_B = torch.tensor([ids_BT.shape[1]])
+
+    def token_weights(self) -> torch.Tensor:
+        return torch.full(self.position_ids_BT.shape, 1 / self.position_ids_BT.numel())
