@@ -2,6 +2,8 @@
 
 import sys
 
+sys.path.append(sys.path.pop(0))  # this folder shadows nothing
+
 from drumline.cli import main
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def _place(text: str) -> str:
     return text
 
 
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file may allow it here.")]
+TRUSTED = ["model.trust_remote_code=true"]
 ConfigFile = Annotated[
     Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The YAML that says it all; `drumline schema` describes its keys.")
 ]
@@ -63,6 +65,7 @@ def train(
         ),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
+    trust_remote_code: Trust = False,
     accelerate_config: Annotated[
         Path | None,
         typer.Option(parser=_path, metavar="F", help="An accelerate config or DeepSpeed JSON: its strategy is laid over CONFIG."),
@@ -73,7 +76,7 @@ def train(
 
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
     allowed = tuple(key for key in allow.split(",") if key)
-    overrides = [*(overrides or []), *extra]
+    overrides = [*(overrides or []), *extra, *TRUSTED * trust_remote_code]
     raise typer.Exit(run(config, overrides, resume=resume, allow=allowed, dry_run=dry_run, accelerate_config=accelerate_config))
 
 
@@ -173,11 +176,12 @@ def export(
     which: Annotated[str, typer.Option(help="last, best, or the number of a step.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: PEFT's files of the adapter alone, not merged.")] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Write a Hugging Face folder from a run's checkpoint; reload it and compare logits before saying done."""
     from drumline.train.command import export as run_export
 
-    run_export(run, to, which, dtype, adapter)
+    run_export(run, to, which, dtype, adapter, trust_remote_code)
 
 
 @app.command()
@@ -188,11 +192,12 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer is cut here.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest token each time.")] = 0.7,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
     from drumline.use.chat import chat as run
 
-    run(place, max_new_tokens, temperature, system)
+    run(place, max_new_tokens, temperature, system, trust_remote_code)
 
 
 @app.command(name="eval")
@@ -207,19 +212,21 @@ def evaluate(
     lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Tasks of lm-eval, comma-separated; CONFIG may be a run folder.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="--lm-eval: questions of each task.")] = None,
     include_path: Annotated[Path | None, typer.Option(parser=_path, help="--lm-eval: a folder of further task YAMLs.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Score a checkpoint on the held-out set, under the strategy of CONFIG; the figures go to RUN/eval.json, too."""
+    overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     if lm_eval:
         from drumline.use.harness import harness
 
-        raise typer.Exit(harness(config, overrides or [], checkpoint, lm_eval.split(","), limit, include_path))
+        raise typer.Exit(harness(config, overrides, checkpoint, lm_eval.split(","), limit, include_path))
     if generate:
         from drumline.use.answers import answers
 
-        raise typer.Exit(answers(config, overrides or [], checkpoint, generate))
+        raise typer.Exit(answers(config, overrides, checkpoint, generate))
     from drumline.use.evaluate import evaluate as run
 
-    raise typer.Exit(run(config, overrides or [], checkpoint))
+    raise typer.Exit(run(config, overrides, checkpoint))
 
 
 @app.command()

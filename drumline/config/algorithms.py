@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drumline.config.model import ModelConfig
-from drumline.config.section import MOST_SAMPLES, MOST_SECONDS, MOST_STEPS, MOST_WEIGHT, PathText, Section, kind_from_string
+from drumline.config.section import KIND_ALONE, MOST_SAMPLES, MOST_SECONDS, MOST_STEPS, MOST_WEIGHT, PathText, Section
 
 
 class _TokenAlgorithm(Section):
@@ -152,7 +152,7 @@ class ModelReward(_Reward):
 Reward = Annotated[
     FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward,
     Field(discriminator="kind"),
-    BeforeValidator(kind_from_string),
+    KIND_ALONE,
 ]
 
 
@@ -215,7 +215,7 @@ class VLLMGenerator(_Generator):
         return self
 
 
-Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
+Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), KIND_ALONE]
 
 
 class KLConfig(Section):
@@ -358,7 +358,7 @@ class ClassifyConfig(Section):
 Algorithm = Annotated[
     PretrainConfig | SFTConfig | RewardModelConfig | DPOConfig | PPOConfig | GRPOConfig | ClassifyConfig,
     Field(discriminator="kind"),
-    BeforeValidator(kind_from_string),
+    KIND_ALONE,
 ]
 ROLLOUT = (PPOConfig, GRPOConfig)
 # What the eval event of each has, for `eval.metric`; reward/DOMAIN besides, of what learns from rollouts.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from drumline.cluster import catalog
 from drumline.cluster.cluster import DeviceSpec, Link
-from drumline.config.section import MOST_SAMPLES, PathText, Section
+from drumline.config.section import MOST_SAMPLES, PathText, Section, Short
 
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
@@ -57,12 +57,20 @@ class LinkConfig(Section):
         return Link(name, self.gb_s * catalog.GIGA, self.latency_us * 1e-6, source="cluster.links")
 
 
+def _as_text(value: Any) -> Any:
+    """YAML reads `device: 4090` as a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
+
+
 class ClusterConfig(Section):
     """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
 
     devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="Further devices by name.")
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="Further links by name.")
-    device: str | None = Field(
+    device: Annotated[str | None, NUMBER] = Field(
         None,
         description="Of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
@@ -82,11 +90,6 @@ class ClusterConfig(Section):
         None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
     )
     price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="For the cost of a run, in any currency.")
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _text(cls, device: Any) -> Any:
-        return _as_text(device)
 
     @field_validator("devices")
     @classmethod
@@ -158,9 +161,7 @@ def cluster_from_string(value: Any) -> Any:
     return {"device": device} if first is None else {"per_node": int(first), "device": device}
 
 
-def _as_text(value: Any) -> Any:
-    """YAML reads `device: 4090` as a number."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+CLUSTER_ALONE = Short(cluster_from_string, {"type": ["string", "integer"], "examples": ["4x4090", "2x8xh100-80g"]})
 
 
 def _no_link(name: str, own: list[str]) -> str:

@@ -17,7 +17,6 @@ from drumline.config.overrides import lay_over
 from drumline.config.schema import Config
 from drumline.config.secret import withhold
 from drumline.config.strategies import ZeroStrategy
-from drumline.config.suggest import kinds_at
 from drumline.config.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
 from drumline.foreign import MIB
@@ -41,13 +40,14 @@ class Loaded:
     old: bool = False
 
 
-def load(path: Path, overrides: list[str], over: Overlay | None = None) -> Loaded:
-    """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides.
+def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
+    """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
+    the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code).
 
     Raises ConfigError.
     """
     draft = drafted(read_text(path), str(path), path.parent, over)
-    config = validated(draft, overrides)
+    config = validated(draft, overrides, trusted)
     if config.model.chat_template is not None:
         # Ranks read it from the plan, and no longer know where the YAML was.
         template = str((path.parent / config.model.chat_template).absolute())
@@ -109,14 +109,14 @@ def has_data(values: dict[str, Any]) -> bool:
     return isinstance(values.get("data"), dict) and "train" in values["data"]
 
 
-def validated(draft: Draft, overrides: list[str]) -> Config:
+def validated(draft: Draft, overrides: list[str], trusted: bool = True) -> Config:
     """The Config of a draft with overrides over it. Raises ConfigError."""
     values = draft.values
     origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
     if draft.old and not has_data(values):
         fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
-    values = withhold(values, origins.where)
+    values = withhold(values if trusted else _without_trust(values, tuple(origins.overrides)), origins.where)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -127,6 +127,16 @@ def validated(draft: Draft, overrides: list[str]) -> Config:
         what = f"algorithm {kind} measures no {metric!r}"
         raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(METRICS[kind])}")
     return config
+
+
+def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
+    """A copy of the values in which trust_remote_code is false wherever no override has said it."""
+    if isinstance(value, dict):
+        return {key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_trust(inner, granted, (*place, str(index))) for index, inner in enumerate(value)]
+    mine = any(place[: len(override)] == override for override in granted)
+    return False if place[-1:] == ("trust_remote_code",) and not mine else value
 
 
 # --------------------------------------------------------------------------------------------------- printing, comparing
@@ -152,6 +162,7 @@ FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
     "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
+    "model.trust_remote_code",
 )  # fmt: skip
 
 
@@ -184,13 +195,8 @@ def _flat(section: BaseModel) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the YAML. Where `strategy: ddp` is short for `{kind: ddp}`, the string is allowed too."""
+    """JSON Schema (2020-12) of the YAML, short forms too (`config.section.Short`)."""
     made = Config.model_json_schema()
-    for name in ("algorithm", "strategy", "adapter", "schedule", "precision"):
-        full = made["properties"][name]
-        made["properties"][name] = {"anyOf": [{"enum": sorted(kinds_at((name,)))}, full], "default": full.pop("default", None)}
-    cluster = made["properties"]["cluster"]
-    cluster["anyOf"].insert(0, {"type": "string", "examples": ["4x4090", "2x8xh100-80g"]})
     for section in made["$defs"].values():
         if "const" in section["properties"].get("kind", {}):
             section["required"] = ["kind", *section.get("required", [])]  # it tells the union's members apart

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOConfig, SFTConfig
-from drumline.config.cluster import ClusterConfig, cluster_from_string
+from drumline.config.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
-from drumline.config.section import MOST_RANKS, MOST_SAMPLES, MOST_SECONDS, MOST_SEED, MOST_STEPS, PathText, Section, kind_from_string
+from drumline.config.section import KIND_ALONE, MOST_RANKS, MOST_SAMPLES, MOST_SECONDS, MOST_SEED, MOST_STEPS, PathText, Section
 from drumline.config.strategies import AutoStrategy, Strategy
 
 # -------------------------------------------------------------------------------------------------------------- adapter
@@ -42,7 +42,7 @@ class LoRAConfig(Section):
     )
 
 
-Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
+Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_ALONE]
 
 
 # ---------------------------------------------------------------------------------------------------- batch, optimizer, …
@@ -193,10 +193,10 @@ class Config(Section):
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    schedule: Annotated[ScheduleConfig, BeforeValidator(kind_from_string)] = Field(default_factory=ScheduleConfig)
+    schedule: Annotated[ScheduleConfig, KIND_ALONE] = Field(default_factory=ScheduleConfig)
     strategy: Strategy = Field(default_factory=AutoStrategy)
     adapter: Adapter = Field(default_factory=NoAdapter)
-    precision: Annotated[PrecisionConfig, BeforeValidator(kind_from_string)] = Field(default_factory=PrecisionConfig)
+    precision: Annotated[PrecisionConfig, KIND_ALONE] = Field(default_factory=PrecisionConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     compile: CompileConfig = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -204,7 +204,7 @@ class Config(Section):
     health: HealthConfig = Field(default_factory=HealthConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     run: RunConfig = Field(default_factory=RunConfig)
-    cluster: Annotated[ClusterConfig | None, BeforeValidator(cluster_from_string)] = Field(
+    cluster: Annotated[ClusterConfig | None, CLUSTER_ALONE] = Field(
         None, description="The devices to plan for, also as `2x8xh100-80g`; null: those that are found here."
     )
 

@@ -48,6 +48,11 @@ def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> An
     return value
 
 
+def withheld() -> dict[str, str]:
+    """The variables of this process that stand for secrets of a YAML."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+
+
 def _secret(key: str, value: Any) -> bool:
     if isinstance(value, str) and NAMED.search(value):
         return False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
 
@@ -32,6 +35,35 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=False)
 
 
-def kind_from_string(value: Any) -> Any:
+@dataclass(frozen=True)
+class Short:
+    """A short way to write a section: what turns it into the long one, and its JSON schema; None: one of the section's kinds, as text."""
+
+    long: Callable[[Any], Any]
+    written: dict[str, Any] | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.long, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        full = handler(schema)
+        return {"anyOf": [self.written or {"enum": sorted(_kinds(full, handler))}, full]}
+
+
+def _kinds(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
+    """The kinds that need no further key."""
+    if "discriminator" in full:
+        return [kind for each in full["discriminator"]["mapping"].values() for kind in _kinds({"$ref": each}, handler)]
+    section = handler.resolve_ref_schema(full)
+    if set(section.get("required", ())) - {"kind"}:
+        return []
+    kind = section["properties"]["kind"]
+    return list(kind.get("enum", [kind.get("const")]))
+
+
+def _kind_from_string(value: Any) -> Any:
     """`strategy: ddp` is short for `strategy: {kind: ddp}`."""
     return {"kind": value} if isinstance(value, str) else value
+
+
+KIND_ALONE = Short(_kind_from_string)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from drumline.config.section import MOST_RANKS, MOST_STEPS, PathText, Section, kind_from_string
+from drumline.config.section import KIND_ALONE, MOST_RANKS, MOST_STEPS, PathText, Section
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 
@@ -82,7 +82,7 @@ class DDPStrategy(_Degrees):
     static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
     find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
     broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
-    compression: Annotated[Compression, BeforeValidator(kind_from_string)] = Field(
+    compression: Annotated[Compression, KIND_ALONE] = Field(
         default_factory=Compression, description="What is sent instead of fp32 gradients."
     )
 
@@ -142,7 +142,7 @@ class Offload(Section):
         return self
 
 
-OffloadField = Annotated[Offload, BeforeValidator(kind_from_string)]
+OffloadField = Annotated[Offload, KIND_ALONE]
 
 
 class ZeroPlusPlus(Section):
@@ -218,4 +218,4 @@ AnyStrategy = (
     | PPStrategy
     | ModelParallelStrategy
 )
-Strategy = Annotated[AnyStrategy, Field(discriminator="kind"), BeforeValidator(kind_from_string)]
+Strategy = Annotated[AnyStrategy, Field(discriminator="kind"), KIND_ALONE]

@@ -71,7 +71,10 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
     A model on the meta device gets adapters there, to be filled with `first_values`.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:  # a plan need not have passed by require_installed
+        raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft") from error
 
     names = target_names(model, adapter)
     alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha  # other readers of the file want an integer

@@ -71,9 +71,9 @@ class Image:
         return {"pixel_values": self.pixels_BCHW}
 
 
-def grey_image(config: Any, device: Any) -> Image:
-    """float[1, C, H, W] zeros of a size that the model takes."""
-    side = side_of_model(config) or TRIED_SIDE
+def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
+    """float[1, C, H, W] zeros of a size that the model takes. `side`: pixels of those that it is trained on, where they are set."""
+    side = side or side_of_model(config) or TRIED_SIDE
     return Image(torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device))
 
 

@@ -58,6 +58,7 @@ def export(
     on_progress: Callable[[str, int, int | None], None] | None = None,
     dtype: str = "fp32",
     adapter: bool = False,
+    trust: bool = False,
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 
@@ -73,7 +74,7 @@ def export(
     progress = on_progress or (lambda phase, done, total: None)
     if dtype not in DTYPES:
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")
-    plan = _plan_of(run_dir)
+    plan = _plan_of(run_dir, trust)
     base = _base_of(plan) if adapter else None
     checkpoint = _choose(run_dir / "checkpoints", which)
     _require_free(to)
@@ -102,10 +103,10 @@ def export(
         origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
-        expected = _logits(model.float())
+        expected = _logits(model.float(), plan)
         del model, written  # one of the two at a time: a host need hold no more than the model in fp32
         gc.collect()
-        again = _logits(_read_back(temporary, base, plan, source))
+        again = _logits(_read_back(temporary, base, plan, source), plan)
         failure = "the folder does not read back as the same model"
         difference = _require_equal(expected, again, TOLERANCE, failure, str(temporary))
         progress("export", 3, 4)
@@ -124,13 +125,13 @@ def export(
     return ExportResult(to, step, time.time() - began, difference)
 
 
-def read_run(run_dir: Path, which: Which = "best") -> tuple[Any, Any, Path]:
+def read_run(run_dir: Path, which: Which = "best", trust: bool = False) -> tuple[Any, Any, Path]:
     """(model in eval mode, fp32, adapters merged; its tokenizer; the checkpoint) of a run, in memory: what `export` would write.
 
     Raises CheckpointError where the run has no whole checkpoint.
     """
     checkpoint = _choose(run_dir / "checkpoints", which)
-    return *read_checkpoint(_plan_of(run_dir), checkpoint), checkpoint
+    return *read_checkpoint(_plan_of(run_dir, trust), checkpoint), checkpoint
 
 
 def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
@@ -162,12 +163,12 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     if isinstance(adapter, LoRAConfig):
         adapters.require_learned(built)
         if merged:
-            apart = _logits(built)
+            apart = _logits(built, plan)
             adapters.merge(built)
             built.requires_grad_(True)
             # A sum of weights rounds otherwise than a sum of products: relative to the largest logit, then.
             near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
-            _require_equal(apart, _logits(built), near, "the merged model is not the one that was trained", str(checkpoint))
+            _require_equal(apart, _logits(built, plan), near, "the merged model is not the one that was trained", str(checkpoint))
     elif model.freeze:
         built.requires_grad_(True)
     return built.eval()
@@ -213,13 +214,16 @@ def _base_of(plan: Plan) -> str:
     return plan.model_path
 
 
-def _plan_of(run_dir: Path) -> Plan:
+def _plan_of(run_dir: Path, trust: bool) -> Plan:
+    """`trust`: whether the model's own code may run; a folder, which may be a stranger's, has no say in that."""
     path = run_dir / "plan.json"
     if not path.exists():
         raise CheckpointError(
             "not a run folder: it has no plan.json", where=str(run_dir), fix="name the folder that `drumline train` printed"
         )
-    return Plan.load(path)
+    plan = Plan.load(path)
+    model = plan.config.model.model_copy(update={"trust_remote_code": trust})
+    return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
 
 
 def _choose(root: Path, which: Which) -> Path:
@@ -308,12 +312,12 @@ def _require_labels(config: Any, labels: tuple[str, ...], folder: Path) -> None:
         raise DrumlineError(f"the folder names the classes otherwise: {found}", where=str(folder))
 
 
-def _logits(model: Any) -> Any:
+def _logits(model: Any, plan: Plan) -> Any:
     """What a model says to a few tokens (and an image, where it sees), float[1, T, V]; of a class, to tokens or an image: float[1, C]."""
     import torch
 
     if reads_images(model):
-        grey = grey_image(model.config, "cpu").pixels_BCHW
+        grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None)).pixels_BCHW
         with torch.no_grad():
             return model.eval()(pixel_values=torch.linspace(-2, 2, grey.numel()).view_as(grey)).logits
     text = model.config.get_text_config()

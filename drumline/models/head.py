@@ -175,10 +175,10 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         )
 
 
-def any_batch(model: Any, device: Any) -> Any:
+def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """A batch that all of the model runs on, whatever it takes: eight tokens, with an image where it sees both, or a grey image."""
     if reads_images(model):
-        return grey_image(model.config, device)
+        return grey_image(model.config, device, side)
     return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
 
 

@@ -328,7 +328,7 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
             raise ModelError(
                 "this model brings code of its own and model.trust_remote_code is off",
                 where=path,
-                fix="read that code, then set model.trust_remote_code: true",
+                fix="read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own",
             ) from None
         if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
             raise ModelError(_first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None

@@ -29,6 +29,7 @@ _NAMED = re.compile(
     r"""|Bearer\s+(?=\S{8}))[^\s"',;]+""",
     re.IGNORECASE,
 )
+_HINTS = ("token", "key", "secret", "passw", "passphrase", "credential", "database_url", "dsn", "bearer", "://")
 SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordinary words
 SHORTEST_KEPT = 4  # of values that somebody said are secret: as words of their own
 _kept: set[str] = set()
@@ -46,6 +47,9 @@ def redact(text: str) -> str:
             text = text.replace(value, REDACTED)
         elif known and len(value) >= SHORTEST_KEPT and value in text:
             text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", REDACTED, text)
+    small = text.lower()
+    if not any(hint in small for hint in _HINTS):  # most texts, and long ones fast
+        return text
     return URL_PASSWORD.sub(rf"\1{REDACTED}", _NAMED.sub(rf"\1{REDACTED}", text))
 
 

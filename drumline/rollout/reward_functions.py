@@ -92,7 +92,7 @@ def find_function(path: str, base_dir: Path, where: str) -> Callable[..., Any]:
     if not colon:
         return _entry_point(path, where)
     if str(base_dir) not in sys.path:
-        sys.path.insert(0, str(base_dir))
+        sys.path.append(str(base_dir))  # at the end: it shadows nothing
     found: Any = _file(base_dir / Path(place).expanduser(), where) if place.endswith(".py") else _module(place, base_dir, where)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -121,7 +121,7 @@ def _file(path: Path, where: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # its neighbours can be imported, as if it were run
+        sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
     _imported(lambda: spec.loader.exec_module(module) if spec.loader else None, str(path), where)
     return module
 

@@ -109,6 +109,7 @@ class DeepSpeedEngine:
 
     def __init__(self, plan: Plan, model: nn.Module, learned: dict[str, nn.Parameter], engine: Any) -> None:
         self.model, self.learned, self.engine = model, learned, engine
+        self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.batch_norms = batch_norms(model)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
@@ -297,7 +298,9 @@ class DeepSpeedEngine:
         steps = self.engine.global_steps
         self.engine.eval()  # no statistics are taken of it
         self.forward_backward(
-            [any_batch(self.model, self.engine.device)], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0
+            [any_batch(self.model, self.engine.device, self.image_side)],
+            lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}),
+            1.0,
         )
         self.engine.train()
         self.grad_norm()

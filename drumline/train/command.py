@@ -41,6 +41,8 @@ def train(
     def request(world_size: int | None = None) -> Request:
         over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
         loaded = load(config_path, overrides, over)
+        if resume is not None or loaded.resume is not None:
+            loaded = load(config_path, overrides, over, trusted=False)
         _tell(loaded.notes)
         from drumline.train.setup import Request
 
@@ -128,7 +130,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     _tell(data.left_out)
 
 
-def export(run: Path, to: Path, which: str, dtype: str, adapter: bool) -> None:
+def export(run: Path, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:
     """`drumline export`: a Hugging Face folder, reloaded and compared."""
     from drumline.models.export import Which
     from drumline.models.export import export as write
@@ -143,5 +145,5 @@ def export(run: Path, to: Path, which: str, dtype: str, adapter: bool) -> None:
     else:
         raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
     with bars(Console(stderr=True)) as on_progress:
-        result = write(run, to, choice, on_progress, dtype=dtype, adapter=adapter)
+        result = write(run, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
     print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")

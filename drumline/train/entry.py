@@ -114,14 +114,15 @@ class Speaker:
 
     def export(self) -> None:
         """The Hugging Face folder at the end of a finished run."""
-        which = self.plan.config.checkpoint.export
+        config = self.plan.config
+        which = config.checkpoint.export
         if which == "none":
             return
         from drumline.models.export import export
 
         gc.collect()  # the engine's circles
         run_dir = Path(self.plan.run_dir)
-        result = export(run_dir, run_dir / "export", which, adapter=self.plan.config.checkpoint.export_adapter)
+        result = export(run_dir, run_dir / "export", which, adapter=config.checkpoint.export_adapter, trust=config.model.trust_remote_code)
         self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from drumline.cluster.process import process
 from drumline.config.load import to_yaml
+from drumline.config.secret import withheld
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launch.asked import NOTHING_LOST, Interrupted
@@ -76,7 +77,9 @@ def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple
             request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
         (run_dir / LAUNCH).write_text(json.dumps(mark))
-        publish(json.dumps({"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token}), "plan")
+        # The others have not read the YAML, nor what it keeps to itself.
+        told = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
+        publish(json.dumps(told), "plan")
         _require_shared(run_dir, ranks)
     except (Exception, Interrupted) as error:
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
@@ -90,6 +93,7 @@ def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple
 def _told(ranks: Ranks) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
     told = _heard("plan")
+    os.environ.update(told["secrets"])
     plan = Plan.model_validate(told["plan"])
     shared = is_held_by(told["lease"], Path(plan.run_dir), SHARED_SECONDS)
     publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")

@@ -20,10 +20,10 @@ COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops a
 Message = dict[str, str]
 
 
-def chat(place: str, max_new_tokens: int, temperature: float, system: str | None) -> None:
+def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
     """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
     with bars(Console(stderr=True)) as on_progress:
-        opened = open_model(place, on_progress)
+        opened = open_model(place, on_progress, trust)
     talk = Conversation(opened, max_new_tokens, temperature, system)
     _tell(f"{opened.origin} — {COMMANDS}")
     if not talk.has_template:

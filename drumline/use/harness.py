@@ -16,6 +16,7 @@ from drumline.use.evaluate import run_folder, show, write
 from drumline.use.opened import exported_folder, open_model
 
 YAML = (".yaml", ".yml")
+TRUSTED = "model.trust_remote_code=true"
 
 
 def harness(
@@ -33,7 +34,7 @@ def harness(
         raise CheckpointError("no such run or folder", where=str(source), fix="train first, or name one with --checkpoint")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
-    results = _evaluate(model_of(source), [task.strip() for task in tasks if task.strip()], limit, include_path)
+    results = _evaluate(model_of(source, TRUSTED in overrides), [task.strip() for task in tasks if task.strip()], limit, include_path)
     figures = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
     show(f"{source} by lm-eval", figures)
     if (source / "plan.json").exists():
@@ -41,15 +42,15 @@ def harness(
     return 0
 
 
-def model_of(source: Path) -> dict[str, Any]:
+def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
     """What lm-eval is told of the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
     folder = exported_folder(source) if (source / "plan.json").exists() else source
     if folder is not None and (folder / "config.json").exists():
         import torch
 
-        return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu"}
+        return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu", "trust_remote_code": trust}
     with bars(Console(stderr=True)) as on_progress:
-        opened = open_model(str(source), on_progress)
+        opened = open_model(str(source), on_progress, trust)
     return {"pretrained": opened.model, "tokenizer": opened.tokenizer}
 
 

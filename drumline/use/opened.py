@@ -31,7 +31,7 @@ class Opened:
     origin: str
 
 
-def open_model(place: str, on_progress: OnProgress) -> Opened:
+def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Opened:
     """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
     `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
     quiet()
@@ -42,14 +42,14 @@ def open_model(place: str, on_progress: OnProgress) -> Opened:
             raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
         exported = exported_folder(folder)
         if exported is None:
-            model, tokenizer, checkpoint = read_run(folder)
+            model, tokenizer, checkpoint = read_run(folder, trust=trust)
             return Opened(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
-        return _from_folder(str(exported), plan.config.model.trust_remote_code)
+        return _from_folder(str(exported), trust)
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
-        return _from_folder(str(folder), False)
+        return _from_folder(str(folder), trust)
     source = resolve(ModelConfig(id=place), on_progress)
     assert source is not None, "an id leads somewhere"
-    return _from_folder(source, False)
+    return _from_folder(source, trust)
 
 
 def exported_folder(run: Path) -> Path | None:

@@ -24,7 +24,7 @@ class Weights:
 def find_weights(config_path: Path, overrides: list[str], place: Path | None, run_dir: Path) -> Weights:
     """`place`: a checkpoint, a run folder or a Hugging Face folder; None: the best or newest checkpoint of `run_dir`, and before there
     is one the model that training starts from. Raises CheckpointError for a place that is none of them."""
-    loaded = load(config_path, overrides)
+    loaded = load(config_path, overrides, trusted=False)
     if place is None:
         found = of_run(run_dir)
         return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
@@ -36,7 +36,7 @@ def find_weights(config_path: Path, overrides: list[str], place: Path | None, ru
     if (place / "config.json").exists():
         own = ["model.revision=null", "model.init=pretrained", "model.config={}", "adapter=none"]
         own += ["model.tokenizer=null"] if (place / "tokenizer_config.json").exists() else []
-        return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own]), None, str(place))
+        return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own], trusted=False), None, str(place))
     check(place, verify=False, alone=True)
     return Weights(loaded, place, str(place))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from drumline.checkpoint.save import Checkpointer
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config, LoRAConfig
-from drumline.errors import ModelError
+from drumline.errors import EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
@@ -210,3 +211,11 @@ def test_a_run_in_bf16_is_merged_into_the_base_as_it_was_loaded(folder: Path, tm
     assert torch.allclose(merged[f"{layer}.weight"], expected, rtol=0, atol=1e-6)
     assert not torch.allclose(base[f"{layer}.weight"].bfloat16().float(), base[f"{layer}.weight"], rtol=0, atol=1e-4)
     assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_a_plan_without_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for the sizes of adapters on a machine that need not train."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    config = load_config(str(tiny_model_dir(tmp_path / "model")), ModelConfig())
+    with pytest.raises(EnvironmentFault, match="adapter: the package peft is missing — pip install peft"):
+        facts(config, 16, LoRAConfig())

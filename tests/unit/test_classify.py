@@ -12,6 +12,7 @@ import torch
 from drumline.algorithms.classify import Classify
 from drumline.config.load import load
 from drumline.errors import DrumlineError
+from drumline.models.classifier import grey_image
 from drumline.plan.plan import Plan
 from drumline.train.labelled import labelled_collator
 from drumline.train.setup import Request, TokenCache, make_plan
@@ -150,3 +151,10 @@ def test_bad_images_are_one_line(tmp_path: Path, model: Path, file: str, says: s
         planned(tmp_path, model, rows, **images(tmp_path))
     line = error.value.line()
     assert says in line and "rows.jsonl:2" in line and file in line and error.value.exit_code == 2
+
+
+def test_a_grey_image_is_of_the_size_that_is_trained_on() -> None:
+    config = SimpleNamespace(image_size=32, num_channels=1)
+    assert grey_image(config, "cpu", 8).pixels_BCHW.shape == (1, 1, 8, 8)
+    assert grey_image(config, "cpu").pixels_BCHW.shape == (1, 1, 32, 32)
+    assert grey_image(SimpleNamespace(), "cpu", 8).pixels_BCHW.shape == (1, 3, 8, 8)

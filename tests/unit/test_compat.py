@@ -92,6 +92,11 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: true\n",
      {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "linear"}),
     (DATA + "learning_rate: 1e-4\nbase_learning_rate: 1e-5\nuse_linear_scaling: false\n", {"optimizer.lr": 1e-4}),
+    (DATA + "base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n",
+     {"optimizer.lr": 1e-5, "optimizer.lr_scaling": "sqrt", "launch.nproc": 4}),
+    (DATA + "training: {distributed: true, dataloader: {batch_size: 4, num_workers: 2, pin_memory: true}}\n", {"batch.micro_batch": 4}),
+    (DATA + "distributed: false\nexperiment_name: x\nbatch_size: 8\n", {"batch.micro_batch": 8}),
+    (DATA + "distributed: ddp\n", {"strategy.kind": "ddp"}),
     (DATA + "warmup_steps: 0\nwarmup_ratio: 0.1\n", {"schedule": {"warmup_ratio": 0.1, "warmup_from_zero": True, "kind": "linear"}}),
     (DATA + "warmup_steps: 0.2\n", {"schedule": {"warmup_ratio": 0.2, "warmup_from_zero": True, "kind": "linear"}}),
     (DATA + "lr_scheduler_type: cosine_with_min_lr\nlearning_rate: 1e-3\nlr_scheduler_kwargs: {min_lr: 1e-4}\n",
@@ -193,7 +198,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (DATA + "distributed_strategy: dpp\n", ["did you mean"]),
     (DATA + "distributed_backend: mpi\n", ["no backend 'mpi'", "NCCL on GPUs"]),
     (DATA + "deepspeed: none-there.json\n", ["old.yaml:2: deepspeed: 'none-there.json' cannot be read: no such file"]),
-    (DATA + "batch_size: 8\n", ["old.yaml:2: batch_size", "per_device_train_batch_size or global_batch_size"]),
     (DATA + "use_dora: true\n", ["old.yaml:2: use_dora"]),
     ("output_dir: x\n", ["old.yaml: says nothing of data", "data.train="]),
     (ACC + "distributed_type: FSPD\n", ["old.yaml:2: distributed_type: no 'FSPD'", "did you mean 'fsdp'?"]),
@@ -387,3 +391,26 @@ def test_a_precision_of_the_config_knows_better_than_accelerates_default(tmp_pat
     assert laid(OWN + "precision: bf16\n", from_environment(LAUNCHED), tmp_path).precision.kind == "bf16"
     with pytest.raises(ConfigError, match="'fp16', but accelerate launch: ACCELERATE_MIXED_PRECISION"):
         laid(OWN + "precision: fp16\n", from_environment({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "bf16"}), tmp_path)
+
+
+@pytest.mark.parametrize("said", ["latest", "out/checkpoint-latest", "out/checkpoint-last/", True])
+def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
+    assert drafted(DATA + f"resume_from_checkpoint: {said}\n", "old.yaml", Path()).resume == "newest"
+    assert drafted(DATA + "resume_from_checkpoint: out/checkpoint-500\n", "old.yaml", Path()).resume == "out/checkpoint-500"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("batch_size: 8\n", "old.yaml:2: batch_size: taken for the samples of one device"),
+        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: the launcher says it"),
+        ("experiment_name: x\n", "old.yaml:2: experiment_name: the run folder is named by run.dir"),
+        ("base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n", "it is base_learning_rate × √num_gpus, as in guides"),
+        (
+            "warmup_ratio: 0.1\ndeepspeed: {zero_optimization: {stage: 1}, scheduler: {type: WarmupLR, params: {warmup_num_steps: 7}}}\n",
+            "old.yaml:2: warmup_ratio: without effect: old.yaml:3: deepspeed.scheduler.params.warmup_num_steps says 7",
+        ),
+    ],
+)
+def test_what_a_guides_key_became_is_said(text: str, note: str) -> None:
+    assert any(note in line for line in notes(DATA + text)), notes(DATA + text)

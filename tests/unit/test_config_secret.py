@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.config.load import load, load_text, to_yaml
-from drumline.config.secret import reveal, withhold, write_private
+from drumline.config.secret import reveal, withheld, withhold, write_private
 from drumline.errors import ConfigError
 from drumline.report.redact import OURS, redact
 
@@ -39,7 +39,7 @@ def test_a_secret_of_the_yaml_is_withheld_and_revealed() -> None:
     assert "hunter2" not in written and "1234" not in written and "hunter2" not in repr(config)
     held = config.algorithm.rewards[0].options  # type: ignore[union-attr]
     assert held["api_key"] == f"${{env:{KEY}}}" and held["limit"] == 3 and held["pad_token"] == "<p>"
-    assert reveal(held, "options") == given
+    assert reveal(held, "options") == given and withheld()[KEY] == '"hunter2hunter2"'
     assert redact("no access with hunter2hunter2 or 1234, 12345") == "no access with [redacted] or [redacted], 12345"
 
 

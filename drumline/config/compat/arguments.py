@@ -38,7 +38,8 @@ def _trackers(sheet: Sheet, old: Old) -> None:
 def _resume(sheet: Sheet, old: Old) -> None:
     if old.value in (*AUTO, False, "", "false", "none"):
         return
-    sheet.resume = "newest" if old.value is True or str(old.value).lower() in ("true", "latest", "last", "newest") else str(old.value)
+    name = str(old.value).lower().rstrip("/").rpartition("/")[2].removeprefix("checkpoint-")
+    sheet.resume = "newest" if name in ("true", "latest", "last", "newest") else str(old.value)
     sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line says it")
 
 
@@ -76,8 +77,19 @@ def _hub(sheet: Sheet, old: Old) -> None:
         sheet.note(old, "nothing is sent to the hub; RUN/export is the folder to upload")
 
 
-def _which_batch(sheet: Sheet, old: Old) -> None:
-    raise refuse(old, "a batch of one device, or of all?", "write per_device_train_batch_size or global_batch_size")
+def _batch(sheet: Sheet, old: Old) -> None:
+    """Where launchers are used, guides hand it to each process's loader."""
+    if old.value not in AUTO:
+        sheet.put("batch.micro_batch", whole(old), old)
+        sheet.note(old, "taken for the samples of one device, as guides for launchers mean it; of all devices it is global_batch_size")
+
+
+def _distributed(sheet: Sheet, old: Old) -> None:
+    """The name of a strategy, or a guide's switch."""
+    if isinstance(old.value, bool) or str(old.value).lower() in ("true", "false"):
+        sheet.note(old, HOST)
+    else:
+        later("distributed_strategy")(sheet, old)
 
 
 def _if_on(rule: Rule) -> Rule:
@@ -127,7 +139,7 @@ TABLE: dict[str, Rule] = {
     "batch_size_per_gpu": to("batch.micro_batch", whole),
     "batch_size_per_device": to("batch.micro_batch", whole),
     "gradient_accumulation_steps": to("batch.accumulation", whole),
-    "batch_size": _which_batch,
+    "batch_size": _batch,
     "train_batch_size": to("batch.global_samples", whole),
     "global_batch_size": to("batch.global_samples", whole),
     "auto_find_batch_size": only(why=NEUTRAL, fix="say per_device_train_batch_size"),
@@ -247,6 +259,7 @@ TABLE: dict[str, Rule] = {
     "shuffle_dataset": to("data.order", lambda old: "shuffle" if flag(old) else "sequential"),
     # strategy
     "distributed_strategy": later(),
+    "distributed": _distributed,
     "distributed_backend": _backend,
     "ddp_backend": _backend,
     "ddp_timeout": to("launch.timeout_seconds", number),
@@ -329,6 +342,7 @@ GONE: dict[str, str] = {
     "remove_unused_columns label_names": "columns are found by name",
     "logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node disable_tqdm run_name": LOGS,
     "logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics verbose debug": LOGS,
+    "experiment_name": "the run folder is named by run.dir, or after the YAML",
     "project trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project wandb_entity wandb_run_name": OUTSIDE,
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant": "blocks are run again without re-entering",
     "bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend half_precision_backend": AS_TRAINING,

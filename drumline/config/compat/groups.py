@@ -20,18 +20,27 @@ def combine(sheet: Sheet) -> None:
     """Every group in turn. What waits afterwards is accelerate's."""
     for group in (_rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
         group(sheet)
+    if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
+        ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
+        sheet.note(ratio, f"without effect: {steps.where} says {said(steps.value)}")
 
 
 # ------------------------------------------------------------------------------------------------------ rate and schedule
 
 
 def _rate(sheet: Sheet) -> None:
-    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is said."""
+    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is said. Beside
+    num_gpus guides mean × √devices by it."""
     old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
     scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])
     if scaled:
-        sheet.put("optimizer.lr_scaling", "linear", old["use_linear_scaling"])
+        root = base is not None and "num_processes" in sheet.taken and sheet.taken["num_processes"].key == "num_gpus"
+        sheet.put("optimizer.lr_scaling", "sqrt" if root else "linear", old["use_linear_scaling"])
+        if root:
+            sheet.note(
+                old["use_linear_scaling"], "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
+            )
     used, other = (base or plain, plain) if scaled or plain is None else (plain, base)
     if used is not None:
         sheet.put("optimizer.lr", number(used), used)

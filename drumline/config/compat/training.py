@@ -34,6 +34,9 @@ SECTIONS: dict[str, dict[str, str]] = {
     "ddp": {"backend": "ddp_backend", "timeout": "ddp_timeout", "broadcast_buffers": "ddp_broadcast_buffers"},
     "lora": {"r": "lora_r", "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules",
              "enabled": "use_peft", "bias": "lora_bias", "task_type": "lora_task_type", "modules_to_save": "lora_modules_to_save"},
+    "dataloader": {"batch_size": "per_device_train_batch_size", "num_workers": "dataloader_num_workers",
+                   "pin_memory": "dataloader_pin_memory", "prefetch_factor": "dataloader_prefetch_factor",
+                   "drop_last": "dataloader_drop_last", "shuffle": "shuffle_dataset"},
     "evaluation": {"strategy": "eval_strategy", "steps": "eval_steps", "batch_size": "per_device_eval_batch_size"},
     "checkpoint": {"strategy": "save_strategy", "steps": "save_steps", "dir": "output_dir", "resume": "resume_from_checkpoint"},
 }  # fmt: skip

@@ -1,0 +1,88 @@
+"""The JSON schema accepts what `train` accepts: each short form that there is, by a JSON-schema validator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from drumline.config.load import schema
+from drumline.config.schema import Config
+from drumline.config.section import Short
+from drumline.config.suggest import kinds_at, models_at
+
+DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}
+VALIDATOR = jsonschema.Draft202012Validator(schema())
+
+
+def short_places(model: type[BaseModel] = Config, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where a section may be written short, found in the classes themselves. A list's item counts as `0`."""
+    for name, field in model.model_fields.items():
+        parts = [*field.metadata, *(extra for inner in get_args(field.annotation) for extra in getattr(inner, "__metadata__", ()))]
+        here = (*place, name)
+        if any(isinstance(part, Short) for part in parts):
+            yield (*here, "0") if get_args(field.annotation) and str(field.annotation).startswith("list") else here
+        for inside in models_at(here):
+            if len(here) < 4 and inside is not model:
+                yield from short_places(inside, here)
+
+
+def at(place: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A config with a value at a place; the sections on the way are of a kind that has the next key."""
+    made: Any = value
+    for depth in range(len(place) - 1, -1, -1):
+        key = place[depth]
+        if key == "0":
+            made = [made]
+            continue
+        made = {key: made}
+        kinds = [kind for model in models_at(place[:depth]) for kind in _kind(model) if key in model.model_fields] if depth else []
+        if kinds:
+            made["kind"] = kinds[-1]
+    return {"data": DATA, **made}
+
+
+def _kind(model: type[BaseModel]) -> list[str]:
+    field = model.model_fields.get("kind")
+    return list(get_args(field.annotation))[:1] if field is not None else []
+
+
+def accepted(values: dict[str, Any]) -> bool:
+    try:
+        TypeAdapter(Config).validate_python(values)
+    except ValidationError:
+        return False
+    return True
+
+
+PLACES = sorted(set(short_places()))
+
+
+def test_all_kinds_of_short_forms_are_found() -> None:
+    dotted = {".".join(place) for place in PLACES}
+    assert {"strategy", "algorithm", "adapter", "precision", "schedule", "cluster", "cluster.device"} <= dotted
+    assert {"strategy.compression", "strategy.offload_optimizer", "strategy.offload_parameters", "algorithm.rewards.0"} <= dotted
+    assert "algorithm.generator" in dotted
+
+
+@pytest.mark.parametrize("place", PLACES, ids=".".join)
+def test_a_short_form_that_train_accepts_is_valid(place: tuple[str, ...]) -> None:
+    words: list[Any] = ["4x4090", "h100", 4090] if place[0] == "cluster" else kinds_at(place)
+    taken = [word for word in words if accepted(at(place, word))]
+    assert taken
+    for word in taken:
+        VALIDATOR.validate(at(place, word))
+    assert not VALIDATOR.is_valid(at(place, [])) and (place[0] == "cluster" or not VALIDATOR.is_valid(at(place, "nope")))
+
+
+def test_every_example_is_valid() -> None:
+    for path in (Path(__file__).parents[2] / "examples").glob("*.yaml"):
+        values = json.loads(json.dumps(yaml.safe_load(path.read_text())))
+        wrong = [error.message for error in VALIDATOR.iter_errors(values) if not isinstance(error.instance, str)]  # 1e-5 is text to PyYAML
+        assert not wrong, (path.name, wrong)
