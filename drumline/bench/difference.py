@@ -14,13 +14,19 @@ PORTION = 64 * 2**20  # entries read at once
 SMALLEST_NORM = 1e-12  # a tensor of zeros has no relative difference
 # The loss of a policy is a mean of advantages, which cancel to nothing at the first step: what is left is rounding.
 SMALLEST_LOSS = 0.1
+# A tensor with so small a share of the gradient's norm has nothing but rounding for a gradient.
+ROUNDING = 1e-5
+SECOND = ".exp_avg_sq"
 
 
 @dataclass(frozen=True)
 class Difference:
     """Largest relative differences. Of figures: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
 
-    `moments` None: the optimizer has none. `worst`: the name of the tensor that lies furthest apart.
+    `moments` None: the optimizer has none. `worst`: the name of the tensor that lies furthest apart. `unfelt`: weights whose true
+    gradient is 0, such as the biases of attention's keys, to which softmax is blind. Adam makes full steps of their rounding, on each
+    strategy others, and no output feels them; so their weights' distance is taken by their share of the gradient, their moments' by the
+    norm of all moments.
     """
 
     loss: float
@@ -28,6 +34,7 @@ class Difference:
     weights: float
     moments: float | None
     worst: str
+    unfelt: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
@@ -42,7 +49,7 @@ def difference(run: Path, reference: Path) -> Difference:
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
     least = {"loss": SMALLEST_LOSS, "grad_norm": 1e-30}
     figures = {key: _figures(series(past, key), series(expected, key), floor) for key, floor in least.items()}
-    by_tensor = dict(_tensors(run, reference))
+    by_tensor, unfelt = _felt(list(_tensors(run, reference)))
     # Of the policy, and of another role that learns (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
@@ -52,7 +59,30 @@ def difference(run: Path, reference: Path) -> Difference:
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
+        unfelt=unfelt,
     )
+
+
+def _felt(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """(name, ‖a − b‖, ‖b‖, Σ|b|) of all tensors → the relative difference of each, and the weights that are unfelt (see Difference)."""
+    squares = {name.removesuffix(SECOND): total for name, _, _, total in tensors if name.endswith(SECOND)}
+    whole = sum(squares.values())
+    shares = {name.replace("optim.", "model.", 1): math.sqrt(square / whole) for name, square in squares.items() if whole}
+    unfelt = {name: share for name, share in shares.items() if share <= ROUNDING}
+    all_of_slot: dict[str, float] = {}
+    for name, _, norm, _ in tensors:
+        slot = name.rpartition(".")[2]
+        all_of_slot[slot] = math.hypot(all_of_slot.get(slot, 0.0), norm)
+    felt = {}
+    for name, apart, norm, _ in tensors:
+        weight, _, slot = name.replace("optim.", "model.", 1).rpartition(".")
+        if name in unfelt:
+            felt[name] = apart * unfelt[name]
+        elif name.rpartition("/")[2].startswith("optim.") and weight in unfelt:
+            felt[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
+        else:
+            felt[name] = apart / max(norm, SMALLEST_NORM)
+    return felt, tuple(sorted(unfelt))
 
 
 def _figures(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
@@ -64,7 +94,8 @@ def _figures(mine: dict[int, float], reference: dict[int, float], floor: float) 
     return max((d if d == d else float("inf")) for d in apart)
 
 
-def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float]]:
+def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float, float, float]]:
+    """(name, ‖a − b‖, ‖b‖, Σ|b|)."""
     import torch
 
     from drumline.checkpoint.load import check, load, newest
@@ -90,7 +121,7 @@ def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float]]:
         for name in together:
             mine, expected = (side[name].double() for side in pair)
             norm = float(torch.linalg.vector_norm(expected))
-            yield name, float(torch.linalg.vector_norm(mine - expected)) / max(norm, SMALLEST_NORM)
+            yield name, float(torch.linalg.vector_norm(mine - expected)), norm, float(expected.abs().sum())
 
 
 def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:

@@ -60,6 +60,10 @@ def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: floa
         if o.note:
             console.print(f"  {o.name} {o.note}", highlight=False, soft_wrap=True)
     compared = [o for o in outcomes if o.apart is not None]
+    unfelt = sorted({name for o in compared if o.apart for name in o.apart.unfelt})
+    if unfelt:
+        what = f"{unfelt[0]}{f' and {len(unfelt) - 1} more' if unfelt[1:] else ''}: their gradient is rounding alone (softmax is blind to"
+        console.print(f"{what} biases of keys), which Adam makes steps of; they are compared by what the loss feels", highlight=False)
     if not compared:
         raise UserError("no strategy could be compared", where="--strategies", fix="see the reasons above")
     beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.apart.largest <= tolerance]

@@ -58,9 +58,7 @@ def _read(source: Path) -> tuple[Any, Any]:
     try:
         import gguf  # noqa: F401 - transformers reads the file with it
     except ImportError:
-        raise ModelError(
-            "the package gguf is missing", where=str(source), fix="pip install gguf accelerate"
-        ) from None
+        raise ModelError("the package gguf is missing", where=str(source), fix="pip install gguf accelerate") from None
     quiet()
     options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     try:

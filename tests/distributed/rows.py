@@ -266,6 +266,8 @@ PACKED: dict[str, Any] = {"data": {"packing": True, "max_length": 96}, "rows": 1
 CASES += [
     Case("mixtral, router loss", PACKED, (*ENGINES, "cp 2", "ddp 2, activation checkpointing"), "mixtral"),
     Case("qwen3_moe, router loss", {**PACKED, "data": {"packing": False}, "rows": 48}, ("ddp 2", *ENGINES), "qwen3_moe"),
+    # Biases of keys, whose true gradient is 0.
+    Case("qwen2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "tp 2"), "qwen2"),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]

@@ -1,0 +1,31 @@
+"""What `verify` takes for a difference: not the steps that Adam makes of rounding, and everything else."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.bench.difference import _felt
+
+
+def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
+    """(name, distance, norm, sum): a matrix, and a bias with a share of the gradient, both 1% apart."""
+    square = key_share**2
+    return [
+        ("model.w", 1e-2, 1.0, 5.0),
+        ("model.k.bias", 1e-2, 1.0, 5.0),
+        ("optim.w.exp_avg_sq", 1e-9, 1e-3, 1.0),
+        ("optim.k.bias.exp_avg_sq", square, square, square),
+        ("optim.k.bias.step", 0.0, 4.0, 4.0),
+    ]
+
+
+def test_steps_of_rounding_are_not_felt() -> None:
+    felt, unfelt = _felt(run_of(1e-8))
+    assert unfelt == ("model.k.bias",)
+    assert felt["model.k.bias"] <= 1e-9 and felt["optim.k.bias.exp_avg_sq"] <= 1e-9 and felt["optim.k.bias.step"] == 0
+    assert felt["model.w"] == pytest.approx(1e-2), "what has a gradient is compared by its own norm"
+
+
+def test_a_small_gradient_is_felt() -> None:
+    felt, unfelt = _felt(run_of(1e-3))
+    assert not unfelt and felt["model.k.bias"] == pytest.approx(1e-2) and felt["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
