@@ -182,6 +182,9 @@ def test_random_numbers_depend_on_seed_step_and_rank_alone() -> None:
     draw()
     seed_step(1, 2, 3)
     assert draw() == first
+    for other in ((1, 2, 4), (1, 3, 3), (2, 2, 3)):  # another stream, step, seed
+        seed_step(*other)
+        assert not set(draw()) & set(first), other
     others = {derive(1, 2, 3), derive(1, 2, 4), derive(1, 3, 3), derive(2, 2, 3), derive("1", 23)}
     assert len(others) == 5 and all(0 <= value < 2**63 for value in others)
 

@@ -37,7 +37,8 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.7, 0.0)])
 def test_gae_is_the_sum_of_discounted_errors(gamma: float, lam: float) -> None:
     mask_NM = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
-    rewards_NM, values_NM = numbers(5, 6, seed=1) * mask_NM, numbers(5, 6, seed=2) * mask_NM
+    # Behind the end of a completion a value head says something too, which must not count.
+    rewards_NM, values_NM = numbers(5, 6, seed=1) * mask_NM, numbers(5, 6, seed=2)
     advantages_NM, returns_NM = gae(rewards_NM, values_NM, mask_NM, gamma, lam)
     for n, size in enumerate(LENGTHS):
         reward, value = rewards_NM[n].double().tolist(), [*values_NM[n, :size].double().tolist(), 0.0]
