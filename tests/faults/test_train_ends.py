@@ -1,0 +1,75 @@
+"""A run folder has one run; what is stopped before it trains leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.live import gone, kill, wait_for
+from tests.harness import chat_rows, drumline, start_drumline, survivors, write_config, write_rows
+from tests.tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.full
+def test_one_run_in_a_folder_and_the_next_right_after_a_kill(model: Path, tmp_path: Path) -> None:
+    config, run = write_config(tmp_path, model, run={"steps": 3000}), tmp_path / "run"
+    first = start_drumline("train", config)
+    wait_for(run, "save", 2, first, timeout=240)
+    second = drumline("train", config, "--resume")
+    assert second.code == 2 and f"in use by pid {first.pid} " in second.err and len(second.error_lines) == 1, second.err
+    kill(first.pid)  # nobody has waited for it: a zombie
+    third = start_drumline("train", config, "--resume")
+    wait_for(run, "restore", 2, third, timeout=240)
+    third.terminate()
+    assert third.wait(90) == 75 and "looking for" not in third.communicate()[1]
+    first.communicate()
+    assert not (run / "run.lock").exists() and gone(str(tmp_path), 3 * 1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    config = write_config(tmp_path, model, data={"workers": 2, "packing": False})
+    write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
+    process = start_drumline("prepare", config)
+    deadline = time.monotonic() + 90
+    import psutil
+
+    def workers() -> list[int]:
+        return [p.pid for p in psutil.Process(process.pid).children() if any("multiprocessing-fork" in part for part in p.cmdline())]
+
+    while len(workers()) < 2 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    children = workers()
+    assert len(children) == 2 and list((tmp_path / "cache").glob(".tmp-*"))
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # a terminal sends Ctrl-C to all
+    _, said = process.communicate(timeout=60)
+    left = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=3 * 1.0)[1]
+    assert not left and not survivors(str(tmp_path))
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+        return
+    assert process.returncode == 75 and said.count(f"stopped: {number.name}: nothing was lost") == 1 and "Traceback" not in said, said
+    assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+def test_what_a_killed_process_left_in_the_cache_goes_with_the_next(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    from drumline.data.cache import temporary_folder
+
+    code = "import os, signal, sys\nfrom pathlib import Path\nfrom drumline.data.cache import temporary_folder\n"
+    code += "with temporary_folder(Path(sys.argv[1])):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".tmp-*"))) == 1
+    with temporary_folder(tmp_path) as mine, temporary_folder(tmp_path) as other:
+        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
