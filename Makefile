@@ -48,6 +48,14 @@ test-oldest: $(OLDEST)/.done
 mutations: setup-dev
 	$(BIN)/python -m tests.mutations
 
+# On a machine that has torch and no network: `scripts/gpu_wheels.sh` elsewhere, then `make gpu PART=tests` here, with the folder beside it.
+GPU_WHEELS ?= .whl
+PART ?= tests
+GPU_PYTHON ?= python3
+gpu:
+	@test ! -d $(GPU_WHEELS) || $(GPU_PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(GPU_WHEELS)/installed $(GPU_WHEELS)/*.whl
+	PYTHONPATH=$(CURDIR):$(abspath $(GPU_WHEELS))/installed $(GPU_PYTHON) benchmarks/gpu.py $(PART) --out gpu-$(PART).json
+
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -164,7 +164,7 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
     else:
         from drumline.train.build import build_streams
 
-        batches = iter(build_streams(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu")[0])
+        batches = iter(build_streams(resolved, resolved.mesh.data_rank(ranks.rank), 0, "cpu").training)
     if "by_hand" in sides:
         takes["by_hand"] = BY_HAND[name](resolved, ranks)
     seconds = []
