@@ -24,7 +24,7 @@ def _gpu(
 ) -> DeviceSpec:
     """`half` and `full` in TFLOP/s: bf16 and fp16, fp32."""
     flops = {"bf16": half * TERA, "fp16": half * TERA, "fp32": full * TERA}
-    if name == "t4":  # neither bf16 nor TF32
+    if name in ("t4", "v100-16g", "v100-32g"):  # neither bf16 nor TF32
         del flops["bf16"]
     return DeviceSpec(name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, *links)
 
@@ -57,6 +57,16 @@ DEVICES: dict[str, DeviceSpec] = {
             "NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation",
             REACHED_4090,
         ),
+        # As A100 and H100, with slower links or products for export.
+        _gpu("a800-80g", 79.14, 2039, 312, 156, ("nvlink3-a800", "pcie4"), "NVIDIA A800 datasheet (2022), SXM", REACHED_A100),
+        _gpu("h20", 95.0, 4000, 148, 74, ("nvlink4", "pcie5"), "NVIDIA H20 datasheet (2023), SXM, dense"),
+        _gpu(
+            "gb200", 184.0, 8000, 2500, 1250, ("nvlink5", "nvlink-c2c"), "NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity"
+        ),
+        _gpu("v100-16g", 15.77, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
+        _gpu("v100-32g", 31.74, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
+        _gpu("a6000", 44.43, 768, 154.8, 77.4, ("pcie4", "pcie4"), "NVIDIA RTX A6000 datasheet (2021); halved for sparsity"),
+        _gpu("6000-ada", 44.43, 960, 364.2, 182.1, ("pcie4", "pcie4"), "NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8"),
         _gpu("mi300x", 191.69, 5300, 1307.4, 653.7, ("infinity-fabric", "pcie5"), "AMD Instinct MI300X data sheet (2023)", REACHED_MI300X),
     )
 }
@@ -70,6 +80,10 @@ LINKS: dict[str, Link] = {
         Link("nvlink3", 300 * GIGA, 3.4e-6, 0.78, source="NVIDIA A100 datasheet: 600 GB/s both ways"),
         Link("nvlink4", 450 * GIGA, 3.4e-6, 0.82, source="NVIDIA H100 datasheet: 900 GB/s both ways"),
         Link("nvlink5", 900 * GIGA, 3.4e-6, 0.82, source="NVIDIA B200 datasheet: 1.8 TB/s both ways"),
+        # NVLink 2, and NVLink 3 with two thirds of its lanes, as NVLink 3.
+        Link("nvlink2", 150 * GIGA, 3.4e-6, 0.78, source="NVIDIA V100 datasheet: 300 GB/s both ways"),
+        Link("nvlink3-a800", 200 * GIGA, 3.4e-6, 0.78, source="NVIDIA A800 datasheet: 400 GB/s both ways"),
+        Link("nvlink-c2c", 225 * GIGA, 3.4e-6, 0.82, source="NVIDIA GB200 datasheet: 900 GB/s both ways for the two GPUs of a Grace"),
         # Sixteen lanes. Between devices: 28 (of 8) to 35 (of 4) of 63 GB/s on RTX 5090 (NCCL issue 1639); all pass through the host.
         Link("pcie3", 15.75 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 8 GT/s a lane, 128b/130b"),
         Link("pcie4", 31.5 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 16 GT/s a lane, 128b/130b"),
@@ -88,6 +102,14 @@ NETWORK_EFFICIENCY, NETWORK_LATENCY = 0.85, 14e-6
 _WORDS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
 _SAME = {
     "a100": "a100-80g",
+    "a800": "a800-80g",
+    "v100": "v100-32g",
+    "a6000-48g": "a6000",
+    "6000-ada-48g": "6000-ada",
+    "6000-ada-generation": "6000-ada",
+    "h20-96g": "h20",
+    "gb200-186g": "gb200",
+    "gb200-192g": "gb200",
     "h100": "h100-80g",
     "h100-94g": "h100-nvl",
     "h200-141g": "h200",
@@ -104,7 +126,11 @@ _SAME = {
 }
 _SAME_LINKS = {"xgmi": "infinity-fabric", "gloo": "loopback", "lo": "loopback", "pcie": "pcie4"}
 # Of these there are several: what was taken is told.
-AMBIGUOUS = {"a100": "a100-80g (there is a100-40g, too)", "h100": "h100-80g (there are h100-pcie and h100-nvl, too)"}
+AMBIGUOUS = {
+    "a100": "a100-80g (there is a100-40g, too)",
+    "v100": "v100-32g (there is v100-16g, too)",
+    "h100": "h100-80g (there are h100-pcie and h100-nvl, too)",
+}
 
 
 def plain(name: str) -> str:
@@ -148,6 +174,13 @@ DRIVERS: dict[str, tuple[str, ...]] = {
     "H100 NVL": ("h100-nvl",),
     "H100 PCIe": ("h100-pcie",),
     "A100": ("a100-40g", "a100-80g"),
+    "A800": ("a800-80g",),
+    "H20": ("h20",),
+    "GB200": ("gb200",),
+    "V100 SXM2": ("v100-16g", "v100-32g"),
+    "V100 SXM3": ("v100-32g",),
+    "RTX A6000": ("a6000",),
+    "RTX 6000 Ada": ("6000-ada",),
     "L40S": ("l40s",),
     "A10": ("a10",),
     "T4": ("t4",),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.config.model import ModelConfig
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.dist.seeds import derive, drawing
@@ -29,8 +30,11 @@ A, B = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
 WHERE = "adapter.targets"
 
 
-def require_installed(adapter: LoRAConfig) -> None:
-    """Raises EnvironmentFault for a missing package; nothing is imported."""
+def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
+    """Raises EnvironmentFault for a missing package (nothing is imported), ModelError for a shape without weights that could be packed:
+    it can only be planned for."""
+    if adapter.quantize != "none" and model.id is None:
+        raise ModelError("only weights that are loaded can be packed", where="adapter.quantize", fix="set model.id, or quantize=none")
     for package in ["peft", *(["bitsandbytes"] if adapter.quantize != "none" else [])]:
         if importlib.util.find_spec(package) is None:
             raise EnvironmentFault(f"the package {package} is missing", where="adapter", fix=f"pip install {package}")

@@ -38,6 +38,50 @@ def _rows(kind: str, rows: str, **common: Any) -> dict[str, Known]:
     return made
 
 
+def _gemma3(name: str, *sizes: int) -> Known:
+    """With a SigLIP tower for images of 896 pixels."""
+    text: dict[str, Any] = dict(zip((*SIZES, "head_dim"), sizes, strict=True))
+    text |= {"model_type": "gemma3_text", "vocab_size": 262208, "max_position_embeddings": 131072}
+    eyes: dict[str, Any] = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    eyes |= {"model_type": "siglip_vision_model", "patch_size": 14, "image_size": 896, "vision_use_head": False}
+    return Known(f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": eyes})
+
+
+def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
+    """`small`: with the smaller tower, and a head tied to the embedding."""
+    text: dict[str, Any] = dict(zip(SIZES, sizes, strict=True)) | {
+        "model_type": "qwen3_vl_text",
+        "head_dim": 128,
+        "tie_word_embeddings": small,
+    }
+    text |= {"vocab_size": 151936, "max_position_embeddings": 262144}
+    tower = (24, 1024, 4096, [5, 11, 17]) if small else (27, 1152, 4304, [8, 16, 24])
+    eyes = dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True))
+    eyes |= {"model_type": "qwen3_vl", "num_heads": 16, "out_hidden_size": sizes[0], "patch_size": 16}
+    return Known(name, {"model_type": "qwen3_vl", "tie_word_embeddings": small, "text_config": text, "vision_config": eyes})
+
+
+def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
+    """`each`: of so many layers one is a mixture of experts."""
+    text: dict[str, Any] = dict(zip(SIZES, (5120, 8192, 48, 40, 8), strict=True)) | {
+        "model_type": "llama4_text",
+        "head_dim": 128,
+        "vocab_size": 202048,
+    }
+    text |= {"intermediate_size_mlp": 16384, "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": each}
+    text |= {"use_qk_norm": each == 1, "max_position_embeddings": positions}
+    eyes: dict[str, Any] = {
+        "hidden_size": 1408,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 16,
+        "image_size": 336,
+    }
+    eyes |= {"model_type": "llama4_vision_model", "patch_size": 14, "vision_output_dim": 4096}
+    eyes |= {"projector_input_dim": 4096, "projector_output_dim": 4096}
+    return Known(f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": eyes})
+
+
 _GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
 
 KNOWN: dict[str, Known] = {
@@ -167,29 +211,68 @@ KNOWN: dict[str, Known] = {
         olmo-2-13b allenai/OLMo-2-1124-13B 5120 13824 40 40 40 100352 4096
         """,
     ),
+    **_rows(
+        "gpt_oss",
+        """
+        gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
+        gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_experts=128
+        """,
+        head_dim=64,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    ),
     **{
         name: Known(f"openai-community/{name}", {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads})
         for name, (width, layers, heads) in _GPT2.items()
     },
+    # Brown et al. 2020, table 2.1: its weights are nowhere to be had.
+    "gpt3-175b": Known("gpt3-175b", {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}),
+    "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, 256),
+    "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, 256),
+    "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, 128),
+    "qwen3-vl-2b": _qwen3_vl("Qwen/Qwen3-VL-2B-Instruct", 2048, 6144, 28, 16, 8, small=True),
+    "qwen3-vl-4b": _qwen3_vl("Qwen/Qwen3-VL-4B-Instruct", 2560, 9728, 36, 32, 8, small=True),
+    "qwen3-vl-8b": _qwen3_vl("Qwen/Qwen3-VL-8B-Instruct", 4096, 12288, 36, 32, 8, small=False),
+    "qwen3-vl-32b": _qwen3_vl("Qwen/Qwen3-VL-32B-Instruct", 5120, 25600, 64, 64, 8, small=False),
+    "llama-4-scout": _llama4("Llama-4-Scout-17B-16E", 16, 1, 10485760),
+    "llama-4-maverick": _llama4("Llama-4-Maverick-17B-128E", 128, 2, 1048576),
+    # transformers' own defaults are its sizes; positions as its config has them. Without the layer that predicts two tokens.
+    "deepseek-v3": Known("deepseek-ai/DeepSeek-V3-Base", {"model_type": "deepseek_v3", "max_position_embeddings": 163840}),
+    "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
 }
 # Of a name, what says how the weights were tuned or packed, not how they are laid out.
 _TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
 
 
+# Families whose tuned models have the base model's id and -Instruct.
+_INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "smollm2-")
+
+
 def find(name: str) -> Known | None:
     """The row of a model by its short name or its hub id, tuned or not (`meta-llama/Llama-3.1-8B-Instruct`); None where there is none."""
-    short = name.rpartition("/")[2].lower().replace("_", "-")
+    short = _short(name)
     for word in (short, _TUNED.sub("", short)):
         for form in (word, word.removeprefix("meta-")):
             if form in KNOWN:
                 return KNOWN[form]
-    return next((row for row in KNOWN.values() if row.id.lower() == name.lower()), None)
+    return next((row for row in KNOWN.values() if _TUNED.sub("", _short(row.id)) == _TUNED.sub("", short)), None)
 
 
 def hub_id(name: str) -> str:
-    """A short name as the hub writes it; anything else as it is."""
-    known = find(name)
-    return known.id if known is not None and "/" not in name else name
+    """A short name as the hub writes it, of a tuned model the tuned one's; anything else as it is, also where that is not known."""
+    short, known = _short(name), find(name)
+    if known is None or "/" in name:
+        return name
+    if short.removeprefix("meta-") in KNOWN or short == _short(known.id):
+        return known.id
+    tuned = short[len(_TUNED.sub("", short)) :]
+    if tuned == "-instruct" and short.removeprefix("meta-").startswith(_INSTRUCT):
+        return f"{known.id}-Instruct"
+    return f"{known.id.removesuffix('-pt')}-it" if tuned == "-it" and short.startswith("gemma") else name
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2].lower().replace("_", "-")
 
 
 def near(name: str) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drumline.errors import ModelError
 from drumline.models.small import Tokens
 from drumline.models.vision import is_vision_language
 
@@ -32,16 +33,26 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
 
 
 def vision_tower(model: Any) -> Any:
-    """The part of a model that sees, of KNOWN kinds."""
-    return model.base_model.visual
+    """The part of a model that sees. Raises ModelError where it has none of the names that transformers gives it."""
+    for part in (model.base_model, model):
+        for name in ("visual", "vision_tower", "vision_model"):
+            if hasattr(part, name):
+                return getattr(part, name)
+    raise ModelError(f"where {type(model).__name__} sees is not known", where="model", fix="use a Qwen3-VL, or a model of text alone")
 
 
 def tower_flops(model: Any) -> float:
-    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which there are merge², or
+    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which a token takes several, or
     behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
-    tower, total = vision_tower(model), 0.0
+    tower, total, eyes = vision_tower(model), 0.0, model.config.vision_config
+    if (merge := getattr(eyes, "spatial_merge_size", None)) is not None:
+        patches = merge**2
+    elif (tokens := getattr(model.config, "mm_tokens_per_image", None)) is not None:
+        patches = (eyes.image_size // eyes.patch_size) ** 2 // tokens
+    else:
+        patches = round(1 / getattr(eyes, "pixel_shuffle_ratio", 1.0) ** 2)
     learns = any(p.requires_grad for p in tower.parameters())
     for name, parameter in tower.named_parameters():
-        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else tower.spatial_merge_unit
+        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
         total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
     return total

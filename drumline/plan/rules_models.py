@@ -48,7 +48,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "QLoRA × random weights",
-        lambda c: _packed(c) and (c.config.model.id is None or c.config.model.init == "random"),
+        lambda c: _packed(c) and c.config.model.init == "random",
         "only weights that are loaded can be packed",
         "use adapter.quantize=none",
         "adapter.quantize",

@@ -29,6 +29,7 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
         },
         "ranked": [candidate(question, c, tokens) for c in answer.ranked],
         "refused": [_refused(question, r, tokens) for r in answer.refused],
+        "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
         "looked_at": answer.looked_at,
         "guides": [{"guide": d.guide, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
         "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],

@@ -72,7 +72,8 @@ def only_shown(row: Row) -> str:
     """Why a category that is off is not warned of; empty where it is, or is not off."""
     if row.warns or (abs(row.off) <= OFF and not row.note):
         return ""
-    return row.note or f"less than {row.show(row.slack)} apart, which the interpreter and its libraries may take"
+    taken = ", which the interpreter and its libraries may take" if row.category.startswith("host") else ""
+    return row.note or f"less than {row.show(row.slack)} apart{taken}"
 
 
 def remarks(rows: list[Row], measured: Measurement) -> list[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from drumline.config.load import Loaded
 from drumline.errors import UserError
 from drumline.plan.choice.advice import nothing_fits, refusal, what_if
+from drumline.plan.choice.guides import asked_first
 from drumline.plan.choice.search import Answer, Question, search
 from drumline.plan.cluster import network_assumed
 from drumline.planning import further
@@ -124,10 +125,13 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         return
     changes = () if answer.ranked else nothing_fits(answer)
     if options.as_json:
-        print(json.dumps(as_json(answer, options.tokens, changes), indent=2))
+        print(json.dumps(as_json(asked_first(answer)[0], options.tokens, changes), indent=2))
     else:
         from drumline.planning.table import show
 
+        answer, words = asked_first(answer)
+        if words:
+            console.print(f"{words}\n", soft_wrap=True, markup=False)
         if answer.probes:
             from drumline.planning.tried import show_probes
 
@@ -136,6 +140,7 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         further.show_guides(answer, console)
         further.show_changes(changes, console)
         if answer.ranked:
+            further.show_tight(answer, console)
             further.show_host(answer, console)
             further.show_lighter(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,12 +13,13 @@ from drumline.config.cluster import MOST_NODES
 from drumline.config.schema import LoRAConfig
 from drumline.errors import PlanError, UserError
 from drumline.plan.choice.advice import Change, Most, max_batch, max_length
+from drumline.plan.choice.auto import with_little_room
 from drumline.plan.choice.guides import disagreements
 from drumline.plan.choice.search import Answer, Question, search
 from drumline.plan.choice.variants import with_lora
 from drumline.plan.figures import Estimate
 from drumline.planning.as_json import VERSION, candidate
-from drumline.planning.figures import GB, hours
+from drumline.planning.figures import GB, hours, overrides
 from drumline.planning.table import number, plain_table, show_headline
 
 Kind = Literal["max_length", "max_batch"]
@@ -38,12 +40,21 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
 
 def show_guides(answer: Answer, console: Console) -> None:
     """Where the usual guides would do worse, each with its number."""
-    found = disagreements(answer)
-    if found:
+    by_reason = dict[str, list[str]]()
+    for each in disagreements(answer):
+        by_reason.setdefault(each.reason, []).append(f"{each.guide}: {each.says}")
+    if by_reason:
         console.print("Guides that the numbers disagree with:", style="bold")
-        for each in found:
-            console.print(f"  {each.guide}: {each.says} — {each.reason}", markup=False)
+        for reason, guides in by_reason.items():
+            console.print(f"  {'; '.join(guides)} — {reason}", markup=False)
         console.print()
+
+
+def show_tight(answer: Answer, console: Console) -> None:
+    """What is faster than all that fits, and how to take it."""
+    if (words := with_little_room(answer)) and answer.tight is not None:
+        console.print(f"{words[0].upper()}{words[1:]}. To take it:", markup=False, soft_wrap=True)
+        console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False, soft_wrap=True)
 
 
 def show_lighter(answer: Answer, console: Console) -> None:

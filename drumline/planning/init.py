@@ -14,9 +14,11 @@ from rich.console import Console
 from drumline.config.load import Loaded, load_text, schema
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import EnvironmentFault, UserError
+from drumline.models.shapes import find
 from drumline.plan.choice.advice import nothing_fits, refusal
 from drumline.plan.choice.search import Question, search
 from drumline.planning.asked import ADAPTERS, Flags, in_words
+from drumline.planning.looked import fitted, lacking, look
 from drumline.planning.question import ask, find_model
 from drumline.planning.written import SCHEMA, file, why
 from drumline.report.bars import bars
@@ -54,7 +56,7 @@ QUESTIONS = (
     Ask("algorithm", "sft", f"What is learned? {', '.join(ALGORITHMS)}"),
     Ask("data", "data.jsonl", "From which data? A file, hub:OWNER/NAME, or tasks:NAME,NAME of reasoning-gym"),
     Ask("cluster", "here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
-    Ask("adapter", "full 1024", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens"),
+    Ask("adapter", "full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
 )
 
 
@@ -70,6 +72,11 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     console = Console(stderr=True, highlight=False)
     config = _config(answers, path) if yes else _interview(answers, path, console)
     with bars(console) as on_progress:
+        model = find_model(config.model, on_progress)
+        _require_id(config, model.path)
+        looked = look(config, model, path.absolute().parent, on_progress)
+        text_config = None if config.images_alone else model.hf_config.get_text_config()
+        config = fitted(config, looked, getattr(text_config, "max_position_embeddings", None))
         asked = ask(Loaded(config, path, path.parent), on_progress)
     for note in asked.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
@@ -80,8 +87,24 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     load_text(text, [], str(path))  # what is written can be read
     _write(path, text)
     print(f"wrote {path}, and {SCHEMA} beside it for editors\n{why(answer)}")
+    data = answer.question.config.data
+    print(f"data: {looked.words()}" if looked else f"data: not here yet; rows are taken to have {data.max_length} tokens")
+    if missing := lacking(answer.ranked[0].config):
+        print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
     return 0
+
+
+def _require_id(config: Config, path: str | None) -> None:
+    """Raises UserError for a short name whose weights have no id that is known."""
+    name = config.model.id
+    if path is None and name is not None and "/" not in name and (known := find(name)) is not None:
+        fix = (
+            f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+            if known.id != name
+            else "its weights were never published"
+        )
+        raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
 
 
 def _with_batch(question: Question) -> Question:
@@ -167,7 +190,7 @@ def _config(answers: Answers, path: Path) -> Config:
     flags = Flags(
         model=answers.model or usual["model"],
         cluster=cluster,
-        length=answers.length or 1024,
+        length=answers.length,
         adapter=answers.adapter or "full",
         batch=answers.batch,
         algorithm=algorithm,

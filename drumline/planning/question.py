@@ -88,7 +88,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
                 raise
             raise shapes.unknown(name, error.what) from None
         return Found(load_config(path, model), model, path)
-    cached = _cached(known.id if "/" not in name else name, model.revision)
+    cached = _cached(shapes.hub_id(name), model.revision)
     if cached is not None:
         return Found(load_config(cached, model), model, cached)
     written = shapes.written_as(known, model)

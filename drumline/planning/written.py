@@ -11,6 +11,7 @@ from typing import Any
 from drumline import __version__
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import write_yaml
+from drumline.plan.choice.auto import with_little_room
 from drumline.plan.choice.search import Answer, Candidate
 from drumline.plan.figures import FITS
 from drumline.planning.figures import GB, overrides, whole
@@ -38,7 +39,7 @@ SECTIONS = {
     "strategy": "{why}",
     "memory": "Activations: full keeps a block's input and computes the block again in backward; selective keeps more.",
     "batch": "Of an optimizer step: global_samples = micro_batch × accumulation × data ranks.",
-    "precision": "What is computed in; weights stay fp32.",
+    "precision": "What is computed in; weights that learn stay fp32.",
     "optimizer": "A usual rate to begin with; look at the first losses.",
     "schedule": None,
     "checkpoint": "The newest two are kept, and the best; `drumline train FILE --resume` goes on from the newest.",
@@ -63,7 +64,8 @@ def why(answer: Answer) -> str:
     said = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
         said += f"; that is tight, more than {FITS:.0%}"
-    return said + (f". Second: {others[0].name}, {others[0].estimate.tokens_per_s:,.0f} tokens/s." if others else ".")
+    said += f". Second: {others[0].name}, {others[0].estimate.tokens_per_s:,.0f} tokens/s." if others else "."
+    return said + (f" {words[0].upper()}{words[1:]}." if (words := with_little_room(answer)) else "")
 
 
 def file(answer: Answer, name: str) -> str:
@@ -95,7 +97,6 @@ def _to_begin_with(config: Config) -> dict[str, Any]:
     return {
         "optimizer": {"lr": rate},
         "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
-        "checkpoint": {"every": 500},
         "run": {"epochs": 1},
     }
 

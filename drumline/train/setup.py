@@ -64,7 +64,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         _named(Path(request.resume or ""))  # before any work is done for nothing
     check_installed(config.run.report_to)
     if config.adapter.kind == "lora":
-        adapters.require_installed(config.adapter)
+        adapters.require_trainable(config.adapter, config.model)
     if isinstance(config.algorithm, ROLLOUT):
         rewards.check(config.algorithm.rewards, base.absolute())
         colocated.require_installed(config.algorithm.generator)

@@ -63,17 +63,17 @@ def test_what_ranks_hold_and_send_is_what_was_predicted(runs: Path, name: str) -
         assert max(last["by_rank"][category]) == last["memory"][category]
     assert last["traffic"] == pytest.approx(planned["traffic"]["total"], rel=1e-6)
     assert abs(last["off"]["peak"]) < ROWS[name]
-    assert set(last["warned"]) <= {"peak"} and ("peak" in last["warned"]) == (abs(last["off"]["peak"]) > 0.15), last["warnings"]
+    assert last["warned"] == [], last["warnings"]  # of some MB bytes count, no share
 
 
 def test_a_wrong_plan_is_warned_of(runs: Path) -> None:
     (first, last) = events(runs / "wrong" / "run", "measured")
     for event in (first, last):
-        assert {"optimizer", "traffic"} <= set(event["warned"])
-        assert any("50% less" in line for line in event["warnings"] if line.startswith("optimizer"))
+        assert "traffic" in event["warned"] and event["off"]["optimizer"] == -0.5
+        assert any("100% more" in line for line in event["warnings"] if line.startswith("traffic"))
     told = drumline("plan", "--check", runs / "wrong" / "run")
     assert told.code == 0, told.err
-    assert "off by more than 15%: optimizer" in told.out and "100% more" in told.out  # the traffic
+    assert "off by more than 15%: traffic" in told.out and "100% more" in told.out  # the traffic
 
 
 def test_what_is_measured_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from drumline.config import strategies as s
 from drumline.config.schema import Config, LoRAConfig
 from drumline.errors import PlanError
 from drumline.plan.choice.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.plan.choice.auto import choose
-from drumline.plan.choice.guides import GUIDES, chosen_by, disagreements
+from drumline.plan.choice.guides import GUIDES, asked_first, chosen_by, disagreements
 from drumline.plan.choice.search import Question, fits, search, ways_of
 from drumline.plan.choice.variants import with_length, with_lora
+from drumline.planning.further import show_guides
 from tests.unit.shapes import facts, laid, question
 
 BATCH = {"global_samples": 64}
@@ -151,6 +153,26 @@ def test_where_guides_and_planner_disagree() -> None:
     assert guides[0] == guides[1] == ["parameters"], "what is measured corrects both sides"
     _, why = choose(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
     assert why is not None and "the planner would not" in why
+
+
+def test_the_guide_that_was_asked_for_comes_first() -> None:
+    asked = question("8b", "8xa100-80g", strategy={"kind": "auto", "by": "rules"})
+    answer = search(asked)
+    first, words = asked_first(answer)
+    assert answer.ranked[0].name != "zero3" == first.ranked[0].name and len({c.name for c in first.ranked}) == len(first.ranked)
+    assert words.startswith("First: zero3 by the guide `parameters`") and choose(asked)[0].strategy.kind == "zero3"
+    small = search(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
+    same, words = asked_first(small)
+    assert same.ranked == small.ranked and "GB > 25.3 GB" in words
+    plain = search(question("0.1b", "1xa100-80g"))
+    assert asked_first(plain) == (plain, "")
+
+
+def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = search(question("8b", "1x4090", "4bit"))
+    show_guides(answer, Console(width=1000))
+    said = capsys.readouterr().out
+    assert said.count("packed weights are proven whole") == 1 and all(f"{guide}: " in said for guide in GUIDES)
 
 
 # --------------------------------------------------------------------------------------------------------------------------- auto

@@ -13,6 +13,7 @@ from drumline.cluster.cluster import Cluster, DeviceSpec, Link
 from drumline.config.schema import Config
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Memory
+from drumline.plan.forecast.activations import formula
 from drumline.plan.forecast.host import host_memory
 from drumline.plan.forecast.memory import flying, memory
 from drumline.plan.forecast.states import Part, held, part
@@ -65,7 +66,7 @@ CLUSTER = Cluster(DeviceSpec("a", "cuda", 80 * 10**9, 2e12, {"bf16": 1e15}), 8, 
 
 def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation: int = 1, length: int = 128, **sections: Any) -> Layout:
     config = Config.model_validate(
-        {"data": {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": False}, "strategy": strategy, **sections}
+        {"data": {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": False}, "strategy": strategy} | sections
     )
     mesh = resolve_mesh(config.strategy, world)
     batch = BatchPlan(
@@ -155,6 +156,19 @@ def test_what_makes_a_run_larger_or_smaller() -> None:
     assert base.reserved > base.peak + base.overhead and of({"kind": "single"}, 1).overhead < base.overhead
 
 
+def test_parts_of_a_sequence_need_no_mask_of_the_whole() -> None:
+    """The ring makes none, and Ulysses only where rows hold several documents."""
+
+    def kept(method: str, length: int, packing: bool = False) -> float:
+        data = {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": packing}
+        plan = layout({"kind": "fsdp2", "cp": 8, "cp_method": method}, 8, length=length, data=data)
+        return formula(plan, FACTS).saved_block
+
+    for method in ("ring", "ulysses"):
+        assert kept(method, 4096) == kept(method, 8192)
+    assert kept("ulysses", 8192, packing=True) - kept("ulysses", 4096, packing=True) == 4 * 8 * 4096, "a row of each layer's, in fp32"
+
+
 def test_adapters_leave_little_to_learn() -> None:
     frozen = tuple(w._replace(learned=False) for w in BLOCK)
     factors = (Weight("self_attn.q_proj.lora_A.default.weight", (8, H), True, "", ATTENTION),)
@@ -175,8 +189,13 @@ def test_adapters_leave_little_to_learn() -> None:
         adapter, memory_ = {"kind": "lora", **adapter}, {"activation_checkpointing": "full"}
         return of({"kind": "single"}, 1, facts=facts, adapter=adapter, precision="bf16", memory=memory_)
 
-    # What does not learn is cast where it is used, and autocast keeps none of it: recomputed, it waits for no backward.
-    assert full().buffers < 2 * PER_BLOCK + 4 * 8 * H * LAYERS < 2 * linear
+    # What does not learn lies in bf16 but for vectors, under every strategy; nothing of it is cast.
+    vectors = LAYERS * 2 * H + H
+    assert full().parameters == 2 * (FACTS.parameters - vectors) + 4 * (vectors + LAYERS * 8 * H)
+    for strategy in ("ddp", "tp", "cp", "fsdp2"):
+        low, whole = (of({"kind": strategy}, facts=facts, adapter="lora", precision=p).parameters for p in ("bf16", "fp32"))
+        assert 0.5 * whole < low < 0.55 * whole, strategy
+    assert full().buffers <= 2 * 8 * H + 4 * 8 * H * LAYERS
     assert full(quantize="4bit").buffers <= 2 * (PER_BLOCK + 8 * H) + 4 * 8 * H * LAYERS
 
 

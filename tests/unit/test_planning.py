@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -21,6 +22,10 @@ import yaml
 from drumline.cli import main
 from drumline.cluster.detect import Device, Machine
 from drumline.config.load import load
+from drumline.config.model import ModelConfig
+from drumline.config.schema import LoRAConfig
+from drumline.errors import ModelError
+from drumline.models.adapters import require_trainable
 from drumline.plan.choice.search import Answer, search
 from drumline.planning.asked import Flags, asked
 from drumline.planning.figures import CATEGORIES
@@ -210,7 +215,7 @@ def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: R
     assert "grads: all, some of which come after it" in run("plan", *flags)[1]
     ppo = ["algorithm={kind: ppo, value: head, rewards: [{kind: length, free: 32, limit: 64}]}", "strategy=fsdp2"]
     _, out, _ = run("plan", "--model", "llama-3.1-8b", "--cluster", "8xh100-80g", *ppo, "--explain", "1")
-    assert "4 bytes × 16.06B parameters / 8 ranks" in out and "reference 8.03B" in out
+    assert "0.38 bytes for each of 16.06B parameters" in out and "reference 8.03B" in out
 
 
 def test_the_most_that_fits(run: Run) -> None:
@@ -384,6 +389,13 @@ def test_nothing_fits_says_what_would(run: Run) -> None:
     assert all(change["candidate"]["verdict"] != "no" for change in answer["changes"])
 
 
+def test_qlora_of_a_shape_is_planned_and_not_trained(run: Run) -> None:
+    code, out, err = run("plan", SMALL, "--adapter", "qlora", "--cluster", "1x4090", "--length", 64)
+    assert code == 0 and "single" in out, err
+    with pytest.raises(ModelError, match="only weights that are loaded can be packed"):
+        require_trainable(LoRAConfig(quantize="4bit"), ModelConfig.model_validate({"id": None, "config": {"model_type": "llama"}}))
+
+
 # -------------------------------------------------------------------------------------------------------------- the init
 
 
@@ -407,6 +419,44 @@ def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
     assert code == 0 and "sft" in out
     code, _, err = run("init", path, *flags)
     assert code == 2 and "not overwritten" in err
+
+
+def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
+    """Rows held out, a length that they fit in, an interval of checkpoints that the run lives to see; and what it writes trains."""
+    write_config(tmp_path, model, rows=60)
+    path = tmp_path / "new.yaml"
+    code, out, err = run("init", path, "--model", model, "--data", tmp_path / "train.jsonl", "--batch", 4, "--yes")
+    assert code == 0 and "data: 60 rows, " in out and "tokens on average" in out, err
+    said = init_lines(path.read_text())
+    longest = int(re.search(r"([\d,]+) at most", out)[1])  # type: ignore[index]
+    assert said["data"]["max_length"] == 64 * -(-longest // 64) and said["data"]["holdout"] == 3
+    assert 1 <= said["checkpoint"]["every"] == said["eval"]["every"] <= 15
+    assert run("train", path, "--dry-run")[0] == 0
+    (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "!"}\n')
+    code, _, err = run("init", tmp_path / "other.yaml", "--model", model, "--data", tmp_path / "bad.jsonl", "--yes")
+    assert code == 2 and "its columns are: question, answer" in err and not (tmp_path / "other.yaml").exists()
+    code, out, _ = run("init", tmp_path / "later.yaml", "--model", model, "--data", tmp_path / "none.jsonl", "--yes", "--length", 96)
+    assert code == 0 and "not here yet" in out and init_lines((tmp_path / "later.yaml").read_text())["data"]["holdout"] > 0
+
+
+def test_init_says_what_is_to_be_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else there(name, *more))
+    code, out, err = run("init", tmp_path / "q.yaml", *EIGHT_B[:2], "--cluster", "1x4090", "--adapter", "qlora", "--length", 512, "--yes")
+    assert code == 0 and "to install: pip install bitsandbytes" in out, err
+
+
+@pytest.mark.parametrize(
+    ("name", "id_"),
+    [("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"), ("llama-2-7b-chat", None), ("gpt3-175b", None)],
+)
+def test_init_writes_the_model_that_was_asked_for(run: Run, tmp_path: Path, name: str, id_: str | None) -> None:
+    path = tmp_path / "m.yaml"
+    code, _, err = run("init", path, "--model", name, "--cluster", "8xh100-80g", "--adapter", "lora", "--length", 512, "--yes")
+    if id_ is None:
+        assert code == 2 and f"where the weights of '{name}' are is not known" in err and not path.exists()
+    else:
+        assert code == 0 and init_lines(path.read_text())["model"]["id"] == id_, err
 
 
 def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from drumline.config import strategies as s
 from drumline.config.load import load_text
+from drumline.plan.choice.auto import with_little_room
 from drumline.plan.choice.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, in_order, look_at, search, ways_of
 from drumline.plan.choice.ways import describe, ways
 from drumline.plan.figures import TIGHT, HostMemory
@@ -31,7 +32,7 @@ def refused(answer: Answer) -> dict[str, str]:
 
 
 # (question, families one of which must come first, families that cannot fit, families that do).
-# Bytes of weights, gradients and AdamW's moments alone are 16 a parameter: 0.1B 1.8 GB, 8B 128 GB, 70B 1129 GB; frozen ones are 4.
+# Bytes of weights, gradients and AdamW's moments alone are 16 a parameter: 0.1B 1.8 GB, 8B 128 GB, 70B 1129 GB; frozen ones are 2.
 TABLE: dict[str, tuple[Question, set[str], set[str], set[str]]] = {
     "0.1B on one device: nothing to spread": (question("0.1b", "1x4090"), {"single"}, set(), {"single", "fsdp2 offload"}),
     "1B on 8 H100: a copy on each": (question("1b", "8xh100-80g", batch=BATCH), {"ddp"}, set(), {"ddp", "fsdp2", "zero1", "zero3"}),
@@ -39,7 +40,7 @@ TABLE: dict[str, tuple[Question, set[str], set[str], set[str]]] = {
         question("8b", "4x4090"), {"fsdp2 offload", "zero3 offload"},
         {"single", "ddp", "fsdp2", "fsdp2 grad-op", "zero1", "zero2", "zero3", "ddp × tp", "tp", "pp"}, set(),
     ),
-    "8B with LoRA there: 32 GB frozen, sharded 8": (
+    "8B with LoRA there: 16 GB frozen, sharded 4": (
         question("8b", "4x4090", "lora"), {"fsdp2", "fsdp2 grad-op", "zero3", "tp", "pp", "fsdp2 × tp", "fsdp2 × pp", "pp × tp"},
         {"single", "ddp"}, {"fsdp2"},
     ),
@@ -87,6 +88,28 @@ def test_where_a_hosts_memory_is_not_known_twice_as_much_of_it_comes_later(host_
         needs = plain.estimate.model_copy(update={"host": host.model_copy(update={"load": times * host.load}), "host_limit": host_limit})
         found[name] = replace(plain, name=name, simple=simple, estimate=needs)
     assert next(in_order(list(found.values()))).name == first
+
+
+def test_of_those_as_fast_and_as_simple_the_smallest_is_first() -> None:
+    """A hair's breadth of speed, which no prediction is as good as, does not buy half as much memory again."""
+    plain = search(question("1b", "8xh100-80g", batch=BATCH)).ranked[0]
+    found = {}
+    for name, gb, times in (("large", 46, 1.0004), ("small", 30, 1.0)):
+        needs = plain.estimate.memory.model_copy(update={"reserved": gb * 10**9})
+        speed = {"memory": needs, "tokens_per_s": times * plain.estimate.tokens_per_s}
+        found[name] = replace(plain, name=name, estimate=plain.estimate.model_copy(update=speed))
+    assert [c.name for c in in_order(list(found.values()))] == ["small", "large"]
+
+
+def test_what_is_tight_and_faster_is_told() -> None:
+    """The first plan fits with room; that of all layouts with little room one is faster is no secret."""
+    answer = search(question("1b", "4x4090", batch=BATCH))
+    assert answer.tight is not None
+    first, tight = answer.ranked[0].estimate, answer.tight.estimate
+    assert (first.verdict, tight.verdict) == ("fits", "tight") and tight.tokens_per_s * (1 - TIE) > first.tokens_per_s
+    assert answer.tight.name in with_little_room(answer) and "runs out of memory" in with_little_room(answer)
+    alone = search(question("1b", "1x4090", batch={"global_samples": 8}))
+    assert alone.tight is None and with_little_room(alone) == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,17 @@ from drumline.models.shapes import KNOWN, find, hub_id, near, written_as
 
 # As the hub counts the tensors of their safetensors files; None: the name's own figure, to a tenth.
 PUBLISHED = {
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "qwen3-vl-2b": 2_127_532_032,
+    "qwen3-vl-4b": 4_437_815_808,
+    "qwen3-vl-8b": 8_767_123_696,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama-4-scout": 108_641_793_536,
+    "llama-4-maverick": 401_583_781_376,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # the routers' corrections are buffers
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
@@ -73,6 +84,8 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: flo
         ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("openai-community/gpt2", "gpt2"),
         ("mistralai/Mistral-Small-24B-Base-2501", "mistral-small-24b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
+        ("google/gemma-3-27b-it", "gemma-3-27b"),
         ("somebody/else", None),
     ],
 )
@@ -86,6 +99,12 @@ def test_every_row_is_found_by_its_own_id() -> None:
 
 def test_names_on_the_hub() -> None:
     assert hub_id("qwen3-8b") == "Qwen/Qwen3-8B"
+    # Never another model than was asked for.
+    assert hub_id("llama-3.1-8b-instruct") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert hub_id("Meta-Llama-3-8B-Instruct") == "meta-llama/Meta-Llama-3-8B-Instruct"
+    assert hub_id("gemma-3-4b-it") == "google/gemma-3-4b-it" and hub_id("gemma-2-9b-it") == "google/gemma-2-9b-it"
+    assert hub_id("llama-3.3-70b-instruct") == "meta-llama/Llama-3.3-70B-Instruct"
+    assert hub_id("llama-2-7b-chat") == "llama-2-7b-chat" and hub_id("qwen3-8b-base") == "qwen3-8b-base", "not known how it is written"
     assert hub_id("me/qwen3-8b") == "me/qwen3-8b" and hub_id("runs/x/export") == "runs/x/export"
     assert near("lama-3.1-8b")[0] == "llama-3.1-8b"
 

@@ -14,7 +14,7 @@ from drumline.errors import UserError
 from drumline.plan.figures import Estimate, HostMemory, Memory, Seconds, Traffic
 from drumline.plan.forecast.truth import Measurement, Row, compare, notes
 from drumline.plan.plan import Plan, Predicted
-from drumline.planning.check import check
+from drumline.planning.check import check, only_shown
 from drumline.report.events import EventLog
 from drumline.train.host import HostPeak
 from drumline.train.measure import planned
@@ -24,7 +24,8 @@ from tests.unit.test_report_progress import START, told
 GIB = 2**30
 ESTIMATE = Estimate(
     memory=Memory(
-        parameters=100, gradients=100, optimizer=200, activations=400, logits=200, buffers=0, overhead=50, peak=1000, reserved=1150,
+        parameters=100 * GIB, gradients=100 * GIB, optimizer=200 * GIB, activations=400 * GIB, logits=200 * GIB, buffers=0,
+        overhead=50 * GIB, peak=1000 * GIB, reserved=1150 * GIB,
         phase="backward",
     ),
     host=HostMemory(load=GIB, train=GIB, save=GIB),
@@ -39,7 +40,7 @@ MEASURED = Measurement(
     step=9,
     final=True,
     by="tracker",
-    memory={"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 1000},
+    memory={"parameters": 100 * GIB, "gradients": 100 * GIB, "optimizer": 200 * GIB, "peak": 1000 * GIB},
     by_rank={},
     host={"load": GIB, "train": GIB},
     ranks_per_host=1,
@@ -58,15 +59,15 @@ def warned(estimate: Estimate = ESTIMATE, **changes: Any) -> list[str]:
     ("changes", "expected"),
     [
         ({}, []),
-        ({"memory": {"peak": 1150}}, []),
-        ({"memory": {"peak": 1151}}, ["peak"]),
-        ({"memory": {"peak": 840}}, ["peak"]),
-        ({"memory": {"optimizer": 0, "gradients": 200}}, ["optimizer", "gradients"]),
-        ({"memory": {"reserved": 1100}}, []),  # what torch does not own is not in it
-        ({"memory": {"peak": 700}, "width": 0.5}, []),  # half of what grows with tokens
-        ({"memory": {"peak": 990}, "width": 0.5}, []),  # far below the plan's own, so only shown
-        ({"memory": {"peak": 1010}, "width": 0.5}, ["peak"]),
-        ({"memory": {"peak": 1100}, "width": 0.8}, ["peak"]),
+        ({"memory": {"peak": 1150 * GIB}}, []),
+        ({"memory": {"peak": 1151 * GIB}}, ["peak"]),
+        ({"memory": {"peak": 840 * GIB}}, ["peak"]),
+        ({"memory": {"optimizer": 0, "gradients": 200 * GIB}}, ["optimizer", "gradients"]),
+        ({"memory": {"reserved": 1100 * GIB}}, []),  # what torch does not own is not in it
+        ({"memory": {"peak": 700 * GIB}, "width": 0.5}, []),  # half of what grows with tokens
+        ({"memory": {"peak": 990 * GIB}, "width": 0.5}, []),  # far below the plan's own, so only shown
+        ({"memory": {"peak": 1010 * GIB}, "width": 0.5}, ["peak"]),
+        ({"memory": {"peak": 1100 * GIB}, "width": 0.8}, ["peak"]),
         ({"host": {"train": int(1.4 * GIB)}}, []),  # 15% off, but within what the interpreter takes
         ({"host": {"train": 2 * GIB}}, ["host train"]),
         ({"host": {"train": 2 * GIB}, "ranks_per_host": 4}, []),
@@ -82,9 +83,22 @@ def test_what_is_warned_of(changes: dict[str, Any], expected: list[str]) -> None
 
 def test_what_is_sampled_between_steps_is_none_of_a_tracked_step() -> None:
     sampling = ESTIMATE.model_copy(
-        update={"memory": ESTIMATE.memory.model_copy(update={"phase": "rollout", "peak": 1800, "phases": {"rollout": 1800, "step": 1000}})}
+        update={
+            "memory": ESTIMATE.memory.model_copy(
+                update={"phase": "rollout", "peak": 1800 * GIB, "phases": {"rollout": 1800 * GIB, "step": 1000 * GIB}}
+            )
+        }
     )
     assert warned(sampling) == [] and warned(sampling, by="allocator") == ["peak"]
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(2 * 2**20, []), (150 * 2**20, []), (160 * 2**20, ["peak"]), (GIB, ["peak"])])
+def test_of_little_it_is_bytes_that_count(peak: int, expected: list[str]) -> None:
+    """A tiny model on a CPU that takes twice what was said is nothing to warn of: it is shown."""
+    small = ESTIMATE.model_copy(update={"memory": ESTIMATE.memory.model_copy(update={"peak": 2**20, "activations": 0, "logits": 0})})
+    assert warned(small, memory={"peak": peak}) == expected
+    (row,) = [row for row in compare(small, MEASURED.model_copy(update={"memory": {"peak": peak}})) if row.category == "peak"]
+    assert row.off > 0.15 and bool(only_shown(row)) == (not expected)
 
 
 def test_seconds_count_only_by_rates_that_were_measured() -> None:
@@ -152,7 +166,7 @@ def test_a_wrong_plan_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     built.run()
     first, last = of(said, "measured")
     assert "optimizer" in first["warned"] and "traffic" in last["warned"]  # the fake engine has neither
-    assert any("optimizer: predicted 200 B, measured 0 B, 100% less" in line for line in first["warnings"])
+    assert any("optimizer: predicted 200.00 GiB, measured 0 B, 100% less" in line for line in first["warnings"])
     assert sum("optimizer" in record.message for record in caplog.records) == 1
 
 
@@ -183,12 +197,12 @@ def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any
 
 
 def test_check_prints_a_row_a_category(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_folder(tmp_path, ESTIMATE, {"memory": {"peak": 7}}, {"memory": {"parameters": 100, "peak": 2000}})
+    run = run_folder(tmp_path, ESTIMATE, {"memory": {"peak": 7 * GIB}}, {"memory": {"parameters": 100 * GIB, "peak": 2000 * GIB}})
     assert check(run) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {words[0]: " ".join(words) for line in lines if (words := line.split())}
-    assert rows["parameters"] == "parameters 100 B 100 B as predicted"
-    assert rows["peak"] == "peak 1000 B 1.95 KiB 100% more"
+    assert rows["parameters"] == "parameters 100.00 GiB 100.00 GiB as predicted"
+    assert rows["peak"] == "peak 1000.00 GiB 1.95 TiB 100% more"
     assert lines[-1] == "off by more than 15%: peak"
     assert check(run, as_json=True) == 0
     told = json.loads(capsys.readouterr().out)

@@ -27,6 +27,19 @@ def choose(question: Question) -> tuple[Config, str | None]:
     return question.config, None
 
 
+def with_little_room(answer: Answer) -> str:
+    """What is faster than all that fits and what is risked with it; nothing where there is none."""
+    found = answer.tight
+    if found is None or answer.probes:  # these have corrected the others
+        return ""
+    needs, limit, speed = found.estimate.memory.reserved, found.estimate.limit, found.estimate.tokens_per_s
+    times = speed / answer.ranked[0].estimate.tokens_per_s
+    return (
+        f"faster, with little room: {found.name}, {speed:,.0f} tokens/s ({times:.1f} ×) at {gb(needs)} of {gb(limit)}"
+        f" ({needs / limit:.0%}); where that is predicted too low it runs out of memory (memory.on_oom=replan goes on with less)"
+    )
+
+
 def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:
     guide = GUIDES[asked.guide]
     strategy, when = chosen_by(question, guide)
@@ -66,4 +79,4 @@ def _why(answer: Answer) -> str:
     ]
     if second is not None:
         parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *filter(None, [with_little_room(answer)])])

@@ -7,10 +7,10 @@ does not fit; its first rung (nn.DataParallel: many GPUs with little change to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drumline.config import strategies as s
-from drumline.plan.choice.search import TIE, Answer, Candidate, Question, Refused, look_at
+from drumline.plan.choice.search import Answer, Candidate, Question, Refused, faster, look_at
 from drumline.plan.choice.ways import describe
 from drumline.plan.explain import count
 
@@ -103,6 +103,22 @@ def chosen_by(question: Question, guide: Guide) -> tuple[s.AnyStrategy, str]:
     return (s.SingleStrategy() if alone else row.strategy), row.when
 
 
+def asked_first(answer: Answer) -> tuple[Answer, str]:
+    """The answer with the guide's strategy first, where `strategy: {kind: auto, by: rules}` asked for it, and that in words: a run takes
+    it whatever the others promise. Otherwise as it is."""
+    question, asked = answer.question, answer.question.config.strategy
+    if not isinstance(asked, s.AutoStrategy) or asked.by != "rules":
+        return answer, ""
+    strategy, when = chosen_by(question, GUIDES[asked.guide])
+    name = describe(strategy, question.cluster.world_size).name
+    words = f"{name} by the guide `{asked.guide}` ({when}), as asked"
+    theirs = next((c for c in answer.ranked if c.name == name), None) or look_at(question, strategy)
+    if isinstance(theirs, Refused):
+        return answer, f"{words}: {theirs.reason}"
+    others = (candidate for candidate in answer.ranked if candidate.name != name)
+    return replace(answer, ranked=(theirs, *others)), f"First: {words}"
+
+
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     """For each guide whose strategy does not fit, or is slower than the first plan by more than can be told apart."""
     found, question = list[Disagreement](), answer.question
@@ -116,7 +132,7 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
             found.append(Disagreement(guide.name, says, theirs.reason))
         elif answer.ranked:
             first, ours = answer.ranked[0], theirs.estimate.tokens_per_s
-            if first.estimate.tokens_per_s * (1 - TIE) > ours and first.estimate.verdict == "fits":
+            if faster(first.estimate, theirs.estimate) and first.estimate.verdict == "fits":
                 ratio = first.estimate.tokens_per_s / ours
                 reason = f"{ours:,.0f} tokens/s, {first.name} {first.estimate.tokens_per_s:,.0f} ({ratio:.2f} ×)"
                 found.append(Disagreement(guide.name, says, reason))

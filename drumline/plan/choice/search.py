@@ -79,21 +79,25 @@ class Refused:
 @dataclass(frozen=True)
 class Answer:
     """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
-    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected."""
+    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected. `tight`: the
+    fastest of all that are tight, where it is faster than what fits."""
 
     question: Question
     ranked: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
     looked_at: int = 0
     probes: tuple[Probe, ...] = ()
+    tight: Candidate | None = None
 
 
 @dataclass
 class _Family:
-    """The best few of a family so far; `nearest`: of those that do not fit, the one that needs least; `words`: of the first refusal."""
+    """The best few of a family so far; `nearest`: of those that do not fit, the one that needs least; `tight`: of those with little room
+    the fastest; `words`: of the first refusal."""
 
     best: list[tuple[tuple[bool, float], int, Way, Layout, Estimate]] = field(default_factory=list)
     nearest: tuple[Way, Layout, Estimate] | None = None
+    tight: tuple[Way, Layout, Estimate] | None = None
     words: str = ""
     looked_at: int = 0
 
@@ -121,7 +125,9 @@ def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
                 refused.append(_refused(question, name, family))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
             refused.append(Refused(name, _words(error)))
-    return Answer(question, tuple(in_order(ranked)), tuple(refused), sum(family.looked_at for family in families.values()))
+    first = tuple(in_order(ranked))
+    looked_at = sum(family.looked_at for family in families.values())
+    return Answer(question, first, tuple(refused), looked_at, tight=_faster(question, first, families.values()))
 
 
 def ways_of(question: Question) -> Iterator[Way]:
@@ -201,6 +207,8 @@ class _Look:
                     family.looked_at += 1
                     if figures.verdict != "no":
                         found.append((layout, figures))
+                        if figures.verdict == "tight" and (family.tight is None or faster(figures, family.tight[2])):
+                            family.tight = way, layout, figures
                     elif family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
                         family.nearest = way, layout, figures
             except PlanError as error:
@@ -309,6 +317,22 @@ def _candidate(question: Question, way: Way, layout: Layout) -> Candidate:
     return replace(made, family=way.family, simple=way.simple)
 
 
+def faster(figures: Estimate, other: Estimate) -> bool:
+    """By more than no prediction is better than."""
+    return figures.tokens_per_s * (1 - TIE) > other.tokens_per_s
+
+
+def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
+    """The fastest that is tight, where something slower fits."""
+    found = max((family.tight for family in families if family.tight), key=lambda tight: tight[2].tokens_per_s, default=None)
+    if found is None or not ranked or ranked[0].estimate.verdict != "fits" or not faster(found[2], ranked[0].estimate):
+        return None
+    try:
+        return _candidate(question, found[0], found[1])
+    except PlanError:  # what only a whole plan looks at
+        return None
+
+
 def _refused(question: Question, name: str, family: _Family) -> Refused:
     if family.nearest is None:
         return Refused(name, family.words)
@@ -317,8 +341,8 @@ def _refused(question: Question, name: str, family: _Family) -> Refused:
 
 
 def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """What fits before what is tight; the fastest first, of those as fast as it the simplest, then the smallest. Where nobody said how much
-    memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where nobody said
+    how much memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
     for fits in (True, False):
         left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
         while left:
@@ -326,7 +350,7 @@ def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
             same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
             least = min(c.estimate.host.most for c in same)
             lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
-            first = min(same, key=lambda c: (c.name in lavish, c.simple, -c.estimate.tokens_per_s, c.estimate.memory.reserved))
+            first = min(same, key=lambda c: (c.name in lavish, c.simple, c.estimate.memory.reserved, -c.estimate.tokens_per_s))
             left.remove(first)
             yield first
 

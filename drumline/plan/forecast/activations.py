@@ -16,6 +16,7 @@ from drumline.config.schema import LoRAConfig
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Activations
 from drumline.plan.layout import Layout
+from drumline.plan.rule import cp_method
 
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
@@ -105,17 +106,20 @@ def kind_of(layout: Layout) -> Kind:
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
     """Of a rank of the layout, as operators are counted; figures.Activations says of what."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
-    # A mask of the whole length, where rows hold several documents, or parts of a sequence.
-    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead or layout.mesh.cp > 1 else 0
+    # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
+    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead else 0
+    repeats = bool(mask) or (layout.mesh.cp > 1 and cp_method(layout.strategy) == "ring")
     eager = layout.config.model.attention == "eager"
-    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, mask, eager, adapter, layout.mesh.tp)
+    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, mask, repeats, eager, adapter, layout.mesh.tp)
 
 
 @lru_cache(maxsize=4096)
-def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: int, eager: bool, adapter: bool, tp: int) -> Activations:
+def _formula(
+    facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: int, repeats: bool, eager: bool, adapter: bool, tp: int
+) -> Activations:
     block, width = block_of(facts), 4 if kind == "fp32" else 2
     stream = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
-    everything = _saved(facts, block, kind, length, mask, eager, tp)
+    everything = _saved(facts, block, kind, length, mask, repeats, eager, tp)
     queries, feed = block.queries / tp, block.feed / tp
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
@@ -152,7 +156,7 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     return 4 * 1.5 * (2 if low else 4) * total
 
 
-def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, eager: bool, tp: int) -> float:
+def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, repeats: bool, eager: bool, tp: int) -> float:
     """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
@@ -163,11 +167,8 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, 
         if inputs[part]:
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
             total += width * h * (copies if kind == "autocast" else 1)
-    if mask:
-        # Keys and values are repeated for each query head, and each layer turns the mask into numbers.
-        total += width * (4 * q + mask)
-    else:
-        total += width * (2 * q + 2 * kv)
+    # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
+    total += width * (mask + (4 * q if repeats else 2 * q + 2 * kv))
     total += 4 * block.heads / tp * (length * (4 + width) / 4 if eager else 1)
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)

@@ -17,6 +17,7 @@ from drumline.plan.frozen import Frozen
 
 OFF = 0.15  # of the prediction: beyond it, a category is warned of
 NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be held against
+SMALL = 2**30  # bytes: of less it is bytes that count, no share
 # Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan says.
 HOST_SLACK = 2**29
 MEMORY = ("parameters", "gradients", "optimizer", "peak", "reserved")
@@ -119,6 +120,7 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
             predicted=predicted[name],
             measured=value,
             note="rows were much shorter than planned" if value <= narrow.get(name, -1) else "",
+            slack=OFF * SMALL,
         )
         for name, value in measured.memory.items()
     ]
