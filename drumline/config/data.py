@@ -21,6 +21,9 @@ class Columns(Section):
     margin: str | None = Field(None, description="Column with by how much chosen is better (optional).")
     label: str | None = Field(None, description="Column with the class: a name or a number.")
     image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
+    tools: str | None = Field(
+        None, description="Column with the tools that a conversation may call: JSON schemas for the chat template. An empty text: none."
+    )
     images: str | None = Field(None, description="Column with a list of such paths, for messages that say where they stand.")
 
 

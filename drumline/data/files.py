@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from drumline.data.tools import TableRow
 from drumline.errors import DataError
 from drumline.foreign import MIB, judged, open_plain, parse_json
 
@@ -21,14 +23,36 @@ Raw = tuple[str, dict[str, Any]]
 
 
 def find(pattern: str, base_dir: Path) -> list[Path]:
-    """The files that a path or glob names, in alphabetical order. Raises DataError where there is none."""
+    """The files that a path or glob names, in alphabetical order; one that has several names counts once. Raises DataError where there
+    is none."""
     full = str(base_dir / Path(pattern).expanduser())
-    names = [full] if Path(full).is_file() else sorted(glob.glob(full, recursive=True))  # noqa: PTH207 - it leaves hidden files out
-    paths = [Path(name) for name in names if Path(name).is_file()]
+    names = [full] if Path(full).is_file() else sorted(_matches(full))
+    found: dict[Path, Path] = {}
+    for path in map(Path, names):
+        if path.is_file():
+            found.setdefault(path.resolve(), path)
+    paths = list(found.values())
     if not paths:
         kind = "no file matches" if glob.has_magic(pattern) else "no such file:"
         raise DataError(f"{kind} {full}", where="data source", fix="paths are relative to the folder of the YAML")
     return paths
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """What a glob names. `**` goes through each folder once, however many links lead to it, or back to one that it is in."""
+    pattern = f"./{pattern}" if pattern.startswith("**") else pattern
+    above, stars, below = (f"{pattern}/*" if pattern.endswith("/**") else pattern).partition("/**/")
+    if not stars:
+        yield from glob.iglob(pattern)  # noqa: PTH207 - it leaves hidden files out
+        return
+    seen: set[str] = set()
+    for top in glob.glob(above or "/"):  # noqa: PTH207
+        for folder, inside, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            inside[:] = [] if real in seen else sorted(name for name in inside if not name.startswith("."))
+            if real not in seen:
+                yield from _matches(f"{glob.escape(folder)}/{below}")
+            seen.add(real)
 
 
 def read_file(path: Path, name: str) -> Iterator[Raw]:
@@ -61,9 +85,23 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
                 ) from error
 
 
+def _once(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Makes objects of pairs. Raises DataError for a key that comes twice: of its values readers keep one, and which is anybody's guess."""
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise DataError(f"names the key {twice!r} twice", where=where, fix="keep one of them")
+        return found
+
+    return made
+
+
 def _object(text: str, where: str) -> dict[str, Any]:
     """One JSON object from `text`."""
-    value = parse_json(text, where, DataError, fix="each line must be one JSON object")
+    value = parse_json(text, where, DataError, fix="each line must be one JSON object", object_pairs_hook=_once(where))
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
     return value
@@ -85,7 +123,7 @@ def _json(path: Path, name: str) -> Iterator[Raw]:
         yield from _jsonl(path, name)
         return
     text = "".join(line for _, line in _lines(path, name))
-    values = parse_json(text, name, DataError, lines=True)
+    values = parse_json(text, name, DataError, lines=True, object_pairs_hook=_once(name))
     for number, value in enumerate(values, 1):
         where = f"{name} row {number}"
         if not isinstance(value, dict):
@@ -130,7 +168,7 @@ def _parquet(path: Path, name: str) -> Iterator[Raw]:
                 rows = next(batches).to_pylist() if number < file.metadata.num_rows else []
             for values in rows:
                 number += 1
-                yield f"{name} row {number}", values
+                yield f"{name} row {number}", TableRow(values)
             if not rows:
                 return
 

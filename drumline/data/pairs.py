@@ -48,9 +48,9 @@ class PairRows:
         if not self.encoder.has_template and not (isinstance(prompt, str) and isinstance(answer, str)):
             fix = "set model.chat_template to a Jinja file"
             raise DataError("the pair holds messages and this tokenizer has no chat template", where=row.origin, fix=fix)
-        if "prompt" not in row.values and isinstance(prompt, str) and isinstance(answer, str):
+        if "prompt" not in row.values and isinstance(prompt, str) and isinstance(answer, str) and "tools" not in row.values:
             return self.encoder.plain(prompt, answer, row.origin)
-        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer}))
+        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
         if not example.learned:
             raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
         return example

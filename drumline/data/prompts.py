@@ -34,7 +34,7 @@ class PromptRows:
 
     def encode(self, row: Row) -> Encoded | None:
         said = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
-        text, ids = self.encoder.prompt(said, row.origin)
+        text, ids = self.encoder.prompt(said, row.origin, row.values.get("tools"))
         if not ids:
             raise DataError("the prompt is empty", where=row.origin, fix="a completion goes on from one token at least")
         size = len(ids)

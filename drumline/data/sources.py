@@ -10,7 +10,7 @@ Whatever the source, a row comes out in one of the forms that the algorithm take
     image, label                the path of an image and its class
 
 The form is the one that `columns` maps; with no mapping, the first whose columns the row has. `OPTIONAL` columns come along where they
-are there, and `extra` keeps all the others as they are.
+are there, and `extra` keeps all the others as they are (and tools, which a reward function may ask for).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from drumline.config.algorithms import Algorithm, ClassifyConfig
 from drumline.config.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
+from drumline.data.tools import TableRow, read_calls, read_tools
 from drumline.data.wrong import wrong_answer
 from drumline.errors import DataError, EnvironmentFault
 
@@ -38,7 +39,8 @@ PAIRS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPTS: Forms = (("prompt",), ("messages",))
 CLASSES: dict[str, Forms] = {"text": (("text", "label"),), "image": (("image", "label"),)}
 FORMS: dict[str, Forms] = {"reward": PAIRS, "dpo": PAIRS, "ppo": PROMPTS, "grpo": PROMPTS}
-OPTIONAL = ("margin", "images")
+OPTIONAL = ("margin", "images", "tools")
+TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
         name = describe(source)
         rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
         for number, values in enumerate(rows, 1):
-            yield base_dir, (f"{name} row {number}", values)
+            yield base_dir, (f"{name} row {number}", TableRow(values))
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
@@ -119,7 +121,8 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
     """Pick the row's form, rename its columns and check their types."""
     parts = {part for form in known for part in form}
     mapped = {part for part in parts if getattr(columns, part) is not None}
-    names = {part: getattr(columns, part) or part for part in (*parts, *OPTIONAL)}
+    names = {part: part if getattr(columns, part) is None else getattr(columns, part) for part in (*parts, *OPTIONAL)}
+    padded = isinstance(values, TableRow)
     forms = [form for form in known if mapped <= set(form) and mapped]
     forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
     there = ", ".join(values) or "none"
@@ -134,13 +137,16 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
         if name not in values:
             fix = f"map it with `columns.{part}`"
             raise DataError(f"row {number} has no column {name!r}; its columns are: {there}", where=origin, fix=fix)
-        result[part] = _checked(part, name, values[name], origin, number)
+        result[part] = _checked(part, name, values[name], origin, number, padded)
     result |= {part: values[names[part]] for part in OPTIONAL if values.get(names[part]) is not None}
-    taken = {names[part] for part in result}
+    taken = {names[part] for part in result if part != "tools"}
+    tools = result.pop("tools", None)
+    if tools is not None and TALKS & set(result) and (tools := read_tools(tools, names["tools"], origin, padded)):
+        result["tools"] = tools
     return Row(origin, result, {name: value for name, value in values.items() if name not in taken})
 
 
-def _checked(part: str, name: str, value: Any, origin: str, number: int) -> Any:
+def _checked(part: str, name: str, value: Any, origin: str, number: int, padded: bool = False) -> Any:
     """`value` if it is what `part` needs: text, or messages where those may stand."""
     if part == "label":
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -158,7 +164,7 @@ def _checked(part: str, name: str, value: Any, origin: str, number: int) -> Any:
         raise DataError(f"row {number}: column {name!r} is {found}, not {wants}", where=origin)
     for index, message in enumerate(value):
         _check_message(message, f"{name}[{index}]", origin, number)
-    return [_without_absent(message) for message in value]
+    return [_without_absent(message, padded) for message in value]
 
 
 def _check_message(message: Any, label: str, origin: str, number: int) -> None:
@@ -179,10 +185,12 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
         _checked("text", f"{label}.content", content, origin, number)
 
 
-def _without_absent(message: dict[str, Any]) -> dict[str, Any]:
+def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
     """A table pads messages with keys that only others have; templates must see an absent key as absent. Contents in parts that are all
     text become one text."""
     message = {key: item for key, item in message.items() if item is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = read_calls(message["tool_calls"], padded)
     parts = message.get("content")
     if isinstance(parts, list):
         parts = [{key: item for key, item in part.items() if item is not None} for part in parts]

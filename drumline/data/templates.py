@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drumline.config.data import DataConfig
 from drumline.data.sources import Row
+from drumline.data.tools import Tools
 from drumline.errors import DataError
 from drumline.foreign import judged
 
@@ -54,6 +55,14 @@ def truncate(example: Example, max_length: int, policy: Literal["error", "right"
     return Example(example.tokens[keep], example.learn[keep])
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Of a conversation: its row, for messages, and the tools that it may call."""
+
+    origin: str
+    tools: Tools | None = None
+
+
 class Encoder:
     """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is learned."""
 
@@ -63,31 +72,35 @@ class Encoder:
         self.has_template = bool(tokenizer.chat_template)
         template = tokenizer.chat_template
         text = template if isinstance(template, str) else " ".join((template or {}).values())
+        self.shows_tools = "tools" in text
         self.marks_turns = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
         self.special = special_ids(tokenizer)
 
     def encode(self, row: Row) -> Example:
         """The whole row as tokens, not yet truncated. Raises DataError that names the row."""
-        values = row.values
+        values, place = row.values, _Place(row.origin, row.values.get("tools"))
         if "text" in values:
             return self.plain("", values["text"], row.origin)
+        self._require_shown(place)
         if "messages" in values:
             if not self.has_template:
                 fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
                 raise DataError("`messages` need a chat template and this tokenizer has no chat template", where=row.origin, fix=fix)
-            return self._chat(values["messages"], 0, row.origin)
+            return self._chat(values["messages"], 0, place)
         prompt, completion = values["prompt"], values["completion"]
         if self.has_template:
             before = as_messages(prompt, "user")
-            return self._chat(before + as_messages(completion, "assistant"), len(before), row.origin)
+            return self._chat(before + as_messages(completion, "assistant"), len(before), place)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             fix = "set model.chat_template to a Jinja file"
             raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
         return self.plain(prompt, completion, row.origin)
 
-    def prompt(self, said: str | Messages, origin: str) -> tuple[str, list[int]]:
+    def prompt(self, said: str | Messages, origin: str, tools: Tools | None = None) -> tuple[str, list[int]]:
         """A prompt as text and as tokens, ready for an answer: a conversation with the template's generation prompt, without an
         answer that it ends in; without a template plain text, opened as the tokenizer does and not closed. Raises DataError."""
+        place = _Place(origin, tools)
+        self._require_shown(place)
         if not self.has_template:
             if isinstance(said, str):
                 return said, self._opened(said)
@@ -98,8 +111,14 @@ class Encoder:
             messages = messages[:-1]
         if not messages:
             raise DataError("there is nothing before the assistant's answer to take as a prompt", where=origin)
-        text = self._render(messages, origin, add_generation_prompt=True)
+        text = self._render(messages, place, add_generation_prompt=True)
         return text, _Tokens(self.tokenizer, text).ids
+
+    def _require_shown(self, place: _Place) -> None:
+        """Raises DataError where the template would leave a row's tools out without a word."""
+        if place.tools and not self.shows_tools:
+            fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
+            raise DataError("this row has tools, and the chat template does not show any", where=place.origin, fix=fix)
 
     # ------------------------------------------------------------------------------------------------------ plain text
 
@@ -133,13 +152,13 @@ class Encoder:
 
     # ----------------------------------------------------------------------------------------------------------- chats
 
-    def _chat(self, messages: Messages, first: int, origin: str) -> Example:
+    def _chat(self, messages: Messages, first: int, place: _Place) -> Example:
         """The rendered conversation; assistant turns from message `first` on are learned."""
         roles = [message["role"] for message in messages]
         if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
-            marked = self._render(messages, origin, **_MARKED)
+            marked = self._render(messages, place, **_MARKED)
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
-        text = self._render(messages, origin)
+        text = self._render(messages, place)
         tokens = _Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
         if self.learn_all:
@@ -147,15 +166,15 @@ class Encoder:
         learn = np.zeros(len(ids), np.uint8)
         for index in range(first, len(messages)):
             if roles[index] == "assistant":
-                start, stop = self._span(messages, index, text, origin)
-                learn[slice(*self._close(tokens, tokens.at(start, origin), tokens.at(stop, origin)))] = 1
+                start, stop = self._span(messages, index, text, place)
+                learn[slice(*self._close(tokens, tokens.at(start, place.origin), tokens.at(stop, place.origin)))] = 1
         return Example(ids, learn)
 
-    def _span(self, messages: Messages, index: int, text: str, origin: str) -> tuple[int, int]:
+    def _span(self, messages: Messages, index: int, text: str, place: _Place) -> tuple[int, int]:
         """Characters [start, stop) of `text` that assistant turn `index` says."""
-        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], origin)
-        before = self._render(messages[:index], origin) if index else ""
-        head = self._render(messages[:index], origin, add_generation_prompt=True) if index else self._first_head(text, origin)
+        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], place)
+        before = self._render(messages[:index], place) if index else ""
+        head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
         whole, headed = text.startswith(through), text.startswith(head)
         said = _words(messages[index].get("content", "")).strip()
         # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
@@ -163,6 +182,8 @@ class Encoder:
         if whole and headed and head != before and (not said or any(wording in through[len(head) :] for wording in wordings)):
             return len(head), len(through)
         # The template lacks a generation prompt, or renders this turn differently here: look for the words.
+        if messages[index].get("tool_calls") and through.startswith(head):
+            wordings = [through[len(head) :].rpartition("</think>")[2].strip()]  # calls stand there in the template's own writing
         floor = _shared(text, head)
         places = [(text.rfind(each, floor, len(through)) if whole else text.find(each, floor), len(each)) for each in wordings]
         at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))  # the first: a later turn may say the same again
@@ -172,12 +193,12 @@ class Encoder:
                 at -= 1
             return at, stop
         fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
-        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=origin, fix=fix)
+        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=place.origin, fix=fix)
 
-    def _first_head(self, text: str, origin: str) -> str:
+    def _first_head(self, text: str, place: _Place) -> str:
         """What stands before the content of an assistant turn that opens the conversation: nothing can be rendered before it."""
         opening = [{"role": "user", "content": "?"}]
-        bare, prompted = self._render(opening, origin), self._render(opening, origin, add_generation_prompt=True)
+        bare, prompted = self._render(opening, place), self._render(opening, place, add_generation_prompt=True)
         header = prompted[len(bare) :] if prompted.startswith(bare) else ""
         at = text.find(header)
         return text[: at + len(header)] if header and at >= 0 else ""
@@ -190,10 +211,10 @@ class Encoder:
             return start, last + 1
         return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
 
-    def _render(self, messages: Messages, origin: str, **options: Any) -> Any:
+    def _render(self, messages: Messages, place: _Place, **options: Any) -> Any:
         """`apply_chat_template`; text unless options say otherwise. Raises DataError for what the template refuses."""
-        with judged("the chat template refuses this conversation", origin, DataError):
-            return self.tokenizer.apply_chat_template(messages, **{"tokenize": False, **options})
+        with judged("the chat template refuses this conversation", place.origin, DataError):
+            return self.tokenizer.apply_chat_template(messages, **{"tools": place.tools, "tokenize": False, **options})
 
 
 def turn_end(tokenizer: Any) -> int | None:
