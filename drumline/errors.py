@@ -9,6 +9,7 @@
     │   ├── CheckpointError           a folder that is no committed checkpoint, or does not fit the run
     │   └── EnvironmentFault          ports, disks, folders, missing extras
     ├── WorkerFailed       exit  1    a rank raised or died and the restart budget is spent
+    ├── NotSaved           exit  1    trained to the end, or asked to stop, and no disk took the weights: another start would train again
     ├── TrainingStopped    exit  3    a policy stopped the run (NaN or inf, out of patience)
     └── Preempted          exit 75    asked to stop (SIGTERM, SIGUSR1, Ctrl-C): saved, `--resume` goes on
 
@@ -24,6 +25,7 @@ class DrumlineError(Exception):
     """A failure with a name. `what` happened, `where` (file:line, key, folder, rank), `fix`: how to mend it."""
 
     exit_code = 1
+    rank_code: int | None = None  # what a rank exits with, where that is another
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, where, fix
@@ -72,6 +74,12 @@ class WorkerFailed(DrumlineError):
     """A rank raised or died and no restart is left."""
 
     exit_code = 1
+
+
+class NotSaved(DrumlineError):
+    """The last weights could not be stored. Nothing is started again for it."""
+
+    rank_code = 74  # sysexits' EX_IOERR: it tells the launcher also where the disk has no room for the words
 
 
 class TrainingStopped(DrumlineError):

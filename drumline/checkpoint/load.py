@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drumline.checkpoint.files import open_regular, record_of
-from drumline.checkpoint.manifest import INDEX, MANIFEST, STATE, TRASH, UNFINISHED, Manifest, read_manifest, step_of
+from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TRASH, UNFINISHED, Manifest, read_manifest, step_of
 from drumline.checkpoint.ranks import Ranks, RanksError, words
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.errors import CheckpointError
@@ -61,7 +61,7 @@ def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
 
 
 def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
-    """What is in a checkpoint, once nothing speaks against it: all its files are there, plain, of the right size, and no others.
+    """What is in a checkpoint, once nothing speaks against it: all its files are there, plain, of the right size, and no shards besides.
 
     The state and the index are always hashed; `verify` hashes the shards too. Collective unless `alone`. Raises CheckpointError
     naming the file and the reason.
@@ -147,7 +147,8 @@ def _structure(path: Path) -> Manifest:
     _require_committed(path)
     manifest = read_manifest(path)
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    for name in sorted(present - set(manifest.files)):
+    # What desktops and network disks leave (.DS_Store, .nfs…) is never read; a shard too many says that two saves were mixed.
+    for name in sorted(filter(SHARD_NAME.fullmatch, present - set(manifest.files))):
         raise CheckpointError("does not belong to this checkpoint", where=str(path / name))
     for name, record in manifest.files.items():
         if name not in present:

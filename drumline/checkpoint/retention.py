@@ -16,10 +16,11 @@ LATEST, BEST = "latest", "best"
 
 
 class Retention:
-    """The committed checkpoints under `root`: the newest `keep` and, if wanted, the best by metric stay; pointers name both."""
+    """The committed checkpoints under `root`: the newest `keep` and, if wanted, the best by metric stay; pointers name both.
+    `serial`: the least that a new one gets."""
 
-    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"]) -> None:
-        self.root, self.keep, self.keep_best, self.mode = root, keep, keep_best, mode
+    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], serial: int = 1) -> None:
+        self.root, self.keep, self.keep_best, self.mode, self.serial = root, keep, keep_best, mode, serial
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
@@ -37,7 +38,7 @@ class Retention:
                 self.known[manifest.step] = manifest
 
     def next_serial(self) -> int:
-        return 1 + max((manifest.serial for manifest in self.known.values()), default=0)
+        return max([self.serial, *(1 + manifest.serial for manifest in self.known.values())])
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
         """Give a finished folder its name, durably; one that has the name already makes way. Raises OSError."""

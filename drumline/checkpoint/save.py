@@ -2,8 +2,9 @@
 
 A save is five common steps, each of which all ranks leave with the same outcome (see ranks.py):
 
-    share out   who stores what; the copies for the background (training stands still up to here when asynchronous)
-    room        every rank finds enough free space, rank 0 makes the folder `.tmp-step-00000020-<nonce>`
+    share out   who stores what; every rank finds enough free space; the copies for the background (training stands still up to here
+                when asynchronous)
+    folder      rank 0 makes `.tmp-step-00000020-<nonce>`
     shards      torch.distributed.checkpoint writes; each rank hashes its files while it writes them
     commit      rank 0 writes state.json and manifest.json, and renames the folder
     settle      rank 0 moves `latest` and `best`, then prunes
@@ -17,9 +18,10 @@ import json
 import math
 import secrets
 import shutil
+import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +49,7 @@ class SaveResult:
     """How a save ended, the same on every rank but for the seconds.
 
     `path` is None when nothing was committed. `error` next to a path: the checkpoint is whole, but a pointer or the pruning failed.
+    `begun`: false where the disk lacked room, and nothing was written.
     """
 
     step: int
@@ -55,6 +58,7 @@ class SaveResult:
     bytes: int
     error: str | None
     blocked_seconds: float
+    begun: bool = True
 
 
 @dataclass
@@ -78,12 +82,12 @@ class Checkpointer:
     process that ends while a save is in flight finishes the save first.
     """
 
-    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], asynchronous: bool) -> None:
-        """Raises EnvironmentFault when `root` cannot be used."""
+    def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], asynchronous: bool, serial: int = 1) -> None:
+        """`serial`: the least that a save gets (Manifest). Raises EnvironmentFault when `root` cannot be used."""
         self.root = Path(root)
         self.asynchronous = asynchronous
         self.ranks = Ranks.all_apart()
-        self.retention = Retention(self.root, keep, keep_best, mode)
+        self.retention = Retention(self.root, keep, keep_best, mode, serial)
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._ended: SaveResult | None = None
@@ -104,6 +108,10 @@ class Checkpointer:
         self._join()
         try:
             job.tensors, job.estimate = share_out(tensors, self.ranks)
+            lacking = next(filter(None, self.ranks.each(lambda: self._lacking(job))), None)
+            if lacking is not None:
+                self._ended = replace(_result(job, None, 0, lacking), begun=False)
+                return
             if self.asynchronous:
                 staged: dict[str, Tensor] = {}
                 # Together, so that a rank without memory for its copies does not leave the others waiting.
@@ -118,6 +126,22 @@ class Checkpointer:
             self._thread.start()
         else:
             self._run(job)
+
+    def rescue(
+        self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
+    ) -> tuple[SaveResult, bool]:
+        """Store a checkpoint in `folder` instead. True: whole; False: the weights alone, since more did not fit. Collective."""
+        try:
+            there = Checkpointer(folder, sys.maxsize, False, self.retention.mode, False, serial=self.retention.next_serial())
+        except EnvironmentFault as failure:
+            return SaveResult(step, None, 0.0, 0, failure.line(), 0.0, begun=False), False
+        weights = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0].endswith("model")}
+        for part in (tensors, weights):
+            there.save(step, part, state, metric)
+            (result,) = there.wait()
+            if result.path is not None:
+                break
+        return result, part is tensors
 
     @property
     def copies_bytes(self) -> int:
@@ -148,7 +172,6 @@ class Checkpointer:
         """Everything after the sharing out; in the background when asynchronous."""
         folder: Path | None = None
         try:
-            self.ranks.each(lambda: self._require_room(job))
             folder = self.ranks.first(lambda: self._make_folder(job))
             path, manifest = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
@@ -164,11 +187,11 @@ class Checkpointer:
             error = f"the checkpoint is whole, but tidying up after it failed: {words(failure)}"
         self._ended = _result(job, path, manifest.bytes, error)
 
-    def _require_room(self, job: _Job) -> None:
-        """Raises OSError when the disk cannot take this save."""
+    def _lacking(self, job: _Job) -> str | None:
+        """What keeps the disk from taking this save; None where nothing does. A folder that was removed is made again. Raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
         needed, free = int(HEADROOM * (job.estimate + len(job.state))), free_bytes(self.root)
-        if free < needed:
-            raise OSError(f"no space: {needed:,} bytes needed, {free:,} free in {self.root}")
+        return f"no space: {needed:,} bytes needed, {free:,} free in {self.root}" if free < needed else None
 
     def _make_folder(self, job: _Job) -> Path:
         folder = self.root / f"{UNFINISHED}{folder_name(job.step)}-{secrets.token_hex(4)}"

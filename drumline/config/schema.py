@@ -139,6 +139,16 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
     verify: bool = Field(True, description="Check every shard's checksum before loading.")
+    wait_seconds: float = Field(
+        600.0,
+        ge=0,
+        le=86400,
+        description="Where the disk does not take the last checkpoint: how long it is tried again. When asked to stop, at most half of"
+        " launch.grace_seconds.",
+    )
+    fallback_dir: str | None = Field(
+        None, description="A folder on another disk for the last checkpoint, or its weights alone, where the run folder's does not take it."
+    )
     export: Literal["none", "last", "best"] = Field(
         "best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last."
     )

@@ -99,7 +99,10 @@ def _variable(name: str, where: str) -> str:
 
 
 def write_private(path: Path, data: str) -> None:
-    """Write a text file that only its owner may read: user options are in it. Raises OSError."""
-    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    """Write a text file that only its owner may read: user options are in it. An old one is there until the new one is whole, also on a
+    disk that is full. Raises OSError."""
+    whole = path.with_name(f".{path.name}")
+    with open(whole, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         os.fchmod(file.fileno(), 0o600)  # it may have been there
         file.write(data)
+    whole.replace(path)

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -169,8 +170,9 @@ def stop(failed: bool = False) -> None:
 def leave_process(code: int) -> NoReturn:
     """End this process. Where gloo still waits for a peer the interpreter could not end in order: it ends without."""
     if _leaving is not None and _leaving.is_alive():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # logs on a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
 

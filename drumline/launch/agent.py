@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from drumline.cluster.process import is_suspended
+from drumline.errors import NotSaved
 from drumline.launch.asked import Asked
 from drumline.launch.postmortem import RankEnd, read_error
 
@@ -32,7 +33,7 @@ MONITOR_SECONDS = 0.1
 # After an error the other ranks have this long to end by themselves: their words may tell more than the first one's.
 SETTLE_SECONDS = 2.0
 # Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
-TOGETHER = (3, 75)
+TOGETHER = (3, 75, NotSaved.rank_code)
 
 
 class _OneHost(RendezvousHandler):

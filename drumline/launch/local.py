@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from drumline.cluster.detect import Groups, usable_cores
+from drumline.cluster.detect import Groups, free_bytes, usable_cores
+from drumline.errors import NotSaved
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
 from drumline.launch.postmortem import RankEnd, exhausted, report, root_cause
@@ -56,8 +57,8 @@ def launch(
             ends = Agent(command, nproc, listener, logs, asked, options.grace_seconds).attempt()
             code = _code(ends, asked.number)
             if code is not None:
-                _last_words(ends, code, asked.number)
-                return code
+                _last_words(ends, code, asked.number, plan)
+                return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
             reached, failed_at = _progress(events_path, started)
             out, said = exhausted(cause, (kills, groups.oom_kills())), None
@@ -100,7 +101,7 @@ def _code(ends: list[RankEnd], asked: int) -> int | None:
     if codes == {0} and not killed:
         return 0
     # 75 is said after the checkpoint is whole on all ranks: what falls in leaving does not undo it.
-    for code in (2, 3, 75):
+    for code in (2, 3, NotSaved.rank_code, 75):
         if code in codes:
             return code
     if asked and -asked in codes:
@@ -108,13 +109,19 @@ def _code(ends: list[RankEnd], asked: int) -> int | None:
     return 1 if asked and codes <= {0} else None
 
 
-def _last_words(ends: list[RankEnd], code: int, asked: int) -> None:
+def _last_words(ends: list[RankEnd], code: int, asked: int, plan: Plan) -> None:
     """The line of an end on purpose, once for all ranks."""
     told = [end for end in ends if end.error and end.error.get("exit_code") == code]
     if told:
         print(f"{'stopped' if code == 75 else 'error'}: {told[0].message}", file=sys.stderr)
     elif code == 75:
         print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
+    elif code == NotSaved.rank_code:
+        # The disk had no room for the rank's own words either.
+        room = f"about {plan.checkpoint_bytes:,} bytes needed, {free_bytes(Path(plan.run_dir)):,} free in {plan.run_dir}"
+        other = plan.config.checkpoint.fallback_dir
+        fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
+        print(f"error: the last checkpoint could not be written: no space: {room} — {fix}", file=sys.stderr)
     elif code == 1 and asked:
         print(
             "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume",

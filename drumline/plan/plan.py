@@ -129,11 +129,14 @@ class Plan(Frozen):
         """The classes in order, where rows have one."""
         return self.data.labels if self.data else ()
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint takes: in fp32 a weight that learns, and AdamW's two moments of it; 0 where the model is not known."""
+        return 12 * (self.predicted.learned or 0)
+
     def save(self, path: Path) -> None:
-        """Write plan.json: the old one is there until the new one is whole."""
-        whole = path.with_name(f".{path.name}")
-        write_private(whole, self.model_dump_json(indent=2) + "\n")
-        whole.replace(path)
+        """Write plan.json."""
+        write_private(path, self.model_dump_json(indent=2) + "\n")
 
     def of_role(self, name: str) -> Plan:
         """The plan of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native

@@ -32,11 +32,11 @@ from drumline.plan.plan import Plan
 from drumline.report.events import series
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
-from drumline.train.loop import Asked, Loop
+from drumline.train.loop import Loop
 from drumline.train.measure import Measure
 from drumline.train.references import Reference
 from drumline.train.reinforced import reinforced
-from drumline.train.state import Goodput, TrainState
+from drumline.train.state import Asked, Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
 Emit = Callable[..., None]
@@ -99,7 +99,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         random_stream=plan.mesh.stream(ranks.rank),
         measure=Measure(plan, engine, gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)),
         seen_step=max(losses, default=0),
-        saved_step=state.step if resume is not None else -1,
+        saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )
 
 

@@ -16,9 +16,8 @@ from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
-from drumline.train.loop import Asked
 from drumline.train.signals import StopFlag
-from drumline.train.state import Goodput
+from drumline.train.state import Asked, Goodput
 
 Emit = Callable[..., None]
 Listener = Callable[[dict[str, Any]], None]

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drumline.dist.start import leave_process
@@ -32,13 +32,13 @@ def note(error: BaseException) -> None:
     more: dict[str, object] = {}
     if isinstance(error, OutOfMemory):
         more = {"exhausted": error.exhausted.model_dump()}
-        print("".join(traceback.format_exception(error.__cause__)), file=sys.stderr)
+        _say("".join(traceback.format_exception(error.__cause__)))
     if isinstance(error, DrumlineError):
-        message, text, code = error.line(), "", error.exit_code
-        print(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}", file=sys.stderr)
+        message, text, code = error.line(), "", error.rank_code or error.exit_code
+        _say(f"{'stopped' if isinstance(error, Preempted) else 'error'}: {message}")
     else:
         message, text, code = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)), 1
-        print(text, file=sys.stderr)
+        _say(text)
     if named := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         _write(Path(named), {"message": redact(message), "traceback": redact(text), "time": time.time(), "exit_code": code, **more})
 
@@ -52,7 +52,13 @@ def _write(path: Path, noted: dict[str, object]) -> None:
         whole.rename(path)  # the agent gives up on a file that is half written
     except OSError as full:
         whole.unlink(missing_ok=True)
-        print(f"could not note the failure in {path}: {full}", file=sys.stderr)
+        _say(f"could not note the failure in {path}: {full}")
+
+
+def _say(text: str) -> None:
+    # The log may lie on a full disk. The exit code, which tells the launcher how to go on, must not hang on that.
+    with suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 @contextmanager
@@ -63,4 +69,4 @@ def recording() -> Iterator[None]:
             yield
     except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: told in full, and the code says that it failed
         note(error)
-        leave_process(error.exit_code if isinstance(error, DrumlineError) else 1)
+        leave_process((error.rank_code or error.exit_code) if isinstance(error, DrumlineError) else 1)

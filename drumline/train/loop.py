@@ -7,30 +7,23 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.errors import ConfigError, DrumlineError, Preempted, TrainingStopped
+from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
 from drumline.models.router import router_figures
 from drumline.plan.plan import Plan
 from drumline.plan.schedule import learning_rate
 from drumline.strategies.engine import Engine
 from drumline.train.measure import Measure
-from drumline.train.state import Goodput, TrainState
+from drumline.train.state import Asked, Goodput, Patience, TrainState, fallback_folder
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
-
-
-class Asked(Protocol):
-    """A flag that signal handlers set: the number of the signal, or 0."""
-
-    @property
-    def requested(self) -> int: ...
 
 
 class Rollouts(Protocol):
@@ -63,6 +56,9 @@ class Loop:
     random_stream: tuple[int, ...] = (0,)
     seen_step: int = 0
     saved_step: int = -1
+    failed_saves: int = 0  # in a row
+    retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
+    retries: bool = False  # all ranks know that it is time
     evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
@@ -95,7 +91,7 @@ class Loop:
             self._train_step(batch, time.time() - drawn)
             if self.settled:
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
-                if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best):
+                if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
                 rested = self.state.step
             self._report_saves(self.checkpointer.poll())
@@ -251,21 +247,25 @@ class Loop:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
         with self.goodput.spend("save"):
             self._report_saves(self.checkpointer.wait())
-            state = {
-                "trainer": self.state.dump(),
-                "engine": self.engine.state(),
-                "config": self.plan.config.model_dump(mode="json"),
-                "world_size": self.gather.world_size,
-                "global_samples": self.plan.batch.global_samples,
-                "data": data.identity.model_dump() if (data := self.plan.data) and data.identity else None,
-            }
-            self.checkpointer.save(self.state.step, self.engine.tensors(), state, self.metric)
+            self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), self.metric)
         self.saved_step = self.state.step
+
+    def _dump(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        data = self.plan.data
+        return {
+            "trainer": self.state.dump(),
+            "engine": self.engine.state(),
+            "config": self.plan.config.model_dump(mode="json"),
+            "world_size": self.gather.world_size,
+            "global_samples": self.plan.batch.global_samples,
+            "data": data.identity.model_dump() if data and data.identity else None,
+        }
 
     def _agree(self, local: dict[str, float]) -> dict[str, float]:
         """Sum over ranks, and with it whether any rank was asked to stop: then all save at this same step and leave."""
-        total, (signals,) = self.gather(local, float(self.asked.requested))
-        number = int(max(signals))
+        total, (signals, retry_at) = self.gather(local, float(self.asked.requested), self.retry_at)
+        number, self.retries = int(max(signals)), max(retry_at) <= self.state.step
         if number and self.settled:
             self._save_last()
             name = signal.Signals(number).name
@@ -274,23 +274,50 @@ class Loop:
         return total
 
     def _save_last(self) -> None:
-        """Leave the run with these very weights on disk. Raises DrumlineError where that fails: the run has nothing to show."""
+        """Leave the run with these very weights on disk, trying again while patience lasts. Raises NotSaved."""
         if not self.plan.saves:
             return
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self._report_saves(self.checkpointer.wait())
-        if self.saved_step != self.state.step:
+        patience = Patience(self.plan.config, self.asked)
+        self.failed_saves = 0
+        while self.saved_step != self.state.step:
             self.save()
-        results = self.checkpointer.wait()
-        self._report_saves(results)
-        failed = [r.error for r in results if r.path is None]
-        if failed:
-            raise DrumlineError(f"the last checkpoint could not be written: {failed[-1]}", where=self.plan.run_dir)
+            results = self.checkpointer.wait()
+            self._report_saves(results)
+            if self.saved_step != self.state.step:
+                _, (over,) = self.gather({}, float(patience.over))
+                if any(over):
+                    self._give_up(f"{results[-1].error}; tried for {patience.waited:.0f} s")
+                time.sleep(max(1.0, results[-1].seconds))
+
+    def _give_up(self, error: str) -> NoReturn:
+        """Try the other disk, and leave. Raises NotSaved."""
+        what, fix = f"the last checkpoint could not be written: {error}", "free some space; --resume goes on from the newest checkpoint"
+        folder = fallback_folder(self.plan.config, self.plan.run_dir)
+        if folder is not None:
+            result, whole = self.checkpointer.rescue(folder, self.state.step, self.engine.tensors(), self._dump(), self.metric)
+            if result.path is None:
+                what += f"; nor in checkpoint.fallback_dir: {result.error}"
+            elif whole:
+                what, fix = f"{what}; it lies in {result.path}", f"free some space, and go on with --resume {result.path}"
+            else:
+                what = f"{what}; its weights alone lie in {result.path}"
+                fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"
+        raise NotSaved(what, where=self.plan.run_dir, fix=fix)
 
     def _report_saves(self, results: list[SaveResult]) -> None:
         for result in results:
-            if result.path is None and result.step == self.saved_step:
-                self.saved_step = -1
+            if result.path is not None:
+                self.failed_saves, self.retry_at = 0, math.inf
+            else:
+                if result.step == self.saved_step:
+                    self.saved_step = -1
+                self.failed_saves += 1
+                # Looking for room costs nothing; what broke off in the middle of writing is tried ever less often.
+                self.retry_at = result.step + (2**self.failed_saves if result.begun else 0)
+                if self.failed_saves > 1 and not result.begun:
+                    continue  # it was said
             self.emit(
                 "save",
                 step=result.step,

@@ -28,7 +28,7 @@ from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.roles import reference_kind
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
-from drumline.train.loop import Asked
+from drumline.train.state import Asked
 from drumline.train.streams import Streams
 
 Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[2P] of each

@@ -40,11 +40,10 @@ from drumline.train.helpers import require_deepspeed
 from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
 from drumline.train.sinks import check_installed
+from drumline.train.state import fallback_folder
 
 CHECKPOINTS = "checkpoints"
 EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
-# An fp32 checkpoint holds a weight and AdamW's two moments; a run keeps at least one while it writes the next.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True)
@@ -158,6 +157,14 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault(
             "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
         )
+    needed, free = plan.checkpoint_bytes, free_bytes(run_dir)  # a run keeps at least one checkpoint while it writes the next
+    if free < needed:
+        raise EnvironmentFault(
+            f"one checkpoint needs about {size(needed)}, {size(free)} are free",
+            where=str(run_dir),
+            fix="free space, or choose another disk with run.dir=…",
+        )
+    _make_fallback(plan)
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         write_private(run_dir / "config.yaml", to_yaml(plan.config))
@@ -167,20 +174,24 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault(
             f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…"
         ) from error
-    needed = CHECKPOINT_BYTES_PER_PARAMETER * (plan.predicted.learned or 0)
-    free = free_bytes(run_dir)
-    if free < needed:
-        raise EnvironmentFault(
-            f"one checkpoint needs about {size(needed)}, {size(free)} are free",
-            where=str(run_dir),
-            fix="free space, or choose another disk with run.dir=…",
-        )
     return plan_path, start
 
 
 def _is_ours(name: str) -> bool:
     """Whether a file may be in a run folder before there is a run."""
     return name == EVAL_RESULTS or name.startswith(lease.NAME)
+
+
+def _make_fallback(plan: Plan) -> None:
+    """Raises EnvironmentFault now where checkpoint.fallback_dir could not be used in need."""
+    folder = fallback_folder(plan.config, plan.run_dir)
+    try:
+        if folder is not None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot be made: {error.strerror}", where=f"checkpoint.fallback_dir {folder and folder.parent}", fix="name another folder"
+        ) from error
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+from drumline.config.schema import Config
 
 
 @dataclass
@@ -27,6 +31,47 @@ class TrainState:
     @classmethod
     def load(cls, values: dict[str, Any]) -> TrainState:
         return cls(**values)
+
+
+class Asked(Protocol):
+    """A flag that signal handlers set: the number of the signal, or 0."""
+
+    @property
+    def requested(self) -> int: ...
+
+
+class Patience:
+    """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and once the run is asked to stop half
+    of `launch.grace_seconds`: the other half is for another disk."""
+
+    def __init__(self, config: Config, asked: Asked) -> None:
+        self.config, self.asked = config, asked
+        self.began: float | None = None
+        self.hurried = False
+        self.limit = config.checkpoint.wait_seconds
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first failure."""
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+    @property
+    def over(self) -> bool:
+        """Whether to give up; to be asked after each failure."""
+        self.began = self.began or time.monotonic()
+        if self.asked.requested and not self.hurried:
+            self.limit = min(self.limit, self.waited + self.config.launch.grace_seconds / 2)
+            self.hurried = True
+        return self.waited >= self.limit
+
+
+def fallback_folder(config: Config, run_dir: str) -> Path | None:
+    """Where the last checkpoint of a run goes whose own disk is full: a folder of the run's own in `checkpoint.fallback_dir`."""
+    if config.checkpoint.fallback_dir is None:
+        return None
+    run = Path(run_dir).absolute()
+    own = f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+    return Path(config.checkpoint.fallback_dir).expanduser().absolute() / own
 
 
 class Goodput:

@@ -88,6 +88,15 @@ def test_a_shard_more_than_there_were(root: Path) -> None:
     assert_passed_over(root, "__1_0.distcp", "does not belong to this checkpoint", verify=False)
 
 
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs000000000012ab3400000001", "Thumbs.db", "notes/today.txt"])
+def test_what_others_leave_there_is_no_damage(root: Path, name: str) -> None:
+    path = root / "step-00000020" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"?")
+    found = newest(root, verify=True)
+    assert found.path == root / "step-00000020" and found.skipped == []
+
+
 def test_a_manifest_of_another_save(root: Path) -> None:
     shutil.copy(root / "step-00000010" / MANIFEST, root / "step-00000020" / MANIFEST)
     assert_passed_over(root, MANIFEST, "is of step 10, the folder's name says 20", verify=False)
