@@ -1,4 +1,4 @@
-"""Twenty mistakes of one line, each put into a copy of the tree, and the tests that must notice it.
+"""Mistakes of one line, each put into a copy of the tree, and the tests that must notice it.
 
     python -m tests.mutations [NAME...]      (make mutations)
 
@@ -126,9 +126,14 @@ MUTATIONS = [
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),
     Mutation(
-        "ranks outlive their launcher", "launch/worker.py",
+        "ranks outlive their launcher", "cluster/process.py",
         "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "pass",
         ("tests/faults/test_launch.py::test_no_rank_outlives_its_launcher",),
+    ),
+    Mutation(
+        "two hold one run folder", "launch/lease.py",
+        "return own.stat().st_nlink > 1", "return True",
+        ("tests/unit/test_launch_lease.py",),
     ),
     Mutation(
         "a secret is written down", "report/redact.py",
