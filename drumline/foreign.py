@@ -12,8 +12,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from drumline.errors import DrumlineError, UserError
 
@@ -40,7 +41,7 @@ def path_mistake(path: str) -> str | None:
     return None
 
 
-def open_plain(path: Path, wrong: Wrong, fix: str | None = None) -> BinaryIO:
+def open_plain(path: Path, wrong: Wrong, fix: str | None = None) -> BufferedReader:
     """A plain file, open for reading bytes; links to one are followed. Raises `wrong`."""
     if mistake := path_mistake(str(path)):
         raise wrong(mistake, where=str(path), fix="shorten it")

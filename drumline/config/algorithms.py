@@ -255,7 +255,7 @@ class RewardFailureConfig(Section):
     """What is done about rewards that fail over and over: such a run learns nothing, and looks well."""
 
     share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
-    rollouts: int = Field(3, gt=0, description="So many failed rollouts in a row are too many.")
+    rollouts: int = Field(3, gt=0, le=10_000, description="So many failed rollouts in a row are too many.")
     action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
 
 

@@ -17,9 +17,11 @@ from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
+from drumline.foreign import open_plain
 from drumline.models.package import tokenizer_folder
 from drumline.models.vision import Vision
 
+MOST_FILE = 2**38  # bytes: it is read whole before its first row is (minutes), and a hole in a sparse file looks like any other bytes
 # Files that decide what a tokenizer does, in any of the formats transformers loads.
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -34,8 +36,10 @@ _TOKENIZER_FILES = (
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file's content."""
-    with path.open("rb") as file:
+    """sha256 of a file's content. Raises DataError for what is no plain file, or beyond `MOST_FILE`."""
+    with open_plain(path, DataError) as file:
+        if path.stat().st_size > MOST_FILE:
+            raise DataError(f"a file of more than {MOST_FILE // 2**30} GiB", where=str(path), fix="part it into several files")
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

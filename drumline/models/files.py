@@ -13,8 +13,13 @@ from drumline.foreign import first_line, read_object
 # JSON that transformers reads whole. Of the tokenizer's own (tokenizer.json, vocab.json) its Rust library is the judge.
 READ = ("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.index.json")
 # Keys that say how many parts are built one by one, or named.
-COUNTS = re.compile(r"(^|_)(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_|$)")
-MOST_PARTS = 10_000
+COUNTS = re.compile(r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?")
+MOST_PARTS = 2**15  # of those transformers knows, Doge has 16,384 experts; ImageNet-21k has 21,843 labels
+# Keys whose value is a size, wherever they stand: a whole number from 1 on, or null. A list has one for each layer.
+SIZES = re.compile(
+    r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
+    r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
+)
 
 
 def check_folder(folder: Path) -> None:
@@ -34,16 +39,27 @@ def check_folder(folder: Path) -> None:
             )
             if entry.name == "config.json":
                 check_counts(said, str(entry))
+            if entry.name == "tokenizer_config.json" and not isinstance(said.get("chat_template"), str | list | dict | None):
+                raise ModelError("chat_template is no text", where=str(entry), fix="take the key out, or write a Jinja template")
 
 
 def check_counts(values: Any, where: str) -> None:
-    """Raises ModelError for a count of parts beyond all models: building them would not come to an end."""
+    """Raises ModelError for a size that is none, and a count of parts beyond all models: building them would not come to an end."""
     left = [("", values)]
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
-            left += [(str(name), inside) for name, inside in value.items()]
+            latent = "qk_rope_head_dim" in value  # attention with heads of two sizes: head_dim is not looked at, and may be 0
+            left += [(str(name), inside) for name, inside in value.items() if not (latent and name == "head_dim")]
         elif isinstance(value, list):
             left += [(key, inside) for inside in value]
-        elif isinstance(value, int | float) and COUNTS.search(key) and value > MOST_PARTS:
+        elif value is not None and SIZES.fullmatch(key) and not _is_size(value):
+            raise ModelError(
+                f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted", where=where, fix="write the number that is meant"
+            )
+        elif isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
             raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix="write the number that is meant")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and value is not True and value >= 1 and value % 1 == 0

@@ -45,14 +45,18 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
 
     Raises ModelError for a model_type, key or value that transformers does not take.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
+    check_counts(model.config, "model.config")
     if path is not None:
         check_folder(Path(path))
-        check_counts(model.config, "model.config")
-        config = from_hub(path, model, lambda: AutoConfig.from_pretrained(path, **hub_options(path, model)))
-        return _lay_over(config, model.config)
-    check_counts(model.config, "model.config")
+
+        def make() -> Any:
+            options = hub_options(path, model)
+            check_counts(PreTrainedConfig.get_config_dict(path, **options)[0], f"{path}: config.json")
+            return AutoConfig.from_pretrained(path, **options)
+
+        return _lay_over(from_hub(path, model, make, "its config.json"), model.config)
     written = {**(written_out(model.shape) if model.shape else {}), **model.config}
     kind = written.get("model_type")
     if kind is None:
@@ -129,7 +133,12 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     source = tokenizer_folder(source)
     check_folder(Path(source))
     limit()
-    tokenizer = from_hub(source, model, lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))))
+    tokenizer = from_hub(
+        source,
+        model,
+        lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))),
+        "its tokenizer_config.json or tokenizer.json",
+    )
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(model.chat_template))
     return tokenizer
@@ -316,8 +325,8 @@ def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
     return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})
 
 
-def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
-    """Run one of transformers' loaders; its many ways of failing become one line each."""
+def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
+    """Run one of transformers' loaders; its many ways of failing become one line each. `files`: those of the model that it reads."""
     try:
         return make()
     except (DrumlineError, KeyboardInterrupt, SystemExit):
@@ -339,7 +348,9 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T]) -> T:
                 raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
         if Path(path).is_dir() or path == "model.config":
             raise ModelError(
-                f"cannot be loaded: {_first_line(error)}", where=path, fix="a model folder has config.json, weights and a tokenizer"
+                f"cannot be loaded: {_first_line(error)}",
+                where=path,
+                fix=f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer",
             ) from None
         raise ModelError(
             f"cannot be had: {_first_line(error)}", where=path, fix="check the id and the network, or give a local folder"

@@ -154,6 +154,16 @@ def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path, model: Path, caps
         assert line.startswith("note: the training data changed since") and "another order" in line
 
 
+def test_resume_from_no_checkpoint_is_refused_before_any_work(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "a model that is not there yet")
+    (tmp_path / "empty").mkdir()
+    for dry_run in (True, False):
+        for named in ("empty", "nowhere", "a.yaml/x"):
+            request = Request(load(config, []), resume=str(tmp_path / named))
+            with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+                make_plan(request, on_progress=lambda *work: pytest.fail(f"worked: {work}"), dry_run=dry_run)
+
+
 def test_an_old_checkpoint_says_that_it_does_not_know(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, model)
     plan, request = planned(config)

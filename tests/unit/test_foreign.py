@@ -17,6 +17,7 @@ from drumline.algorithms.build import build_algorithm
 from drumline.config.algorithms import METRICS
 from drumline.config.load import load_text
 from drumline.config.schema import Config
+from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from drumline.report.events import EventLog, read
 
@@ -53,6 +54,17 @@ def test_only_plain_files_of_bounded_size_are_read(odd: dict[str, Path]) -> None
             foreign.read_object(path, DataError)
         line = error.value.line()
         assert line.isprintable() and len(line) < 1000, (name, line)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_would_be_hashed_for_hours_is_refused(odd: dict[str, Path]) -> None:
+    for name, said in (
+        ("a terabyte", "more than 256 GiB — part it"),
+        ("a pipe", "it is a device, pipe"),
+        ("a link to itself", "symbolic links"),
+    ):
+        with pytest.raises(DataError, match=said):
+            hash_file(odd[name])
 
 
 DEEP = 5000

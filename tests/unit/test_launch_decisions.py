@@ -151,6 +151,25 @@ def test_crash_loop_is_the_same_step_rank_and_words() -> None:
     assert "before the first step" in (early.decide(-1, -1, 0, "x") or "")
 
 
+@pytest.mark.parametrize(
+    ("message", "tried"),
+    [
+        ("TypeError: unsupported operand type(s) for +: 'int' and 'str'", False),
+        ("NotImplementedError: no such kernel", False),
+        ("ModuleNotFoundError: No module named 'x'", False),
+        ("ZeroDivisionError: division by zero", False),
+        ("RuntimeError: CUDA error: unspecified launch failure", True),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("OSError: [Errno 5] Input/output error", True),
+        ("RuntimeError: a peer said TypeError: x", True),
+        ("killed by SIGKILL", True),
+    ],
+)
+def test_an_error_of_code_or_of_values_is_not_tried_again(message: str, tried: bool) -> None:
+    reason = Restarts(9).decide(4, 4, 0, message)
+    assert reason is None if tried else "another start would not help" in (reason or "")
+
+
 TIMED_OUT = "RuntimeError: Timed out waiting 600000ms for recv operation to complete"
 
 

@@ -62,7 +62,7 @@ def test_kinds_of_layers_follow_their_number(tmp_path: Path) -> None:
         ({}, "model_type"),
         ({"model_type": "lama"}, "no model_type 'lama'"),
         (LLAMA | {"hiden_size": 64}, "did you mean hidden_size?"),
-        (LLAMA | {"hidden_size": "wide"}, "expected int, got str"),
+        (LLAMA | {"hidden_size": "wide"}, "hidden_size is wide, a whole number from 1 on is wanted"),
         (LLAMA | {"hidden_size": 33}, "not a multiple"),
         ({"model_type": "vit"}, "no causal language model: transformers has none for ViTConfig"),
     ],
