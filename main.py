@@ -10,6 +10,7 @@ sys.path.append(sys.path.pop(0))  # this folder shadows nothing
 import argparse
 
 from drumline.cli import main
+from drumline.launch.environment import first_speaks
 
 NAMES = {"reward_model": "reward"}  # of algorithms in guides
 MODES = {"train": ["train"], "plan": ["train", "--dry-run"], "prepare": ["prepare"]}
@@ -24,7 +25,8 @@ if __name__ == "__main__":
     parser.add_argument("--resume", nargs="?", const="newest", help="go on from the newest checkpoint, or from this one")
     parser.add_argument("--local_rank", "--local-rank", help="what launchers add; the environment says the same")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted keys laid over the config")
-    given = parser.parse_intermixed_args()
+    with first_speaks():
+        given = parser.parse_intermixed_args()
     options = ["--accelerate-config", given.deepspeed_config] if given.deepspeed_config else []
     options += ["--resume", given.resume] if given.resume else []
     overrides = [f"algorithm.kind={NAMES.get(given.algorithm, given.algorithm)}"] if given.algorithm else []

@@ -325,13 +325,16 @@ def _unforeseen(error: Exception) -> int:
 
 def _run(arguments: list[str], speaks: bool) -> None:
     """`speaks`: of the ranks of another launcher one tells of a mistake on the command line, which is the same on all."""
+    from drumline.launch.environment import first_speaks
+
     if speaks:
         app(arguments)
         return
     try:
         raise SystemExit(app(arguments, standalone_mode=False) or 0)
     except typer.BadParameter.__base__:  # type: ignore[misc]  # what typer makes of any such mistake; it exports only its heirs
-        raise SystemExit(UserError.exit_code) from None
+        with first_speaks():
+            raise SystemExit(UserError.exit_code) from None
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:

@@ -136,7 +136,7 @@ class _Failed(Exception):
 
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
-    """Train to the end. Raises _Failed where a rank failed, KeyboardInterrupt where the user stopped it."""
+    """Train to the end. Raises _Failed where a rank failed."""
     from drumline.launch.local import launch
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
@@ -149,9 +149,7 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
             on_progress(name, event["step"], plan.steps)
 
     on_progress(name, 0, plan.steps)
-    code = launch(plan, plan_path, None, follow)
-    if code == 75:
-        raise KeyboardInterrupt
+    code = launch(plan, plan_path, None, follow, trial=True)
     if code:
         if name == REFERENCE:
             raise DrumlineError("the work does not run on one process; nothing can be compared with it", where=plan.run_dir)

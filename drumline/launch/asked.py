@@ -43,10 +43,13 @@ class Asked(Signals):
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 
-    def __init__(self) -> None:
+    def __init__(self, trial: bool = False) -> None:
+        """`trial`: nothing that is launched is worth saving; signals are left to the Stoppable around it."""
         super().__init__()
         self.number = 0
         self.at_once = False
+        if trial:
+            self.numbers = ()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number:

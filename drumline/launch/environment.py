@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 
 from drumline.cluster.process import ProcessId, die_with, process
@@ -13,6 +17,7 @@ from drumline.errors import EnvironmentFault
 from drumline.report.redact import redact
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SPEAK_SECONDS = 2.0  # for rank 0 to be as far as the others
 COMMAND_LENGTH = 100  # characters of a command line that are shown
 # How many processes a batch system or MPI has started of the same command; Slurm's own step before its job, which may have had more.
 TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -31,6 +36,18 @@ def launched_by() -> str | None:
 def first_rank() -> bool:
     """Whether this process speaks for all: rank 0, or alone."""
     return launched_by() is None or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """Around what ends in the same mistake on all ranks: rank 0 tells of it, the others say nothing and leave after it, since launchers
+    end all ranks when one goes."""
+    with nullcontext() if first_rank() else redirect_stderr(io.StringIO()):
+        try:
+            yield
+        except SystemExit:
+            time.sleep(0 if first_rank() else SPEAK_SECONDS)
+            raise
 
 
 def another_does(command: str) -> bool:

@@ -33,12 +33,13 @@ def launch(
     on_event: Callable[[dict[str, Any]], None],
     worker: str = "drumline.train.entry",
     on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
+    trial: bool = False,
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
     `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is asked when a rank
-    ran out of memory; such an end is never tried again with the same plan.
-    Raises EnvironmentFault for a port that is held.
+    ran out of memory; such an end is never tried again with the same plan. `trial`: nothing of it is worth saving, and a signal ends it
+    at once. Raises EnvironmentFault for a port that is held.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
@@ -48,7 +49,7 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
-    with Asked() as asked, Tail(events_path, on_event):
+    with Asked(trial) as asked, Tail(events_path, on_event):
         while True:
             started, attempt, kills = time.time(), _next_attempt(run_dir), groups.oom_kills()
             rank = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), worker]

@@ -104,11 +104,9 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
                 on_progress(f"probe {name}", event["step"], plan.steps)
 
         on_progress(f"probe {name}", 0, plan.steps)
-        code = launch(plan, plan_path, None, follow)
+        code = launch(plan, plan_path, None, follow, trial=True)
     finally:
         _set_back("OMP_NUM_THREADS", threads)  # the launcher's choice was for this candidate's processes
-    if code == 75:
-        raise KeyboardInterrupt
     events = read(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
     measured = Measurement.last(events)
     if code or measured is None:

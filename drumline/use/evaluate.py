@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,13 @@ def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
     (scratch / "checkpoints").mkdir()
     there = plan.model_copy(update={"run_dir": str(scratch)})
     there.save(scratch / "plan.json")
-    code = launch(there, scratch / "plan.json", str(weights.checkpoint) if weights.checkpoint else None, follow, "drumline.use.rank")
-    if code:
-        return code, {}
-    shutil.rmtree(scratch, ignore_errors=True)
+    start = str(weights.checkpoint) if weights.checkpoint else None
+    with ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
+        code = launch(there, scratch / "plan.json", start, follow, "drumline.use.rank", trial=True)
+        if code:
+            at_end.pop_all()
+            return code, {}
     if not found:
         raise DrumlineError("the ranks ended without a figure", where=str(scratch))
     metrics = {name: value for name, value in found[-1].items() if name not in NOT_METRICS}

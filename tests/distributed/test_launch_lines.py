@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import free_port
+from tests.faults.live import gone, wait_for
 from tests.harness import ENV, ROOT, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -41,8 +44,9 @@ LINES: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
-def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) -> tuple[int, str]:
-    """A launch line, to its end, from the root of the repository. Its whole process group is killed when the time is up."""
+@contextmanager
+def started(line: list[str], config: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A launch line, under way from the root of the repository. What is left of its process group is killed at the end."""
     places = {"CONFIG": str(config), "PORT": str(free_port())}
     command = [places.get(word, word) for word in line] + list(overrides)
     # Its own folder for accelerate's default config: this machine's own must not decide.
@@ -51,11 +55,17 @@ def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) ->
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT, start_new_session=True
     )
     try:
-        out, _ = process.communicate(timeout=timeout)
+        yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def ran(line: list[str], config: Path, *overrides: str, timeout: float = 280) -> tuple[int, str]:
+    """A launch line, to its end."""
+    with started(line, config, *overrides) as process:
+        out, _ = process.communicate(timeout=timeout)
     return process.returncode, out
 
 
@@ -88,6 +98,20 @@ def test_a_launch_line(name: str, config: Path, own: dict[int, float], tmp_path:
     assert losses(tmp_path / "run") == pytest.approx(own, rel=1e-5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["torchrun", "deepspeed", "accelerate launch"])
+def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) -> None:
+    """The outermost process gets a SIGKILL. deepspeed has two launchers, one in the other."""
+    if name != "torchrun":
+        pytest.importorskip(name.partition(" ")[0])
+    line, run = LINES[name][0], tmp_path / "run"
+    with started(line, config, f"run.dir={run}", "run.steps=100000", "checkpoint.every=null") as launcher:
+        wait_for(run, "step", 3, launcher, timeout=280)
+        launcher.kill()
+        launcher.wait(60)
+        assert gone(str(run), 3 * 1.0)
+
+
 def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(config.read_text() + "strategy: ddp\n")
     code, out = ran(LINES["accelerate launch, FSDP"][0], tmp_path / "c.yaml", f"run.dir={tmp_path / 'run'}")
@@ -96,6 +120,8 @@ def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) ->
 
 
 def test_a_mistake_on_main_s_own_line(config: Path) -> None:
+    code, out = ran([*TORCHRUN, "main.py", "--config", "CONFIG", "--mode", "no"], config)
+    assert code != 0 and out.count("main.py: error: argument --mode: invalid choice: 'no'") == 1, out
     assert ran([PYTHON, "main.py", "--config", "no.yaml"], config)[0] == 2
     code, out = ran([PYTHON, *MAIN, "--deepspeed_config", "no.json"], config)
     assert code == 2 and "error: command line: --accelerate-config: 'no.json' cannot be read" in out and "Traceback" not in out

@@ -23,7 +23,7 @@ def torchrun(*arguments: object, nproc: int = 2, restarts: int = 0) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True)
 
 
-def end(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, str]:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -89,9 +89,9 @@ def test_a_host_that_joins_does_not_end_the_run(config: Path, tmp_path: Path) ->
     try:
         wait_for(run, "save", 10, first)
         second = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
-        code, said = end(first, timeout=200)
+        code, said = end(first)
         assert code == 0, said
-        assert end(second, timeout=60)[0] == 0
+        assert end(second)[0] == 0
     finally:
         for process in (first, second):
             if process is not None and process.poll() is None:

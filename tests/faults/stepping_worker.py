@@ -97,13 +97,14 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
     options = parser.parse_args()
-    run = Path(Plan.load(options.plan).run_dir)
+    plan = Plan.load(options.plan)
+    run = Path(plan.run_dir)
     behave = json.loads((run / "behave").read_text())
     if behave.get("how") == "slow-import" and os.environ["RANK"] == str(behave["rank"]):
         (run / "importing").touch()
         time.sleep(600)
     with recording(), StopFlag() as asked:
-        ranks = start("cpu", "gloo", 60)
+        ranks = start("cpu", "gloo", min(60, plan.config.launch.timeout_seconds))
         try:
             Walk(run, ranks.rank, asked).go(options.resume)
         except BaseException as error:

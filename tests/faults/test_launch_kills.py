@@ -58,6 +58,20 @@ def test_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: 
     assert gone(str(run), 1.0)
 
 
+def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_waited(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = walk(run, {"max_restarts": 0, "timeout_seconds": 8}, steps=100000)
+    wait_for(run, "eval", 3, process)
+    kill(pid(run, 1), signal.SIGSTOP)
+    code, said = end(process)
+    assert code == 1, said
+    (fault,) = faults(run)
+    assert (fault["rank"], fault["signal"]) == (0, None) and "imed out" in fault["error"], fault
+    assert "\nrank 1 did not end by itself and was killed by the launcher: it was suspended (SIGSTOP)" in said, said
+    assert "\nrank 0: " in said and "Traceback" in said and "memory" not in said, said
+    assert gone(str(run), 1.0)
+
+
 def test_as_many_restarts_as_allowed_and_no_more(tmp_path: Path) -> None:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 2}, kills=[[0, 7], [1, 7], [0, 7], [1, 7]]))
     assert code == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.live import gone, kill, wait_for
-from tests.harness import chat_rows, drumline, start_drumline, survivors, write_config, write_rows
+from tests.harness import ENV, chat_rows, drumline, start_drumline, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
 
@@ -43,8 +43,8 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
     deadline = time.monotonic() + 90
     import psutil
 
-    def workers() -> list[int]:
-        return [p.pid for p in psutil.Process(process.pid).children() if any("multiprocessing-fork" in part for part in p.cmdline())]
+    def workers() -> list[psutil.Process]:
+        return [p for p in psutil.Process(process.pid).children() if any("multiprocessing-fork" in part for part in p.cmdline())]
 
     while len(workers()) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
     assert len(children) == 2 and list((tmp_path / "cache").glob(".tmp-*"))
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)  # a terminal sends Ctrl-C to all
     _, said = process.communicate(timeout=60)
-    left = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=3 * 1.0)[1]
+    left = psutil.wait_procs(children, timeout=3 * 1.0)[1]
     left = [p for p in left if p.status() != psutil.STATUS_ZOMBIE]  # dead, and nobody has asked for its end
     assert not left and not survivors(str(tmp_path))
     if number == signal.SIGKILL:
@@ -60,6 +60,24 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
         return
     assert process.returncode == 75 and said.count(f"stopped: {number.name}: nothing was lost") == 1 and "Traceback" not in said, said
     assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "line", ["verify CONFIG --strategies ddp --steps 5000", "plan CONFIG --probe batch.micro_batch=2"], ids=lambda s: s.split()[0]
+)
+def test_ctrl_c_where_runs_are_only_tried(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Their runs are worth nothing: the first Ctrl-C ends them, their folders go, and the exit code is that of all commands."""
+    config, scratch = write_config(tmp_path, model), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setitem(ENV, "TMPDIR", str(scratch))
+    process = start_drumline(*(str(config) if word == "CONFIG" else word for word in line.split()))
+    deadline = time.monotonic() + 240
+    while not list(scratch.glob("drumline-*/*/logs/attempt-0")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 75 and said.count("stopped: SIGINT: nothing was lost") == 1 and "Traceback" not in said, said
+    assert not list(scratch.glob("drumline-*")) and gone(str(tmp_path), 3 * 1.0)
 
 
 def test_what_a_killed_process_left_in_the_cache_goes_with_the_next(tmp_path: Path) -> None:
