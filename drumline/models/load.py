@@ -27,6 +27,9 @@ from drumline.vendor.torch import BatchNorm
 T = TypeVar("T")
 # What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# What configs of GPT-2, Llama, BERT and OPT call dropout over attention's scores, and over what a block adds to the stream.
+SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
 logger = logging.getLogger(__name__)
 # Keys that a model reads of its config, though the class of the config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
@@ -270,6 +273,10 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         block_weights=block_weights,
         end_weights=end_weights,
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
+        keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
+        caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
+        drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
+        drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
         buffer_bytes=buffer_bytes(model),
     )
 

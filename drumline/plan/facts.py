@@ -76,6 +76,10 @@ class ModelFacts:
     end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
     changes_logits: bool = False  # soft-caps or scales what its head gives: they are made whole, whatever loss_chunk says
     trains_router: bool = False  # its config asks for the loss that balances a mixture's experts
+    keeps_scores: bool = False  # its class has no attention in tiles: all scores are kept
+    caps_scores: bool = False  # and soft-capped before the softmax
+    drops_scores: bool = False  # there is dropout over attention's scores
+    drops_stream: bool = False  # and over what attention and feed-forward give
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
 
     def __hash__(self) -> int:

@@ -20,13 +20,15 @@ from drumline.plan.forecast.states import part_of
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.memory_worker import measure
 from tests.distributed.ranks import run_module
 from tests.harness import write_config
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 ALONE = {"data": {"packing": False, "max_length": 32}, "batch": {"global_samples": 8, "micro_batch": 4}}
 LOW, FULL = {"precision": "bf16"}, {"memory": {"activation_checkpointing": "full"}}
 SELECTIVE = {"memory": {"activation_checkpointing": "selective"}}
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 PLAIN = {"algorithm": {"kind": "sft", "loss_chunk": 0}}
 
 
@@ -120,3 +122,26 @@ def cluster_of_nothing() -> Any:
     from drumline.cluster.found import found
 
     return found(Machine([], 1, 2**30, "cpu", False), 1)
+
+
+# Attention that keeps its scores: dropout on a CPU, and soft-capping, of which sdpa knows nothing.
+SCORES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
+    "gemma2": {**SMALL, "head_dim": 16},
+    "qwen2": {**SMALL, "attention_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections"), [("gpt2", {}), ("gpt2", FULL), ("gpt2", LOW), ("gemma2", {}), ("gemma2", LOW), ("qwen2", {})]
+)
+def test_scores_that_are_kept_count(tmp_path: Path, kind: str, sections: dict[str, Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    config = {"model_type": kind, **SCORES[kind], "vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = {"id": None, "tokenizer": str(tmp_path / "tokenizer"), "config": config}
+    data = {"packing": False, "max_length": 128}
+    path = planned(tmp_path, 0, tmp_path / "tokenizer", Row({"kind": "single"}, 1, {"data": data, "model": model, **sections}))
+    plan = Plan.load(path)
+    peak = max(measure(plan, 0)["peaks"].values())
+    assert 0.95 * peak <= memory(Layout.of(plan), facts_of(plan), cluster_of_nothing()).peak <= 1.12 * peak

@@ -169,6 +169,24 @@ def test_parts_of_a_sequence_need_no_mask_of_the_whole() -> None:
     assert kept("ulysses", 8192, packing=True) - kept("ulysses", 4096, packing=True) == 4 * 8 * 4096, "a row of each layer's, in fp32"
 
 
+def test_scores_that_attention_keeps() -> None:
+    """Bytes of each score and head, by what torch's operators save (hooks on saved tensors show the same)."""
+
+    def each(attention: str = "auto", precision: str = "fp32", device: Any = "cpu", **facts: bool) -> float:
+        plan = layout({"kind": "single"}, 1, length=512, model={"id": "x", "attention": attention}, precision=precision)
+        plan = replace(plan, precision=precision, device=device)  # type: ignore[arg-type]
+        there, other = (formula(plan, replace(FACTS, **given)).saved_block for given in (facts, {}))
+        return (there - other) / FACTS.heads / 512
+
+    tiles = 4 / 512  # log-sums of a row
+    assert each(drops_scores=True) == each(drops_scores=True, precision="bf16") == 12 - tiles
+    assert each(drops_scores=True, device="cuda") == each(attention="sdpa", keeps_scores=True) == 0
+    assert each(keeps_scores=True) == 4 - tiles and each(keeps_scores=True, precision="bf16") == 6 - tiles
+    assert each(keeps_scores=True, caps_scores=True) == each(keeps_scores=True, caps_scores=True, precision="bf16") == 8 - tiles
+    assert each(keeps_scores=True, drops_scores=True, device="cuda", precision="bf16") == 7 - tiles
+    assert each(drops_stream=True) * FACTS.heads * 512 == 2 * 4 * FACTS.hidden
+
+
 def test_adapters_leave_little_to_learn() -> None:
     frozen = tuple(w._replace(learned=False) for w in BLOCK)
     factors = (Weight("self_attn.q_proj.lora_A.default.weight", (8, H), True, "", ATTENTION),)

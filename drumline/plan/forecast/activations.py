@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from drumline.config import strategies as s
 from drumline.config.schema import LoRAConfig
@@ -109,17 +109,35 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead else 0
     repeats = bool(mask) or (layout.mesh.cp > 1 and cp_method(layout.strategy) == "ring")
-    eager = layout.config.model.attention == "eager"
-    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, mask, repeats, eager, adapter, layout.mesh.tp)
+    drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
+    kept = Attention(mask, repeats, _score_bytes(layout, facts), drops)
+    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
+
+
+class Attention(NamedTuple):
+    """What attention keeps besides its inputs and result. `mask`: entries for each token. `repeats`: keys for each query head. `scores`:
+    bytes of each; 0 where they are made in tiles. `drops`: bytes for each entry that dropout over a block's results keeps."""
+
+    mask: int
+    repeats: bool
+    scores: float
+    drops: int
+
+
+def _score_bytes(layout: Layout, facts: ModelFacts) -> float:
+    """With dropout, torch has no tiles on a CPU: softmax, mask and their product are kept, in fp32 (sdp_utils_cpp.cpp of torch)."""
+    width, asked = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
+    if asked != "eager" and not (asked == "auto" and facts.keeps_scores):
+        return 12 if facts.drops_scores and layout.device == "cpu" else 0
+    dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
+    return 4 + width * facts.caps_scores + dropped
 
 
 @lru_cache(maxsize=4096)
-def _formula(
-    facts: ModelFacts, kind: Kind, recomputes: str, length: int, mask: int, repeats: bool, eager: bool, adapter: bool, tp: int
-) -> Activations:
+def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attention: Attention, adapter: bool, tp: int) -> Activations:
     block, width = block_of(facts), 4 if kind == "fp32" else 2
     stream = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
-    everything = _saved(facts, block, kind, length, mask, repeats, eager, tp)
+    everything = _saved(facts, block, kind, length, attention, tp)
     queries, feed = block.queries / tp, block.feed / tp
     wide = width * (3 if block.gated else 2) * feed
     # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
@@ -156,7 +174,7 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     return 4 * 1.5 * (2 if low else 4) * total
 
 
-def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, repeats: bool, eager: bool, tp: int) -> float:
+def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int) -> float:
     """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
@@ -168,11 +186,11 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, mask: int, 
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
             total += width * h * (copies if kind == "autocast" else 1)
     # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
-    total += width * (mask + (4 * q if repeats else 2 * q + 2 * kv))
-    total += 4 * block.heads / tp * (length * (4 + width) / 4 if eager else 1)
+    total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
+    total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops
     if block.head_norms:
         total += (8 if kind == "fp32" else 6) * (q + kv)
-    activation = 5 if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
+    activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
     total += width * feed * (activation + inputs["down"])
     if block.ranks:
         total += width * block.ranks
