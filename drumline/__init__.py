@@ -9,7 +9,7 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
 
 import logging
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 # Where DeepSpeed is installed, transformers and accelerate import it, and it writes warnings to standard output. By the
 # logger's name, since this must stand before whoever imports it first; its errors pass.
