@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.harness import ENV
+
+# What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone.
+os.environ["PYTHONPATH"] = ENV["PYTHONPATH"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
