@@ -267,6 +267,7 @@ CASES += [
     Case("mixtral, router loss", PACKED, (*ENGINES, "cp 2", "ddp 2, activation checkpointing"), "mixtral"),
     Case("qwen3_moe, router loss", {**PACKED, "data": {"packing": False}, "rows": 48}, ("ddp 2", *ENGINES), "qwen3_moe"),
     # Biases of keys, whose true gradient is 0.
+    Case("gpt2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "zero2 2"), "gpt2"),
     Case("qwen2", {**PACKED, "optimizer": {}}, ("ddp 2", "fsdp2 2", "tp 2"), "qwen2"),
 ]
 LOW_CASE = next(case for case in CASES if case.name == "clipped hard")
