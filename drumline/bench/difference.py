@@ -27,7 +27,7 @@ class Difference:
     `moments` None: the optimizer has none. `worst`: the name of the tensor that lies furthest apart. `unfelt`: weights whose true
     gradient is 0, such as the biases of attention's keys, to which softmax is blind. Adam makes full steps of their rounding, on each
     strategy others, and no output feels them; so their weights' distance is taken by their share of the gradient, their moments' by the
-    norm of all moments.
+    norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys and values) are left out.
     """
 
     loss: float
@@ -50,7 +50,8 @@ def difference(run: Path, reference: Path) -> Difference:
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
     least = {"loss": SMALLEST_LOSS, "grad_norm": 1e-30}
     figures = {key: _figures(series(past, key), series(expected, key), floor) for key, floor in least.items()}
-    by_tensor, unfelt = _felt(list(_tensors(run, reference)))
+    partly: list[str] = []
+    by_tensor, unfelt = _felt(list(_tensors(run, reference, partly)))
     # Of the policy, and of another role that learns (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
@@ -60,7 +61,7 @@ def difference(run: Path, reference: Path) -> Difference:
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
-        unfelt=unfelt,
+        unfelt=tuple(sorted({*unfelt, *partly})),
     )
 
 
@@ -95,8 +96,8 @@ def _figures(mine: dict[int, float], reference: dict[int, float], floor: float) 
     return max((d if d == d else float("inf")) for d in apart)
 
 
-def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float, float, float]]:
-    """(name, ‖a − b‖, ‖b‖, Σ|b|)."""
+def _tensors(run: Path, reference: Path, partly: list[str]) -> Iterator[tuple[str, float, float, float]]:
+    """(name, ‖a − b‖, ‖b‖, Σ|b|); entries of vectors whose gradient is rounding count as 0, and `partly` names these vectors."""
     import torch
 
     from drumline.checkpoint.load import check, load, newest
@@ -119,7 +120,8 @@ def _tensors(run: Path, reference: Path) -> Iterator[tuple[str, float, float, fl
             read = {n: torch.empty(tensors[n].shape, dtype=getattr(torch, tensors[n].dtype)) for n in together}
             load(path, read, alone=True, partly=True)
             pair.append(read)
-        rounded = {n.removesuffix(SECOND): _rounded(pair[1][n]) for n in together if n.endswith(SECOND)}
+        rounded = {n.removesuffix(SECOND): _rounded(pair[1][n]) for n in together if n.endswith(SECOND) and pair[1][n].ndim == 1}
+        partly += [_weight(f"{n}{SECOND}") for n, mask in rounded.items() if mask.any()]
         for name in together:
             mine, expected = (side[name].double() for side in pair)
             mask = rounded.get(_weight(name).replace("model.", "optim.", 1))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from drumline.bench.difference import _felt
+from drumline.bench.difference import _felt, _portions, _rounded
 
 
 def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
@@ -29,3 +30,12 @@ def test_steps_of_rounding_are_not_felt() -> None:
 def test_a_small_gradient_is_felt() -> None:
     felt, unfelt = _felt(run_of(1e-3))
     assert not unfelt and felt["model.k.bias"] == pytest.approx(1e-2) and felt["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
+
+
+def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:
+    assert _rounded(torch.tensor([1.0, 1e-4, 1e-14, 0.0])).tolist() == [False, False, True, False], "0 is no gradient at all"
+
+
+def test_a_weight_is_read_with_its_moments() -> None:
+    shapes = {"model.a": [2**26], "model.b": [1], "optim.a.exp_avg_sq": [2**26], "optim.b.exp_avg_sq": [1]}
+    assert list(_portions(shapes)) == [["model.a", "optim.a.exp_avg_sq"], ["model.b", "optim.b.exp_avg_sq"]]
