@@ -53,8 +53,8 @@ def show_guides(answer: Answer, console: Console) -> None:
 def show_tight(answer: Answer, console: Console) -> None:
     """What is faster than all that fits, and how to take it."""
     if (words := with_little_room(answer)) and answer.tight is not None:
-        console.print(f"{words[0].upper()}{words[1:]}. To take it:", markup=False, soft_wrap=True)
-        console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False, soft_wrap=True)
+        console.print(f"{words[0].upper()}{words[1:]}. To take it:", markup=False)
+        console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False)
 
 
 def show_lighter(answer: Answer, console: Console) -> None:
