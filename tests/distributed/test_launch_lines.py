@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.distributed.ranks import free_port
@@ -107,9 +108,13 @@ def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) 
     line, run = LINES[name][0], tmp_path / "run"
     with started(line, config, f"run.dir={run}", "run.steps=100000", "checkpoint.every=null") as launcher:
         wait_for(run, "step", 3, launcher, timeout=280)
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [process for process in below if "RANK" in process.environ()]
         launcher.kill()
         launcher.wait(60)
-        assert gone(str(run), 3 * 1.0)
+        left = psutil.wait_procs(ranks, timeout=3 * 1.0)[1]
+        assert len(ranks) == 2 and all(process.status() == psutil.STATUS_ZOMBIE for process in left)
+    assert gone(str(run), 60), "deepspeed's own inner launcher ends when it has seen that its ranks are gone"
 
 
 def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) -> None:
