@@ -29,7 +29,7 @@ def end(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, str]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, out + err
+    return process.returncode, out + (err or "")
 
 
 @pytest.fixture(scope="module")
