@@ -14,9 +14,10 @@ from drumline.config.load import load
 from drumline.errors import DrumlineError
 from drumline.models.classifier import grey_image
 from drumline.plan.plan import Plan
+from drumline.train.entry import run
 from drumline.train.labelled import labelled_collator
 from drumline.train.setup import Request, TokenCache, make_plan
-from tests.harness import labelled_rows, write_config, write_rows
+from tests.harness import events, labelled_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
 BERT = {
@@ -151,6 +152,23 @@ def test_bad_images_are_one_line(tmp_path: Path, model: Path, file: str, says: s
         planned(tmp_path, model, rows, **images(tmp_path))
     line = error.value.line()
     assert says in line and "rows.jsonl:2" in line and file in line and error.value.exit_code == 2
+
+
+def test_a_model_of_eight_pixels_is_trained_and_exported(tmp_path: Path, model: Path) -> None:
+    """It takes no other size, and its config names none."""
+    pytest.importorskip("PIL", reason="needs pillow")
+    config = {"model_type": "vit", "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sections = images(tmp_path) | {"model": {"id": None, "config": config | {"intermediate_size": 16}}}
+    sections["algorithm"]["image_size"] = 8
+    rows = [{"image": "red.png", "label": label} for label in ("a", "b")]
+    run_dir = str(tmp_path / "run")
+    plan = planned(tmp_path, model, rows, run={"dir": run_dir, "report_to": [], "device": "cpu", "steps": 2},
+                   eval={"at_start": False}, checkpoint={"every": 2, "asynchronous": False, "export": "last"}, **sections)  # fmt: skip
+    (tmp_path / "run").mkdir()
+    plan.save(tmp_path / "run" / "plan.json")
+    run(plan, None)
+    assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
 
 def test_a_grey_image_is_of_the_size_that_is_trained_on() -> None:
