@@ -38,6 +38,8 @@ ONCE = {"ddp 2, static graph": 4 * (1 + 39) / 2}
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
 pytestmark = pytest.mark.timeout(3000)
+# Averages of gradients, whose roundings differ by CPU: the same code gives 9.6e-6 on one and 1.2e-5 on another.
+MOMENTS = 2 * TOLERANCE
 
 
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +136,8 @@ def test_same_numbers_as_one_process(runs: Runs, row: Row, case: Case, parity: R
     apart = difference(mine, reference)
     parity(row, case, apart)
     assert len(events(mine, "step")) == case.sections.get("run", {}).get("steps", 4)
-    assert apart.largest <= TOLERANCE, apart
+    assert max(apart.loss, apart.grad_norm, apart.weights) <= TOLERANCE, apart
+    assert apart.moments is None or apart.moments <= MOMENTS, apart
     assert [e["tokens"] for e in events(mine, "step")] == [e["tokens"] for e in events(reference, "step")]
     figure = "reward" if events(mine, "rollout") else "loss"
     held_out = [[e[figure] for e in events(run, "eval")] for run in (mine, reference)]

@@ -82,7 +82,7 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
         ({"compile": {"enabled": True}, "memory": {"activation_checkpointing": "selective"}}, "fp32", 1e-4),
         ({"memory": {"activation_checkpointing": "selective"}}, "bf16", 2e-2),
         ({}, "bf16", 2e-2),
-        ({}, "fp16", 3e-2),
+        ({}, "fp16", 5e-2),  # the third norm: 3.8e-2 apart on some CPUs, 2e-2 on others
     ],
     ids=[
         "activation checkpointing",

@@ -363,7 +363,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["memory_gb", "finite number"],
     ),
     "a file that cannot be named": (
-        ["--model", "gpt2", "cluster={device: cpu, calibration: " + 300 * "x" + "}"], ["no calibration can be read", "give the path"],
+        ["--model", "gpt2", "cluster={device: cpu, calibration: " + 300 * "x" + "}"], ["336 characters is too long", "shorten it"],
     ),
     "no such YAML": (["none.yaml"], ["none.yaml", "no such file"]),
 }  # fmt: skip

@@ -18,8 +18,16 @@ from drumline.planning.tried import in_words
 from drumline.train.probe import STEPS, best, random_rows, require_here, short
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir
-from tests.unit.test_truth import ESTIMATE, MEASURED
+from tests.unit import test_truth
+from tests.unit.test_truth import GIB
 
+# In bytes what test_truth has in GiB.
+ESTIMATE = test_truth.ESTIMATE.model_copy(
+    update={"memory": test_truth.ESTIMATE.memory.model_copy(
+        update={name: value // GIB for name, value in test_truth.ESTIMATE.memory if isinstance(value, int)}
+    )}
+)  # fmt: skip
+MEASURED = test_truth.MEASURED.model_copy(update={"memory": {name: value // GIB for name, value in test_truth.MEASURED.memory.items()}})
 MORE = MEASURED.model_copy(
     update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 300, "peak": 1700}, "seconds": {"total": 3.0}, "traffic": 50.0}
 )

@@ -244,7 +244,7 @@ class FakeLLM:
 def test_an_engine_in_the_rank_is_asked_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what we hand to vLLM and read from it: vLLM itself cannot run here."""
     config = c.VLLMGenerator(temperature=0.7, max_new_tokens=4, stop=("x",))
-    with pytest.raises(EnvironmentFault, match=r"the package vllm is missing — pip install 'drumline\[vllm\]', or set url"):
+    with pytest.raises(EnvironmentFault, match=r"the package vllm is missing — pip install vllm, or set url"):
         generator(config, tiny_tokenizer(), 7, None, lambda: None, model_path=str(folder))
     stand_in = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace, __spec__=object())
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
