@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -33,15 +34,30 @@ def commands(part: str) -> dict[str, list[str]]:
     """Name → command of what a part runs after its probe, in order of worth."""
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if part == "tests":
-        others = {"every test of tests/gpu": [*tests, "-n", "4", "tests/gpu"]} if CUDA else {}
-        return {"losses": [*tests, "-n", "0", "tests/gpu/test_losses.py"], **others}
+        losses = {"losses": [*tests, "-n", "0", "tests/gpu/test_losses.py"]}
+        others = {"every other test of tests/gpu": [*tests, "-n", "4", "tests/gpu", "--ignore", "tests/gpu/test_losses.py"]}
+        return {**losses, **sft("packed run", "tiny", "--packed", alone=True), **(others if CUDA else {})}
     if part == "memory":
-        calibrate = {"calibrate": [PYTHON, "-m", "drumline", "calibrate", "--quick"]}
-        return {**calibrate, "memory sweep": [PYTHON, "benchmarks/gpu_memory_sweep.py"]} if CUDA else {"losses' memory": small_losses()}
+        return {"memory sweep": [PYTHON, "benchmarks/gpu_memory_sweep.py"]} if CUDA else {"losses' memory": small_losses()}
+    calibrate = {"calibrate": [PYTHON, "-m", "drumline", "calibrate", "--quick"]}
     if not CUDA:
-        return {"losses": small_losses()}
-    sft = [PYTHON, "benchmarks/sft_vs_peers.py", "--length", "2048"]
-    return {"losses": [PYTHON, "benchmarks/chunked_cross_entropy.py"], "SFT against the bare loop and TRL": sft}
+        return {**sft("tiny packed LoRA", "tiny", "--packed", "--lora", alone=True), "losses": small_losses()}
+    planner = {"planner": [PYTHON, "benchmarks/gpu_memory_sweep.py", "--runs", "llama"]}
+    ways = {"full": (), "LoRA": ("--lora",), "packed": ("--packed",)}
+    matches: dict[str, list[str]] = {}
+    for shape in ("1b", "8b"):
+        for way, options in ways.items():
+            matches |= sft(f"{shape} {way}", shape, *options, *(["--checkpointing"] if shape == "8b" else []))
+    return {**calibrate, **matches, **planner, "losses": [PYTHON, "benchmarks/chunked_cross_entropy.py"]}
+
+
+def sft(name: str, shape: str, *options: str, alone: bool = False) -> dict[str, list[str]]:
+    """One round of SFT by Drumline, and if not `alone` by the bare loop and by TRL where that is installed."""
+    peers = ["drumline"] if alone else ["drumline", "bare", *(["trl"] if find_spec("trl") else [])]
+    size = {"--length": "2048", "--steps": "6"} if CUDA else {"--length": "64", "--steps": "2"}
+    sizes = [word for pair in size.items() for word in pair]
+    command = [PYTHON, "benchmarks/sft_vs_peers.py", "--shape", shape, "--rounds", "1", "--contenders", ",".join(peers), *sizes, *options]
+    return {f"SFT {name}": command}
 
 
 def small_losses() -> list[str]:
@@ -54,6 +70,7 @@ def main() -> None:
     parser.add_argument("part", choices=("tests", "memory", "speed"))
     parser.add_argument("--out", type=Path, required=True, help="the figures as JSON, written anew after each command")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the part stops itself after this long")
+    parser.add_argument("--only", default="", help="only commands with this in their names")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     rows: list[dict[str, object]] = []
@@ -62,6 +79,8 @@ def main() -> None:
     if options.part == "tests":
         figures["attention"] = attention()
     for name, command in commands(options.part).items():
+        if options.only not in name:
+            continue
         rows.append(run(name, command, ends - time.monotonic()))
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps({key: value for key, value in figures.items() if key != "runs"}, indent=1))
@@ -94,6 +113,12 @@ def attention() -> dict[str, object]:
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
+    def chosen(queries: int, keys: int, masked: bool) -> list[str]:
+        """The operators of attention that torch takes by itself."""
+        with torch.profiler.profile() as profile:
+            call(queries, keys, masked)
+        return sorted({event.key for event in profile.key_averages() if event.key.startswith("aten::_scaled_dot_product")})
+
     runs: dict[str, object] = {}
     for name, (queries, keys, masked) in {"plain": (64, 64, False), "masked": (64, 64, True), "decoding": (1, 64, False)}.items():
         able = []
@@ -104,7 +129,7 @@ def attention() -> dict[str, object]:
                 able.append(backend.name)
             except RuntimeError:  # this kernel does not take this
                 continue
-        runs[name] = able
+        runs[name] = {"able": able, "by default": chosen(queries, keys, masked)}
     runs["first calls, as torch chooses"] = [round(call(length, length, False), 6) for length in lengths]
     torch.backends.cuda.enable_cudnn_sdp(False)
     runs["first calls, without cuDNN"] = [round(call(length + 100, length + 100, False), 6) for length in lengths]

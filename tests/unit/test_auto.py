@@ -10,7 +10,7 @@ import pytest
 from drumline.cluster.detect import Device, Machine
 from drumline.config.load import load
 from drumline.config.schema import Config
-from drumline.errors import PlanError
+from drumline.errors import EnvironmentFault, PlanError
 from drumline.plan.explain import strategy_name
 from drumline.plan.plan import Plan
 from drumline.train import setup
@@ -48,6 +48,15 @@ def test_the_plan_knows_no_auto(model: Path, tmp_path: Path) -> None:
     saved, _ = claim_run_dir(two, request)
     assert Plan.load(saved).config.strategy.kind == "ddp"
     assert load(tmp_path / "run" / "config.yaml", []).config.strategy.kind == "ddp"
+
+
+def test_a_run_that_saves_nothing_asks_for_no_space(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, request = planned(write_config(tmp_path, model))
+    monkeypatch.setattr(setup, "free_bytes", lambda folder: 1000)
+    with pytest.raises(EnvironmentFault, match="one checkpoint needs about"):
+        claim_run_dir(plan, request)
+    saved, _ = claim_run_dir(plan.model_copy(update={"saves": False}), request)
+    assert not Plan.load(saved).saves
 
 
 def test_by_rules(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: each part runs at its tiny size, and one whose time is up says so."""
+"""`make gpu` without a GPU: of each part one command runs at its tiny size, and one whose time is up says so."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu
 from tests.harness import ENV, ROOT
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
-@pytest.mark.parametrize(("part", "seconds"), [("speed", 120.0), ("memory", 0.0), ("tests", 0.0)])
-def test_a_part_runs(part: str, seconds: float, tmp_path: Path) -> None:
+
+@NO_GPU
+@pytest.mark.parametrize(("part", "only"), [("tests", "losses"), ("memory", "losses"), pytest.param("speed", "SFT", marks=pytest.mark.full)])
+def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "benchmarks/gpu.py", part, "--out", str(out), "--seconds", str(seconds)]
-    ended = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+    command = [sys.executable, "benchmarks/gpu.py", part, "--out", str(out), "--only", only]
+    ended = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=500)
     figures = json.loads(out.read_text())
-    ends = [row["end"] for row in figures["runs"]]
-    assert ends == (["0"] if seconds else ["not begun"]), ended.stdout + ended.stderr
-    assert ended.returncode == int(not seconds) and figures["device"] == "cpu" and figures["versions"]["torch"] == torch.__version__
+    assert [row["end"] for row in figures["runs"]] == ["0"] and ended.returncode == 0, json.dumps(figures["runs"]) + ended.stderr
+    assert figures["device"] == "cpu" and figures["versions"]["torch"] == torch.__version__
     assert ("attention" in figures) == (part == "tests")
+
+
+def test_a_command_ends_with_its_time() -> None:
+    assert gpu.run("late", ["false"], 0.5)["end"] == "not begun"
+    assert gpu.run("long", [sys.executable, "-c", "import time; time.sleep(600)"], 1.5)["end"] == "time is up"
+
+
+def test_every_command_names_a_file_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda in (False, True):
+        monkeypatch.setattr(gpu, "CUDA", cuda)
+        for part in ("tests", "memory", "speed"):
+            words = [word for command in gpu.commands(part).values() for word in command if word.endswith(".py")]
+            assert words and all((ROOT / word).is_file() for word in words)
