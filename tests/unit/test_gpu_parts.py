@@ -15,9 +15,11 @@ from tests.harness import ENV, ROOT
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
+PARTS = [("tests", "losses"), ("memory", "losses"), pytest.param("speed", "SFT", marks=pytest.mark.full)]
+
 
 @NO_GPU
-@pytest.mark.parametrize(("part", "only"), [("tests", "losses"), ("memory", "losses"), pytest.param("speed", "SFT", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("part", "only"), PARTS)
 def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/gpu.py", part, "--out", str(out), "--only", only]
