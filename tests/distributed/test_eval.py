@@ -104,7 +104,7 @@ def test_bad_input(config: Path, run: Path) -> None:
 
 def test_lm_eval_is_asked_for_by_name_when_it_is_missing(config: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentFault, match=r"lm-eval is missing — pip install 'drumline\[eval\]'"):
+    with pytest.raises(EnvironmentFault, match=r"lm-eval is missing — pip install lm-eval"):
         harness(run, [], None, ["arc_easy"], None, None)
 
 

@@ -31,7 +31,11 @@ PPO = {"kind": "ppo", "epochs": 2, "loss_chunk": 32, "generator": GENERATOR, "re
 CASES: dict[str, Any] = {
     "alike": {**GRPO, "rewards": [{"kind": "function", "path": "rewards.py:often_alike"}]},
     "dynamic": {**GRPO, "rewards": [{"kind": "function", "path": "rewards.py:often_alike"}], "dynamic_sampling": 8},
-    "fails": {**GRPO, "rewards": [{"kind": "function", "path": "rewards.py:fails"}, {"kind": "length", "free": 2, "limit": 6}]},
+    "fails": {
+        **GRPO,
+        "rewards": [{"kind": "function", "path": "rewards.py:fails"}, {"kind": "length", "free": 2, "limit": 6}],
+        "reward_failure": {"action": "continue"},  # by chance it fails for half of a rollout, over and over
+    },
     "continuous": {**GRPO, "rewards": [LETTERS], "generator": {**GENERATOR, "kind": "continuous"}},
     "live": {**GRPO, "rewards": [LETTERS]},
     "judged": {**PPO, "value": "separate", "rewards": [LETTERS, {"kind": "model", "model": {"id": "MODEL"}, "weight": 0.5}]},

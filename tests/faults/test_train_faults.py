@@ -206,7 +206,7 @@ def test_other_world_size_walks_through_the_same_samples(config: Path, tmp_path:
 
 def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = drumline("train", config, f"run.dir={run}", "optimizer.lr=1e30", "optimizer.max_grad_norm=null", "run.steps=20")
+    finished = drumline("train", config, f"run.dir={run}", "optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20")
     assert finished.code == 3, finished.out + finished.err
     (event,) = events(run, "nonfinite")
     assert event["policy"] == "stop" and len(event["sample_ids"]) == 4
@@ -217,7 +217,7 @@ def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
 @pytest.mark.full  # the loop's own counting is shown in process in tests/unit/test_loop.py
 def test_nan_skips_and_counts(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    more = ["health.on_nan=skip", "health.max_skips=3", "optimizer.lr=1e30", "optimizer.max_grad_norm=null", "run.steps=20"]
+    more = ["health.on_nan=skip", "health.max_skips=3", "optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20"]
     finished = drumline("train", config, f"run.dir={run}", *more)
     assert finished.code == 3, finished.out + finished.err
     assert [e["policy"] for e in events(run, "nonfinite")] == ["skip"] * 4
