@@ -12,16 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from drumline.config.model import ModelConfig
-from drumline.config.section import KIND_ALONE, MOST_SAMPLES, MOST_SECONDS, MOST_STEPS, MOST_WEIGHT, PathText, Section
+from drumline.config.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
 
 
 class _TokenAlgorithm(Section):
-    loss_chunk: int = Field(
-        1024,
-        ge=0,
-        le=MOST_SAMPLES,
-        description="Tokens whose logits exist at once in the chunked cross-entropy; 0 computes all logits at once.",
-    )
+    loss_chunk: Amount = Field(1024, description="Tokens whose logits exist at once in the loss; 0: all of them.")
 
 
 class PretrainConfig(_TokenAlgorithm):
@@ -39,9 +34,7 @@ class RewardModelConfig(Section):
     """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
 
     kind: Literal["reward"] = "reward"
-    margin: float = Field(
-        0.0, ge=0, le=MOST_WEIGHT, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it."
-    )
+    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it.")
     center: float = Field(
         0.0,
         ge=0,
@@ -54,14 +47,12 @@ class DPOConfig(_TokenAlgorithm):
     """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
 
     kind: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0, le=MOST_WEIGHT, description="How closely the policy is held to the reference.")
+    beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
     loss: Literal["sigmoid", "ipo", "hinge"] = Field(
         "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
     )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="sigmoid: the part of pairs whose sides may be swapped (conservative DPO)."
-    )
-    sft_weight: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the chosen answer's mean negative log-likelihood.")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: part of pairs whose sides may be swapped (conservative DPO).")
+    sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
     reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
         "auto",
         description="Log-probs of the reference: computed once before training and kept on disk, live from a frozen copy, or"
@@ -97,9 +88,7 @@ def _has_group(pattern: str | None) -> str | None:
 class _Reward(Section):
     name: str | None = Field(None, description="What it is called in events; null: its function's name, or its kind.")
     weight: float = Field(1.0, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="Rewards are summed with their weights.")
-    timeout_seconds: float = Field(
-        10.0, gt=0, le=MOST_SECONDS, description="An answer that takes longer costs its sample: it gets no reward, and is counted."
-    )
+    timeout_seconds: Seconds = Field(10.0, description="An answer that takes longer costs its sample: it gets no reward, and is counted.")
 
 
 class FunctionReward(_Reward):
@@ -132,10 +121,8 @@ class RegexReward(_Reward):
 
 class LengthReward(_Reward):
     kind: Literal["length"] = "length"  # 0 up to `free` tokens, falling to −1 at `limit`
-    free: int = Field(ge=0, le=MOST_SAMPLES, description="Tokens that cost nothing.")
-    limit: int = Field(
-        gt=0, le=MOST_SAMPLES, description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025)."
-    )
+    free: Amount = Field(description="Tokens that cost nothing.")
+    limit: Count = Field(description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025).")
 
     @model_validator(mode="after")
     def _ordered(self) -> LengthReward:
@@ -166,7 +153,7 @@ def _task_reward() -> list[Reward]:
 class _Generator(Section):
     temperature: float = Field(1.0, gt=0, le=1000, description="Of sampling.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
-    top_k: int = Field(0, ge=0, le=MOST_SAMPLES, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
+    top_k: Amount = Field(0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
     max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut here.")
     stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
 
@@ -191,7 +178,7 @@ class VLLMGenerator(_Generator):
     kind: Literal["vllm"] = "vllm"
     url: PathText | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
     batch: int = Field(64, gt=0, le=10**6, description="Sequences under way at once, of each rank.")
-    timeout_seconds: float = Field(600.0, gt=0, le=MOST_SECONDS, description="url: of one request, and of loading weights.")
+    timeout_seconds: Seconds = Field(600.0, description="url: of one request, and of loading weights.")
     weights: Literal["none", "folder"] = Field(
         "folder",
         description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
@@ -221,11 +208,9 @@ Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(d
 class KLConfig(Section):
     """How the policy is held to the reference."""
 
-    coefficient: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the divergence; 0: no reference model is loaded at all.")
-    target: float | None = Field(
-        None, gt=0, le=MOST_WEIGHT, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed."
-    )
-    horizon: int = Field(10000, gt=0, le=MOST_STEPS, description="target: episodes over which an error is corrected.")
+    coefficient: Weight = Field(0.0, description="Weight of the divergence; 0: no reference model is loaded at all.")
+    target: Above0 | None = Field(None, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed.")
+    horizon: Steps = Field(10000, description="target: episodes over which an error is corrected.")
     estimator: Literal["k1", "k2", "k3"] = Field(
         "k3", description="log π/π_ref; its half square; or π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative."
     )
@@ -241,14 +226,10 @@ class CurriculumConfig(Section):
         " follows how uncertain its"
         " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
     )
-    weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field(
-        default_factory=dict, description="weights: domain → its share, in any unit."
-    )
+    weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field({}, description="weights: domain → its share, in any unit.")
     floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
     memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
-    solved: float = Field(
-        0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with at least this reward counts as solved."
-    )
+    solved: float = Field(0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with this reward or more is solved.")
 
 
 class RewardFailureConfig(Section):
@@ -261,23 +242,15 @@ class RewardFailureConfig(Section):
 
 class _RolloutAlgorithm(_TokenAlgorithm):
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
-    reward_workers: int | None = Field(
-        None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one a core, shared among the ranks, at most 4."
-    )
+    reward_workers: int | None = Field(None, gt=0, le=1024, description="Processes of a rank for rewards; null: a share of cores, up to 4.")
     reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="When too many rewards fail.")
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    minibatches: int = Field(
-        1, gt=0, le=10**6, description="Optimizer steps of one pass: a rollout has minibatches × batch.global_samples episodes."
-    )
-    clip: float = Field(
-        0.2, gt=0, le=MOST_WEIGHT, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017)."
-    )
+    minibatches: int = Field(1, gt=0, le=10**6, description="Optimizer steps of a pass; a rollout has as many global batches of episodes.")
+    clip: Above0 = Field(0.2, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
     kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
-    missing_stop_penalty: float = Field(
-        0.0, ge=0, le=MOST_WEIGHT, description="Taken off the reward of a completion that was cut before its end."
-    )
+    missing_stop_penalty: Weight = Field(0.0, description="Taken off the reward of a completion that was cut before its end.")
 
 
 class PPOConfig(_RolloutAlgorithm):
@@ -288,17 +261,13 @@ class PPOConfig(_RolloutAlgorithm):
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
     lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
-    value_clip: float | None = Field(
-        0.2, gt=0, le=MOST_WEIGHT, description="A value may move this far from the rollout's; null: not clipped."
-    )
-    value_weight: float = Field(0.1, gt=0, le=MOST_WEIGHT, description="Weight of the value's loss beside the policy's.")
-    value: Literal["head", "separate"] = Field(
-        "head", description="A linear head on the policy's last hidden states, or a model of its own."
-    )
+    value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
+    value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
+    value: Literal["head", "separate"] = Field("head", description="A linear head on the policy's last hidden states, or its own model.")
     value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
     value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
-    entropy_weight: float = Field(0.0, ge=0, le=MOST_WEIGHT, description="Weight of the entropy bonus.")
+    entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
     kl: KLConfig = Field(
         default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
     )
@@ -308,9 +277,7 @@ class GRPOConfig(_RolloutAlgorithm):
     """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
 
     kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(
-        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more: an advantage is a reward less its group's mean."
-    )
+    group_size: int = Field(8, gt=0, le=10**6, description="Completions of each prompt, 2 or more: a reward counts less its group's mean.")
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
     )
@@ -318,9 +285,7 @@ class GRPOConfig(_RolloutAlgorithm):
         "token",
         description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
     )
-    clip_high: float | None = Field(
-        None, gt=0, le=MOST_WEIGHT, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28)."
-    )
+    clip_high: Above0 | None = Field(None, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28).")
     dynamic_sampling: int = Field(
         0,
         ge=0,
@@ -350,9 +315,7 @@ class ClassifyConfig(Section):
     modality: Literal["text", "image"] = Field("text", description="What is classified.")
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
-    image_size: int | None = Field(
-        None, gt=0, le=10**5, description="image: side of the square that images are scaled to; null: what the processor says."
-    )
+    image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
 
 
 Algorithm = Annotated[

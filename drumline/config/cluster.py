@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from drumline.cluster import catalog
 from drumline.cluster.cluster import DeviceSpec, Link
-from drumline.config.section import MOST_SAMPLES, PathText, Section, Short
+from drumline.config.section import MOST_SAMPLES, PathText, Rate, Section, Short
 
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
@@ -22,10 +22,10 @@ class DeviceConfig(Section):
     """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
 
     memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
-    bandwidth_gb_s: float = Field(gt=0, le=MOST_SAMPLES, description="Of its memory, 10^9 bytes a second.")
-    bf16_tflops: float | None = Field(None, gt=0, le=MOST_SAMPLES, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
-    fp16_tflops: float | None = Field(None, gt=0, le=MOST_SAMPLES, description="fp16; null: as bf16.")
-    fp32_tflops: float = Field(gt=0, le=MOST_SAMPLES, description="fp32 as it runs by default: TF32 where the device has it.")
+    bandwidth_gb_s: Rate = Field(description="Of its memory, 10^9 bytes a second.")
+    bf16_tflops: Rate | None = Field(None, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
+    fp16_tflops: Rate | None = Field(None, description="fp16; null: as bf16.")
+    fp32_tflops: Rate = Field(description="fp32 as it runs by default: TF32 where the device has it.")
     host_link: str = Field("pcie4", description="Between device and host: a link of the catalog or of `links`.")
 
     def spec(self, name: str) -> DeviceSpec:
@@ -47,9 +47,7 @@ class DeviceConfig(Section):
 class LinkConfig(Section):
     """A link that the catalog lacks."""
 
-    gb_s: float = Field(
-        gt=0, le=MOST_SAMPLES, description="10^9 bytes a second that one device sends (or one host, of links between hosts)."
-    )
+    gb_s: Rate = Field(description="10^9 bytes a second that one device sends (or one host, of links between hosts).")
     latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds before the first byte is there.")
 
     def link(self, name: str) -> Link:
@@ -83,9 +81,7 @@ class ClusterConfig(Section):
         json_schema_extra={"examples": list(catalog.LINKS)},
     )
     inter: str = Field("100Gb", description="Link between hosts, for each host: 400Gb, 8x400Gb, …")
-    host_memory_gb: float | None = Field(
-        None, gt=0, le=MOST_SAMPLES, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited."
-    )
+    host_memory_gb: Rate | None = Field(None, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited.")
     calibration: PathText | None = Field(
         None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
     )

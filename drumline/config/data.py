@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.config.section import MOST_SAMPLES, MOST_SEED, MOST_STEPS, PathText, Section
+from drumline.config.section import MOST_SEED, Amount, PathText, Section, Steps
 
 
 class Columns(Section):
@@ -21,15 +21,13 @@ class Columns(Section):
     margin: str | None = Field(None, description="Column with by how much chosen is better (optional).")
     label: str | None = Field(None, description="Column with the class: a name or a number.")
     image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
-    tools: str | None = Field(
-        None, description="Column with the tools that a conversation may call: JSON schemas for the chat template. An empty text: none."
-    )
+    tools: str | None = Field(None, description="Column with the tools to call: JSON schemas for the chat template. An empty text: none.")
     images: str | None = Field(None, description="Column with a list of such paths, for messages that say where they stand.")
 
 
 class _Source(Section):
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
-    limit: int | None = Field(None, gt=0, le=MOST_STEPS, description="Take at most this many rows.")
+    limit: Steps | None = Field(None, description="Take at most this many rows.")
     domain: str | None = Field(None, description="ppo, grpo: name under which these prompts are counted; null: the task's or file's name.")
 
 
@@ -83,29 +81,16 @@ Source = Annotated[FileSource | HubSource | SavedSource | TasksSource | DigitsSo
 class DataConfig(Section):
     train: list[Source] = Field(min_length=1, description="Where the training rows come from; sources are joined.")
     eval: list[Source] = Field(default_factory=list, description="Held-out rows.")
-    holdout: int = Field(
-        0, ge=0, le=MOST_SAMPLES, description="With no `eval`: hold out this many training rows, chosen by hash of their content."
-    )
+    holdout: Amount = Field(0, description="With no `eval`: hold out this many training rows, chosen by hash of their content.")
     max_length: int = Field(1024, gt=1, le=10**8, description="Tokens of a training sequence, and of a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
         "right",
         description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
     )
-    packing: bool = Field(
-        True, description="Join short rows into sequences of max_length; attention and positions respect their boundaries."
-    )
-    image_max_pixels: int | None = Field(
-        None,
-        gt=0,
-        le=10**10,
-        description="Larger images are made smaller, in shape; null: as the model's image processor says. Saves tokens.",
-    )
-    learn_on: Literal["assistant", "all"] = Field(
-        "assistant", description="Tokens that carry loss: assistant turns and completions, or all."
-    )
-    order: Literal["shuffle", "sequential"] = Field(
-        "shuffle", description="Global order of the samples in an epoch; fixed by (run.seed, epoch)."
-    )
+    packing: bool = Field(True, description="Join short rows up to max_length; attention and positions respect their boundaries.")
+    image_max_pixels: int | None = Field(None, gt=0, le=10**10, description="Larger images are made smaller; null: as the processor says.")
+    learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens with loss: assistant turns and completions, or all.")
+    order: Literal["shuffle", "sequential"] = Field("shuffle", description="Of an epoch's samples; fixed by (run.seed, epoch).")
     workers: int | None = Field(None, gt=0, le=1024, description="Processes that tokenise; null: one per core, at most 8.")
     prefetch: int = Field(2, ge=0, le=1000, description="Global batches collated ahead by a thread; 0 collates in line.")
     verify: bool = Field(True, description="Check the token cache's checksums when a run starts, while the model is loaded.")

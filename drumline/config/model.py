@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.config.section import MOST_RANKS, MOST_SAMPLES, PathText, Section
+from drumline.config.section import MOST_RANKS, Count, PathText, Section
 
 # What stands on a model's trunk: next-token logits; those and a value a token; one number a token; a class for a text or an image.
 Head = Literal["lm", "valued", "score", "text", "image"]
@@ -21,7 +21,7 @@ class ModelShape(Section):
     kv_heads: int | None = Field(None, gt=0, le=10**5, description="Heads of keys and values: a divisor of heads; null: as many as heads.")
     intermediate: int | None = Field(None, gt=0, le=10**7, description="Width inside an MLP; null: 8/3 of hidden, up to a multiple of 256.")
     vocabulary: int = Field(gt=0, le=10**8, description="Rows of the embedding.")
-    positions: int = Field(131072, gt=0, le=MOST_SAMPLES, description="Longest sequence.")
+    positions: Count = Field(131072, description="Longest sequence.")
     tied: bool = Field(False, description="The head's matrix is the embedding's.")
 
     @model_validator(mode="after")
@@ -44,23 +44,16 @@ class ModelConfig(Section):
         default_factory=dict,
         description="Hugging Face config values laid over the model's own; with id null a whole config (needs model_type).",
     )
-    shape: ModelShape | None = Field(
-        None, description="A model of Llama's kind written out by its sizes, in the place of id: to plan for, or to train from nothing."
-    )
+    shape: ModelShape | None = Field(None, description="A model of Llama's kind by its sizes, in place of id: to plan for or to train.")
     tokenizer: PathText | None = Field(None, description="Folder, hub id or `package:NAME` of another tokenizer than the model's own.")
     chat_template: PathText | None = Field(None, description="Path of a Jinja file used instead of the tokenizer's chat template.")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="Attention implementation; auto is sdpa."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
-    freeze: list[str] = Field(
-        default_factory=list,
-        description="Modules or parameters that do not learn, by name with all below: model.visual is Qwen3-VL's vision tower.",
-    )
+    freeze: list[str] = Field([], description="Modules or parameters that do not learn, by name with all below, as model.visual.")
     sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
-    sync_batchnorm_ranks: int | None = Field(
-        None, gt=1, le=MOST_RANKS, description="sync_batchnorm: neighbours that share statistics, a divisor of the data ranks; null: all."
-    )
+    sync_batchnorm_ranks: int | None = Field(None, gt=1, le=MOST_RANKS, description="Ranks that share them, a divisor of all; null: all.")
 
     @model_validator(mode="before")
     @classmethod

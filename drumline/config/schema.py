@@ -15,7 +15,7 @@ from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOCo
 from drumline.config.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.config.data import DataConfig
 from drumline.config.model import Head, ModelConfig
-from drumline.config.section import KIND_ALONE, MOST_RANKS, MOST_SAMPLES, MOST_SECONDS, MOST_SEED, MOST_STEPS, PathText, Section
+from drumline.config.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
 from drumline.config.strategies import AutoStrategy, Strategy
 
 # -------------------------------------------------------------------------------------------------------------- adapter
@@ -30,7 +30,7 @@ class LoRAConfig(Section):
 
     kind: Literal["lora"] = "lora"
     r: int = Field(16, gt=0, le=10**5, description="Rank of the two factors.")
-    alpha: float = Field(32.0, gt=0, le=MOST_SAMPLES, description="The product is scaled by alpha / r.")
+    alpha: Rate = Field(32.0, description="The product is scaled by alpha / r.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
@@ -51,10 +51,10 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_AL
 class BatchConfig(Section):
     """global_samples = micro_batch × accumulation × data ranks. Say the left side, or the right one; all must agree."""
 
-    global_samples: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples of one optimizer step over all devices.")
+    global_samples: Count | None = Field(None, description="Samples of one optimizer step over all devices.")
     global_tokens: int | None = Field(None, gt=0, le=10**4 * MOST_SAMPLES, description="The same in tokens: a multiple of data.max_length.")
-    micro_batch: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples a device takes at once.")
-    accumulation: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Micro-batches a device takes before one optimizer step.")
+    micro_batch: Count | None = Field(None, description="Samples a device takes at once.")
+    accumulation: Count | None = Field(None, description="Micro-batches a device takes before one optimizer step.")
 
     @model_validator(mode="after")
     def _one_global(self) -> BatchConfig:
@@ -69,18 +69,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
     lr: float = Field(2e-5, gt=0, le=1000, description="Peak learning rate, before lr_scaling.")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="lr × ratio, or lr × √ratio; ratio as the two keys below say."
-    )
-    lr_base_devices: int = Field(
-        1, gt=0, le=MOST_RANKS, description="lr was chosen for this many data-parallel devices: ratio = devices / this."
-    )
-    lr_base_samples: int | None = Field(
-        None,
-        gt=0,
-        le=MOST_SAMPLES,
-        description="lr was chosen for this global batch: ratio = global samples / this. Goes before lr_base_devices.",
-    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="lr × ratio, or lr × √ratio; ratio as the next two say.")
+    lr_base_devices: Ranks = Field(1, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
+    lr_base_samples: Count | None = Field(None, description="The same of the global batch: ratio = global samples / this. Goes before.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, le=1, description="AdamW's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
@@ -95,17 +86,13 @@ class ScheduleConfig(Section):
     )
     warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up.")
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
-    warmup_from_zero: bool = Field(
-        False, description="The first step of a warm-up of W steps has rate 0 (step / W, as transformers' has it); false: 1 / (W + 1)."
-    )
+    warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0 (as transformers' has it), not 1 / (W + 1).")
     min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the part of all steps that goes down.")
 
 
 class PrecisionConfig(Section):
-    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
-    )
+    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="Compute type; weights are fp32. auto: bf16 if the GPU can.")
     initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: first loss scale.")
     tf32: bool = Field(True, description="Let fp32 matrix products use TF32 on GPUs.")
 
@@ -134,7 +121,7 @@ class CompileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int | None = Field(None, gt=0, le=MOST_STEPS, description="Save each N steps; null: only at the end and when asked to stop.")
+    every: Steps | None = Field(None, description="Save each N steps; null: only at the end and when asked to stop.")
     keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N.")
     keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
@@ -146,21 +133,15 @@ class CheckpointConfig(Section):
         description="Where the disk does not take the last checkpoint: how long it is tried again. When asked to stop, at most half of"
         " launch.grace_seconds.",
     )
-    fallback_dir: str | None = Field(
-        None, description="A folder on another disk for the last checkpoint, or its weights alone, where the run folder's does not take it."
-    )
-    export: Literal["none", "last", "best"] = Field(
-        "best", description="Write a Hugging Face folder at the end: RUN/export. best falls back to last."
-    )
+    fallback_dir: str | None = Field(None, description="On another disk, for the last checkpoint or its weights when the run's is full.")
+    export: Literal["none", "last", "best"] = Field("best", description="Write a Hugging Face folder, RUN/export; no best: the last.")
     export_adapter: bool = Field(False, description="With an adapter: export PEFT's files of the adapter alone, not the merged model.")
 
 
 class EvalConfig(Section):
-    every: int | None = Field(
-        None, gt=0, le=MOST_STEPS, description="Evaluate each N steps; null: only before the first and after the last."
-    )
+    every: Steps | None = Field(None, description="Evaluate each N steps; null: only before the first and after the last.")
     at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
-    micro_batch: int | None = Field(None, gt=0, le=MOST_SAMPLES, description="Samples a device takes at once; null: as in training.")
+    micro_batch: Count | None = Field(None, description="Samples a device takes at once; null: as in training.")
     metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward.")
     mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max.")
 
@@ -169,27 +150,25 @@ class HealthConfig(Section):
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent."
     )
-    max_skips: int = Field(10, gt=0, le=MOST_SAMPLES, description="skip: stop after this many skipped steps in a row.")
+    max_skips: Count = Field(10, description="skip: stop after this many skipped steps in a row.")
 
 
 class LaunchConfig(Section):
     nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
     max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a dead rank, counted anew after each progress.")
     port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free one.")
-    grace_seconds: float = Field(
-        60.0, gt=0, le=MOST_SECONDS, description="After SIGTERM the ranks have this long to save before they are killed."
-    )
-    timeout_seconds: float = Field(600.0, gt=0, le=MOST_SECONDS, description="A collective that waits longer than this fails.")
+    grace_seconds: Seconds = Field(60.0, description="After SIGTERM the ranks have this long to save before they are killed.")
+    timeout_seconds: Seconds = Field(600.0, description="A collective that waits longer than this fails.")
 
 
 class RunConfig(Section):
     dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
-    steps: int | None = Field(None, gt=0, le=MOST_STEPS, description="Optimizer steps; goes before epochs.")
-    epochs: float = Field(1.0, gt=0, le=MOST_SAMPLES, description="Passes over the training samples.")
+    steps: Steps | None = Field(None, description="Optimizer steps; goes before epochs.")
+    epochs: Rate = Field(1.0, description="Passes over the training samples.")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="Fixes order, dropout and random weights.")
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
-    log_every: int = Field(1, gt=0, le=MOST_STEPS, description="A step event each N steps.")
+    log_every: Steps = Field(1, description="A step event each N steps.")
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         ("tensorboard",), description="Where figures go besides events.jsonl."
     )

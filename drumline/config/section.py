@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from drumline.foreign import path_mistake
@@ -27,6 +27,14 @@ def _possible(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_possible)]  # a path, or an id of a hub
+Count = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
+Amount = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+Rate = Annotated[float, Field(gt=0, le=MOST_SAMPLES)]
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
+Steps = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
+Weight = Annotated[float, Field(ge=0, le=MOST_WEIGHT)]
+Above0 = Annotated[float, Field(gt=0, le=MOST_WEIGHT)]
 
 
 class Section(BaseModel):

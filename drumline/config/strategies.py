@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.config.section import KIND_ALONE, MOST_RANKS, MOST_STEPS, PathText, Section
+from drumline.config.section import KIND_ALONE, MOST_STEPS, PathText, Ranks, Section, Steps
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 
@@ -23,9 +23,9 @@ class PipelineConfig(Section):
 class _Degrees(Section):
     """The mesh is pp × replicate × shard × cp × tp; what these leave of the processes is data parallel."""
 
-    tp: int = Field(1, gt=0, le=MOST_RANKS, description="Tensor parallel: each matrix is cut over this many ranks.")
-    cp: int = Field(1, gt=0, le=MOST_RANKS, description="Context parallel: each sequence is cut over this many ranks.")
-    pp: int = Field(1, gt=0, le=MOST_RANKS, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
+    tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
+    cp: Ranks = Field(1, description="Context parallel: each sequence is cut over this many ranks.")
+    pp: Ranks = Field(1, description="Pipeline parallel: the layers are cut into stages over this many ranks.")
     cp_method: Literal["ulysses", "ring"] = Field(
         "ulysses", description="How attention sees the whole sequence: all-to-all over heads, or a ring of keys and values (GPUs)."
     )
@@ -44,9 +44,7 @@ class AutoStrategy(Section):
         description="by rules: parameters: below 1B ddp, 1-7B zero2, above zero3. devices: up to 4 and 8B ddp, else fsdp2. tree: the first"
         " of ddp, fsdp2 and fsdp2 with offload that is predicted to fit.",
     )
-    nvme: PathText | None = Field(
-        None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is then looked at, too."
-    )
+    nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is looked at, too.")
 
 
 class SingleStrategy(Section):
@@ -91,7 +89,7 @@ class LocalSGDStrategy(Section):
     """Each rank trains by itself; every `period` steps the weights are averaged (Stich 2019)."""
 
     kind: Literal["local_sgd"] = "local_sgd"
-    period: int = Field(8, gt=0, le=MOST_STEPS, description="Steps between two averagings.")
+    period: Steps = Field(8, description="Steps between two averagings.")
     start_step: int = Field(0, ge=0, le=MOST_STEPS, description="Average at each step before this one.")
 
 
@@ -99,7 +97,7 @@ class DiLoCoStrategy(Section):
     """Each rank trains by itself; every `period` steps an outer Nesterov step is taken (Douillard et al. 2023)."""
 
     kind: Literal["diloco"] = "diloco"
-    period: int = Field(50, gt=0, le=MOST_STEPS, description="Inner steps between two outer ones.")
+    period: Steps = Field(50, description="Inner steps between two outer ones.")
     outer_lr: float = Field(0.7, gt=0, le=1000, description="Rate of the outer step.")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step.")
 
@@ -109,19 +107,11 @@ class FSDP2Strategy(_Degrees):
     reshard_after_forward: bool = Field(
         True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
     )
-    replicate: int = Field(
-        1, gt=0, le=MOST_RANKS, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks."
-    )
-    sync_each_micro_batch: bool = Field(
-        True, description="Reduce gradients after each micro-batch. false: once a step, with whole gradients kept in between."
-    )
-    prefetch: int = Field(
-        1, ge=0, le=1000, description="Blocks whose weights are gathered ahead of the one that computes in forward. 0: as torch orders it."
-    )
+    replicate: Ranks = Field(1, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
+    sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: whole ones, once a step.")
+    prefetch: int = Field(1, ge=0, le=1000, description="Blocks gathered ahead of the one that computes in forward. 0: as torch orders it.")
     backward_prefetch: int | None = Field(None, ge=0, le=1000, description="The same in backward; null: as in forward.")
-    offload: Literal["none", "cpu"] = Field(
-        "none", description="cpu: weights, gradients and moments live in host memory; so does the step."
-    )
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: weights, gradients, moments and the step live in host memory.")
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="Type weights are gathered in; auto: the precision's. fp32: gathered whole, cast op by op to the precision.",
@@ -150,7 +140,7 @@ class ZeroPlusPlus(Section):
 
     quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
     quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
-    hierarchical_partition: int = Field(1, gt=0, le=MOST_RANKS, description="Ranks of a second copy of the weights' partition; 1: none.")
+    hierarchical_partition: Ranks = Field(1, description="Ranks of a second copy of the weights' partition; 1: none.")
 
 
 class _Zero(Section):
@@ -179,7 +169,7 @@ class Zero3Strategy(_Zero):
 class _Alone(Section):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
-    degree: int | None = Field(None, gt=0, le=MOST_RANKS, description="Ranks that share one copy of the model; null: all.")
+    degree: Ranks | None = Field(None, description="Ranks that share one copy of the model; null: all.")
 
 
 class TPStrategy(_Alone):
