@@ -90,11 +90,8 @@ def read(path: Path) -> Calibration:
         first = error.errors(include_url=False)[0]
         inside = ".".join(str(part) for part in first["loc"])
         what = first["msg"][0].lower() + first["msg"][1:]
-        raise EnvironmentFault(
-            "is no calibration: " + (f"{inside}: " if inside else "") + what,
-            where=str(path),
-            fix="remove it, and run `drumline calibrate` again",
-        ) from None
+        fix = "remove it, and run `drumline calibrate` again"
+        raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
     return Calibration(
         hardware=said.hardware,
         software=said.software,

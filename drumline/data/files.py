@@ -78,11 +78,8 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
             try:
                 yield number, raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}",
-                    where=f"{name}:{number}",
-                    fix="save the file as UTF-8",
-                ) from error
+                what = f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}"
+                raise DataError(what, where=f"{name}:{number}", fix="save the file as UTF-8") from error
 
 
 def _once(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:

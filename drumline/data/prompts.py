@@ -26,11 +26,8 @@ class PromptRows:
         self.new = algorithm.generator.max_new_tokens
         self.room = data.max_length - self.new
         if self.room < 1:
-            raise DataError(
-                f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {self.new}",
-                where="data.max_length",
-                fix="raise it, or lower algorithm.generator.max_new_tokens",
-            )
+            what = f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {self.new}"
+            raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
     def encode(self, row: Row) -> Encoded | None:
         said = row.values["prompt"] if "prompt" in row.values else row.values["messages"]

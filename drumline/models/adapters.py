@@ -61,11 +61,8 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
     for ending in adapter.targets:
         if not any(_ends(name, ending) for name in linear):
             guess = nearest(ending, sorted({name.rpartition(".")[2] for name in linear}))
-            raise ModelError(
-                f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}",
-                where=WHERE,
-                fix=f"did you mean {guess}?" if guess else _offer(linear),
-            )
+            what = f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}"
+            raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else _offer(linear))
     return [name for name in linear if any(_ends(name, ending) for ending in adapter.targets)]
 
 

@@ -133,11 +133,8 @@ def _whole_random(path: str | None, model: ModelConfig, config: Any, options: di
 
 def _require_heads(lacking: frozenset[str], path: str) -> None:
     if lacking:
-        raise ModelError(
-            f"has no weights for {min(lacking)}, and as it does not learn they would stay as they are drawn",
-            where=path,
-            fix="name a model whose head was trained, such as RUN/export of a reward run",
-        )
+        what = f"has no weights for {min(lacking)}, and as it does not learn they would stay as they are drawn"
+        raise ModelError(what, where=path, fix="name a model whose head was trained, such as RUN/export of a reward run")
 
 
 def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:

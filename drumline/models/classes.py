@@ -59,8 +59,5 @@ def is_encoder(model: Any) -> bool:
 def bidirectional(model: Any) -> ModelError:
     """The refusal to learn next tokens with a model that sees them."""
     decoder = "set model.config.is_decoder: true, under which its tokens see those before them alone, or " if is_encoder(model) else ""
-    return ModelError(
-        f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict",
-        where="model",
-        fix=f"{decoder}use algorithm: classify, or name a causal language model",
-    )
+    what = f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict"
+    return ModelError(what, where="model", fix=f"{decoder}use algorithm: classify, or name a causal language model")

@@ -133,8 +133,5 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def _cannot_write(target: Path, reason: str) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"the converted model cannot be written: {reason}",
-        where=str(target.parent),
-        fix="free space, or set XDG_CACHE_HOME to another disk",
-    )
+    what = f"the converted model cannot be written: {reason}"
+    return EnvironmentFault(what, where=str(target.parent), fix="free space, or set XDG_CACHE_HOME to another disk")

@@ -206,11 +206,8 @@ def _base_of(plan: Plan) -> str:
     if plan.config.adapter.kind != "lora":
         raise ModelError("this run has no adapter", where=plan.run_dir, fix="export the whole model: leave --adapter out")
     if plan.model_path is None or not plan.config.model.as_published:
-        raise ModelError(
-            "the frozen model of this run lies in no folder that a reader could lay the adapter over",
-            where=plan.run_dir,
-            fix="export the merged model: leave --adapter out",
-        )
+        what = "the frozen model of this run lies in no folder that a reader could lay the adapter over"
+        raise ModelError(what, where=plan.run_dir, fix="export the merged model: leave --adapter out")
     return plan.model_path
 
 
@@ -257,11 +254,8 @@ def _require_space(folder: Path, written: list[Any]) -> None:
         folder = folder.parent
     needed, free = sum(p.numel() * p.element_size() for p in written), shutil.disk_usage(folder).free
     if free < needed:
-        raise EnvironmentFault(
-            f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
-            where=str(folder),
-            fix="choose another disk with --to",
-        )
+        what = f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
+        raise EnvironmentFault(what, where=str(folder), fix="choose another disk with --to")
 
 
 def _cannot_write(to: Path, reason: str) -> EnvironmentFault:

@@ -168,11 +168,8 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     if not tried(model, device, trial):
         if not found[0]:
             raise bidirectional(model)
-        raise ModelError(
-            f"{type(model).__name__} does not keep the documents of a pack apart",
-            where="data.packing",
-            fix="set data.packing: false for this model",
-        )
+        what = f"{type(model).__name__} does not keep the documents of a pack apart"
+        raise ModelError(what, where="data.packing", fix="set data.packing: false for this model")
 
 
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:

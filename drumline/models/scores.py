@@ -64,11 +64,8 @@ def with_head(model: Any, head: Head) -> Any:
 def _require_scores(model: Any) -> None:
     """Raises ModelError for a sequence classifier that does not score each token by the hidden state of what comes up to it."""
     if score_parts(model) is None or looks_ahead(model):
-        raise ModelError(
-            f"{type(model).__name__} has no score of each token: its head reads the text as a whole",
-            where="model",
-            fix="name a causal language model, or a reward model made of one",
-        )
+        what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
+        raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
 
 
 def _add_value_head(model: Any) -> None:

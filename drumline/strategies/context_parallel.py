@@ -158,11 +158,8 @@ def no_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
         if not part.active:
             return sdpa_mask(**asked)
         if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
-            raise PlanError(
-                "ring attention in torch takes no mask, and this model has layers with windows of their own",
-                where="strategy",
-                fix="use ulysses",
-            )
+            what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+            raise PlanError(what, where="strategy", fix="use ulysses")
         return None
 
     return mask

@@ -32,11 +32,8 @@ def apply_tp(model: Any, mesh: DeviceMesh) -> None:
     plan = tensor_plan(model)
     if not plan or not TP_STYLES.issuperset(plan.values()):
         unknown = ", ".join(sorted({*plan.values()} - TP_STYLES))
-        raise PlanError(
-            f"{type(model).__name__} " + (f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan"),
-            where="strategy.tp",
-            fix="use strategy=fsdp2",
-        )
+        what = f"{type(model).__name__} " + (f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan")
+        raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
     head = model.get_output_embeddings()
     _cut_vocabulary(whole_layer(model.get_input_embeddings()), head and whole_layer(head), mesh)
     for name, style in plan.items():

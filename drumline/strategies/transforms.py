@@ -31,11 +31,8 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     if kind == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise PlanError(
-            f"{type(model).__name__} has no activation checkpointing",
-            where="memory.activation_checkpointing",
-            fix="set it to none, or use a smaller micro-batch",
-        )
+        what = f"{type(model).__name__} has no activation checkpointing"
+        raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
     options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
     # Older transformers know it by the other name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -135,11 +135,8 @@ class Start:
             found = newest(Path(plan.run_dir) / "checkpoints", verify)
             skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
             if found.path is None and skipped:
-                raise CheckpointError(
-                    "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped),
-                    where=plan.run_dir,
-                    fix="start again in another folder with run.dir=…",
-                )
+                what = "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped)
+                raise CheckpointError(what, where=plan.run_dir, fix="start again in another folder with run.dir=…")
             if found.path is None:
                 return cls(None, skipped, frozenset())
             path = found.path

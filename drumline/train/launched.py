@@ -112,22 +112,17 @@ def _require_shared(run_dir: Path, ranks: Ranks) -> None:
     """Raises EnvironmentFault where another host has another folder of that name, or none: what its ranks save would be lost."""
     without = sorted({host for rank in range(1, ranks.world_size) if (host := receive(f"shared-{rank}"))})
     if without:
-        raise EnvironmentFault(
-            f"host {', '.join(without)} does not have the run folder that rank 0 writes to on host {socket.gethostname()}",
-            where=str(run_dir.absolute()),
-            fix="put it on storage that all hosts mount at the same place, with run.dir=…",
-        )
+        what = f"host {', '.join(without)} does not have the run folder that rank 0 writes to on host {socket.gethostname()}"
+        where = str(run_dir.absolute())
+        raise EnvironmentFault(what, where=where, fix="put it on storage that all hosts mount at the same place, with run.dir=…")
 
 
 def _require_as_launched(request: Request, ranks: Ranks) -> None:
     asked = request.loaded.config.launch.nproc
     # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
     if asked is not None and asked != ranks.world_size and not request.loaded.old:
-        raise EnvironmentFault(
-            f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes",
-            where="launch.nproc",
-            fix="leave launch.nproc out",
-        )
+        what = f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes"
+        raise EnvironmentFault(what, where="launch.nproc", fix="leave launch.nproc out")
 
 
 def _mark(request: Request) -> dict[str, Any]:

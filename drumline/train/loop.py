@@ -203,11 +203,8 @@ class Loop:
             what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
             if policy != "stop":
                 what += f" ({self.state.skips} in a row)"
-            raise TrainingStopped(
-                what,
-                where="health.on_nan",
-                fix="look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip",
-            )
+            fix = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
+            raise TrainingStopped(what, where="health.on_nan", fix=fix)
 
     def evaluate(self) -> bool:
         """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""

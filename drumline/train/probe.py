@@ -55,11 +55,8 @@ def best(answer: Answer) -> list[Candidate]:
 def require_here(cluster: Cluster) -> None:
     """Raises EnvironmentFault where `cluster` is not this machine."""
     if not cluster.found:
-        raise EnvironmentFault(
-            f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it",
-            where="--probe",
-            fix="leave --probe out, or run it there without --cluster",
-        )
+        what = f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it"
+        raise EnvironmentFault(what, where="--probe", fix="leave --probe out, or run it there without --cluster")
 
 
 def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
@@ -77,11 +74,8 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
                 return {"prompt": words(1), "completion": words(length)}
             case "reward" | "dpo":
                 return {"prompt": words(1), "chosen": words(length), "rejected": words(length)}
-        raise EnvironmentFault(
-            f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared",
-            where="--probe",
-            fix="prepare them first: drumline prepare CONFIG.yaml",
-        )
+        what = f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared"
+        raise EnvironmentFault(what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml")
 
     number = STEPS * candidate.layout.batch.global_samples
     path.write_text("".join(json.dumps(row()) + "\n" for _ in range(number)))

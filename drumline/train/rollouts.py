@@ -156,11 +156,9 @@ class Rollouts:
         self._report(step, sampled, drawn, {})
         reasons = Counter({f"{name} {why}": count for name, found in sampled.failures.items() for why, count in found.items()})
         often = "; ".join(f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS))
-        raise TrainingStopped(
-            f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}",
-            where="algorithm.rewards",
-            fix="mend the reward, or go on without them: algorithm.reward_failure.action=continue",
-        )
+        what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
+        fix = "mend the reward, or go on without them: algorithm.reward_failure.action=continue"
+        raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
 
     # ---------------------------------------------------------------------------------------------------------- sampling
 

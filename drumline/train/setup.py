@@ -159,11 +159,8 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         )
     needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
     if free < needed:
-        raise EnvironmentFault(
-            f"one checkpoint needs about {size(needed)}, {size(free)} are free",
-            where=str(run_dir),
-            fix="free space, or choose another disk with run.dir=…",
-        )
+        what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"
+        raise EnvironmentFault(what, where=str(run_dir), fix="free space, or choose another disk with run.dir=…")
     _make_fallback(plan)
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -239,11 +236,8 @@ def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
         return
     changed = what_changed(DataIdentity.model_validate(state["data"]), now)
     if changed and not (_allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
-        raise CheckpointError(
-            f"the training data changed since this checkpoint: {changed}",
-            where=str(path),
-            fix="bring the old data back, or accept the new with --allow data: some samples may come twice and others never",
-        )
+        fix = "bring the old data back, or accept the new with --allow data: some samples may come twice and others never"
+        raise CheckpointError(f"the training data changed since this checkpoint: {changed}", where=str(path), fix=fix)
     if changed:
         _note(f"the training data changed since {path}: {changed}; some samples may come twice and others never")
 
