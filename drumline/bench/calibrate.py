@@ -123,9 +123,8 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             cause = root_cause(ends)
             tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []
             said_last = "" if cause.error else "".join(tail)
-            raise WorkerFailed(
-                f"rank {cause.rank} {cause.message} {said_last}".rstrip(), where="calibrate", fix="fewer ranks with --nproc, or --quick"
-            )
+            what = f"rank {cause.rank} {cause.message} {said_last}".rstrip()
+            raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
         return _read(json.loads(Path(task.out).read_text()))
 
 

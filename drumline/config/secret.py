@@ -42,9 +42,8 @@ def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> An
     if isinstance(value, list):
         return [withhold(inner, where, (*place, str(index))) for index, inner in enumerate(value)]
     if isinstance(value, str) and NAMED.search(value) and not PLACES.fullmatch(dotted):
-        raise ConfigError(
-            f"no ${{env:…}} can stand here: {ALLOWED}", where=where(place), fix="write the value, or lay it over as an override"
-        )
+        what = f"no ${{env:…}} can stand here: {ALLOWED}"
+        raise ConfigError(what, where=where(place), fix="write the value, or lay it over as an override")
     return value
 
 

@@ -36,9 +36,8 @@ def label_of(row: Row, labels: list[str] | None) -> str:
         return name
     if isinstance(given, int) and 0 <= given < len(labels):
         return labels[given]
-    raise DataError(
-        f"label {name!r} is none of algorithm.labels: {_few(labels)}", where=row.origin, fix="add it there, or leave labels out"
-    )
+    what = f"label {name!r} is none of algorithm.labels: {_few(labels)}"
+    raise DataError(what, where=row.origin, fix="add it there, or leave labels out")
 
 
 def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
@@ -87,9 +86,8 @@ class LabelledTexts:
             if policy == "drop":
                 return None
             if policy == "error":
-                raise DataError(
-                    f"{len(tokens)} tokens, more than data.max_length {limit}", where=row.origin, fix="set data.truncation: right"
-                )
+                what = f"{len(tokens)} tokens, more than data.max_length {limit}"
+                raise DataError(what, where=row.origin, fix="set data.truncation: right")
             self.tokenizer.truncation_side = policy
             tokens, cut = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"], True
         if not tokens:

@@ -61,9 +61,8 @@ def _parts(row: Row) -> tuple[Text, Text, Text]:
     chosen, rejected = (row.values[name] for name in SIDES)
     if "prompt" not in row.values:
         if type(chosen) is not type(rejected):
-            raise DataError(
-                "one side of the pair is text, the other messages", where=row.origin, fix="write both alike, or map `columns.prompt`"
-            )
+            what = "one side of the pair is text, the other messages"
+            raise DataError(what, where=row.origin, fix="write both alike, or map `columns.prompt`")
         at = _shared(chosen, rejected)
         return chosen[:at], chosen[at:], rejected[at:]
     prompt = row.values["prompt"]

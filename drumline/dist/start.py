@@ -62,9 +62,8 @@ def rendezvous() -> dist.Store:
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror:
-        raise EnvironmentFault(
-            f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix="give a name that resolves, or an IP address"
-        ) from None
+        fix = "give a name that resolves, or an IP address"
+        raise EnvironmentFault(f"the host {host!r} of rank 0 has no address", where="MASTER_ADDR", fix=fix) from None
     agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = ranks.rank == 0 and not agent_has_it
     try:
@@ -147,9 +146,8 @@ def gpu(ranks: Ranks) -> int:
     """The number of this rank's GPU among those that it sees, which may be its own alone. Raises EnvironmentFault where it sees too few."""
     seen = torch.cuda.device_count()
     if seen > 1 and ranks.local_rank >= seen:
-        raise EnvironmentFault(
-            f"local rank {ranks.local_rank} sees {seen} GPUs", where="launcher", fix="start at most one process a GPU on each host"
-        )
+        what = f"local rank {ranks.local_rank} sees {seen} GPUs"
+        raise EnvironmentFault(what, where="launcher", fix="start at most one process a GPU on each host")
     return ranks.local_rank if seen > 1 else 0
 
 

@@ -67,9 +67,8 @@ def _read(source: Path) -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
             return model, AutoTokenizer.from_pretrained(str(source.parent), **options)
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        raise ModelError(
-            f"transformers cannot read this GGUF file: {error}", where=str(source), fix="name a model that it can read"
-        ) from error
+        what = f"transformers cannot read this GGUF file: {error}"
+        raise ModelError(what, where=str(source), fix="name a model that it can read") from error
 
 
 @contextlib.contextmanager

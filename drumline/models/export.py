@@ -215,9 +215,8 @@ def _plan_of(run_dir: Path, trust: bool) -> Plan:
     """`trust`: whether the model's own code may run; a folder, which may be a stranger's, has no say in that."""
     path = run_dir / "plan.json"
     if not path.exists():
-        raise CheckpointError(
-            "not a run folder: it has no plan.json", where=str(run_dir), fix="name the folder that `drumline train` printed"
-        )
+        what = "not a run folder: it has no plan.json"
+        raise CheckpointError(what, where=str(run_dir), fix="name the folder that `drumline train` printed")
     plan = Plan.load(path)
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
     return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
@@ -236,9 +235,8 @@ def _choose(root: Path, which: Which) -> Path:
     found = newest(root, verify=True, alone=True)
     if found.path is None:
         reasons = "; ".join(reason for _, reason in found.skipped)
-        raise CheckpointError(
-            f"no whole checkpoint{': ' if reasons else ''}{reasons}", where=str(root), fix="train first, or set checkpoint.every"
-        )
+        what = f"no whole checkpoint{': ' if reasons else ''}{reasons}"
+        raise CheckpointError(what, where=str(root), fix="train first, or set checkpoint.every")
     return found.path
 
 

@@ -63,15 +63,13 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     written = {**(written_out(model.shape) if model.shape else {}), **model.config}
     kind = written.get("model_type")
     if kind is None:
-        raise ModelError(
-            "neither an id nor a config with model_type", where="model", fix="set model.id, model.shape, or model.config.model_type"
-        )
+        what = "neither an id nor a config with model_type"
+        raise ModelError(what, where="model", fix="set model.id, model.shape, or model.config.model_type")
     try:
         config = AutoConfig.for_model(kind)
     except (ValueError, TypeError):
-        raise ModelError(
-            f"transformers knows no model_type {kind!r}", where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2"
-        ) from None
+        what = f"transformers knows no model_type {kind!r}"
+        raise ModelError(what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2") from None
     values = {key: value for key, value in written.items() if key != "model_type"}
     _require_known(config, values)
     return _checked(lambda: AutoConfig.for_model(kind, **values))
@@ -116,9 +114,8 @@ def _checked(make: Callable[[], T]) -> T:
     except DrumlineError:
         raise
     except Exception as error:  # noqa: BLE001 - as in from_hub
-        raise ModelError(
-            f"transformers does not take this: {_first_line(error)}", where="model.config", fix="mend the values under model.config"
-        ) from None
+        what = f"transformers does not take this: {_first_line(error)}"
+        raise ModelError(what, where="model.config", fix="mend the values under model.config") from None
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
@@ -127,9 +124,8 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
     source = model.tokenizer or path
     if source is None:
-        raise ModelError(
-            "a model written out by its config has no tokenizer", where="model.tokenizer", fix="name a folder or hub id that has one"
-        )
+        what = "a model written out by its config has no tokenizer"
+        raise ModelError(what, where="model.tokenizer", fix="name a folder or hub id that has one")
     source = tokenizer_folder(source)
     check_folder(Path(source))
     limit()
@@ -293,9 +289,8 @@ def _config_of(model: Any, needed: Sequence[str]) -> Any:
     lacking = [key for key in needed if getattr(config.get_text_config(), key, None) is None] if known else []  # type: ignore[union-attr]
     if not known or lacking:
         why = f"its config has no {lacking[0]}" if lacking else "it is no model of transformers"
-        raise ModelError(
-            f"the shapes of {name} are not known: {why}", where="model", fix="give a model with a transformer's layers and heads"
-        )
+        what = f"the shapes of {name} are not known: {why}"
+        raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
     return config
 
 

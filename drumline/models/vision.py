@@ -99,9 +99,8 @@ def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: i
     if not is_vision_language(config):
         return None
     if config.model_type not in KNOWN:
-        raise ModelError(
-            f"vision-language models of type {config.model_type} are not known here", where="model.id", fix=f"use {' or '.join(KNOWN)}"
-        )
+        what = f"vision-language models of type {config.model_type} are not known here"
+        raise ModelError(what, where="model.id", fix=f"use {' or '.join(KNOWN)}")
     require_pillow(f"model of type {config.model_type}")
     place = path or model.tokenizer
     assert place is not None, "load_tokenizer has refused this"

@@ -42,6 +42,5 @@ class InferenceCopy:
             came.add(mine.data_ptr() if mine.numel() else id(mine))
         wrong += [f"{name} did not come" for name, t in self.tensors.items() if t.numel() and t.data_ptr() not in came]
         if wrong:
-            raise ModelError(
-                f"the weights do not fit the copy that rollouts are sampled from: {wrong[0]} ({len(wrong)} such)", where="model"
-            )
+            what = f"the weights do not fit the copy that rollouts are sampled from: {wrong[0]} ({len(wrong)} such)"
+            raise ModelError(what, where="model")

@@ -80,9 +80,8 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
     except TypeError as error:
         rows = "" if columns is None else f" and the rows' columns ({', '.join(columns) or 'none'})"
         fix = "define it as f(prompt, completion, **columns)"
-        raise ConfigError(
-            f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}", where=where, fix=fix
-        ) from error
+        what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
+        raise ConfigError(what, where=where, fix=fix) from error
     return None if takes_all else frozenset(signature.parameters)
 
 

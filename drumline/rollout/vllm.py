@@ -106,10 +106,8 @@ class VLLMServer:
         either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
         if processed != needed and not either:
             kind = "processed_logprobs" if needed else "raw_logprobs"
-            raise self.server.fault(
-                f"temperature {self.config.temperature:g} needs log-probs that this server does not tell",
-                f"start it with --logprobs-mode {kind}",
-            )
+            what = f"temperature {self.config.temperature:g} needs log-probs that this server does not tell"
+            raise self.server.fault(what, f"start it with --logprobs-mode {kind}")
         self.probed = True
 
 
@@ -189,9 +187,8 @@ class _Files:
 def require_whole(name: str) -> None:
     """Raises PlanError for a weight of an adapter, which vLLM's models have no place for."""
     if ".base_layer." in name or ".lora_" in name:
-        raise PlanError(
-            "vLLM is handed whole weights, and these have an adapter beside them", where=WHERE, fix="use generator=hf, or adapter=none"
-        )
+        what = "vLLM is handed whole weights, and these have an adapter beside them"
+        raise PlanError(what, where=WHERE, fix="use generator=hf, or adapter=none")
 
 
 def _unwritten(folder: Path, error: OSError) -> EnvironmentFault:

@@ -198,6 +198,5 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
 
 
 def _refused(model: Any, why: str) -> PlanError:
-    return PlanError(
-        f"context parallelism cannot run {type(model).__name__}: {why}", where="strategy", fix="use fsdp2, ddp or pp without cp"
-    )
+    what = f"context parallelism cannot run {type(model).__name__}: {why}"
+    return PlanError(what, where="strategy", fix="use fsdp2, ddp or pp without cp")

@@ -92,8 +92,7 @@ def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.
     Raises ModelError for a weight that is packed in 4 or 8 bits.
     """
     if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-        raise ModelError(
-            f"{name} is packed, and is not handed out whole", where="adapter.quantize", fix="use adapter.quantize=none for this"
-        )
+        what = f"{name} is packed, and is not handed out whole"
+        raise ModelError(what, where="adapter.quantize", fix="use adapter.quantize=none for this")
     tensor = tensor.detach().to(device)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

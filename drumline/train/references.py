@@ -105,9 +105,8 @@ class Reference:
         for batch in self.streams.once(folder):
             (stop,) = sum_over_ranks([float(self.asked.requested)], self.device)
             if stop:
-                raise Preempted(
-                    "stopped before the first step, while the reference was scored", where=self.plan.run_dir, fix="go on with --resume"
-                )
+                what = "stopped before the first step, while the reference was scored"
+                raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
             told = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
             for pair, scores in zip(batch.micro_batches, told, strict=True):
                 real = pair.real_P > 0

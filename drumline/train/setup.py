@@ -154,9 +154,8 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     run_dir = Path(plan.run_dir)
     start = resume_from(run_dir, request, plan)
     if request.resume is None and run_dir.is_dir() and any(not _is_ours(entry.name) for entry in run_dir.iterdir()):
-        raise EnvironmentFault(
-            "the run folder is not empty", where=str(run_dir), fix="add --resume to go on with it, or choose another with run.dir=…"
-        )
+        fix = "add --resume to go on with it, or choose another with run.dir=…"
+        raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
     needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
     if free < needed:
         what = f"one checkpoint needs about {size(needed)}, {size(free)} are free"
@@ -168,9 +167,8 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another with run.dir=…"
-        ) from error
+        fix = "choose another with run.dir=…"
+        raise EnvironmentFault(f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix=fix) from error
     return plan_path, start
 
 
@@ -186,9 +184,8 @@ def _make_fallback(plan: Plan) -> None:
         if folder is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot be made: {error.strerror}", where=f"checkpoint.fallback_dir {folder and folder.parent}", fix="name another folder"
-        ) from error
+        what = f"cannot be made: {error.strerror}"
+        raise EnvironmentFault(what, where=f"checkpoint.fallback_dir {folder and folder.parent}", fix="name another folder") from error
 
 
 def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:

@@ -30,9 +30,7 @@ def names(library: str, oldest: str, newest: str, places: Mapping[str, str]) -> 
                 found = getattr(found, part)
             return found
         except (ImportError, AttributeError):
-            raise EnvironmentFault(
-                f"{library} {metadata.version(library)} has no {places[name].replace(':', '.')}; versions {oldest} to {newest} have it",
-                fix=f"pip install '{library}>={oldest},<={newest}'",
-            ) from None
+            what = f"{library} {metadata.version(library)} has no {places[name].replace(':', '.')}; versions {oldest} to {newest} have it"
+            raise EnvironmentFault(what, fix=f"pip install '{library}>={oldest},<={newest}'") from None
 
     return find

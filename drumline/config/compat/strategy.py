@@ -83,9 +83,8 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
             elif low == "offload":
                 keys["offload_params"] = True
             elif low not in ("auto_wrap", "true"):
-                raise refuse(
-                    switch, f"no {word!r} here", f"there are {', '.join(n for n in acc.SHARDING if not n.isdigit())}, offload, auto_wrap"
-                )
+                what = f"no {word!r} here"
+                raise refuse(switch, what, f"there are {', '.join(n for n in acc.SHARDING if not n.isdigit())}, offload, auto_wrap")
     if keys:
         assert switch is not None
         acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])
