@@ -7,6 +7,7 @@ published ones. A model that is not here is planned from its folder, from the hu
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,16 @@ class Known:
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _rows(kind: str, rows: str, **common: Any) -> dict[str, Known]:
-    """Lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
-    keys = [*SIZES, "vocab_size", "max_position_embeddings"]
-    made = {}
-    for row in rows.strip().splitlines():
-        name, id_, *words = row.split()
-        values = {key: int(word) for key, word in zip(keys, words, strict=False)}
-        extra = {key: int(value) for key, _, value in (word.partition("=") for word in words[len(keys) :])}
-        made[name] = Known(id_, {"model_type": kind, **common, **values, **extra})
+def _rows(text: str) -> dict[str, Known]:
+    """Below each `[kind key=value …]`, lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
+    keys, common, made = [*SIZES, "vocab_size", "max_position_embeddings"], dict[str, Any](), dict[str, Known]()
+    for row in text.strip().splitlines():
+        words = [word for word in row.strip(" []").split() if "=" not in word]
+        more = {key: json.loads(value) for key, _, value in (word.partition("=") for word in row.strip(" []").split() if "=" in word)}
+        if row.startswith("["):
+            common = {"model_type": words[0], **more}
+        else:
+            made[words[0]] = Known(words[1], {**common, **dict(zip(keys, map(int, words[2:]), strict=True)), **more})
     return made
 
 
@@ -84,143 +86,75 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
 
 _GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
 
+_TABLE = """
+[llama]
+llama-2-7b    meta-llama/Llama-2-7b-hf    4096 11008 32  32 32 32000  4096
+llama-2-13b   meta-llama/Llama-2-13b-hf   5120 13824 40  40 40 32000  4096
+llama-2-70b   meta-llama/Llama-2-70b-hf   8192 28672 80  64  8 32000  4096
+llama-3-8b    meta-llama/Meta-Llama-3-8B  4096 14336 32  32  8 128256 8192
+llama-3-70b   meta-llama/Meta-Llama-3-70B 8192 28672 80  64  8 128256 8192
+llama-3.1-8b  meta-llama/Llama-3.1-8B     4096 14336 32  32  8 128256 131072
+llama-3.1-70b meta-llama/Llama-3.1-70B    8192 28672 80  64  8 128256 131072
+llama-3.1-405b meta-llama/Llama-3.1-405B  16384 53248 126 128 8 128256 131072
+llama-3.3-70b meta-llama/Llama-3.3-70B-Instruct 8192 28672 80 64 8 128256 131072
+tinyllama-1.1b TinyLlama/TinyLlama-1.1B-Chat-v1.0 2048 5632 22 32 4 32000 2048
+[llama tie_word_embeddings=true]
+llama-3.2-1b  meta-llama/Llama-3.2-1B       2048 8192 16 32 8 128256 131072 head_dim=64
+llama-3.2-3b  meta-llama/Llama-3.2-3B       3072 8192 28 24 8 128256 131072 head_dim=128
+smollm2-135m  HuggingFaceTB/SmolLM2-135M    576  1536 30 9  3 49152  8192
+smollm2-360m  HuggingFaceTB/SmolLM2-360M    960  2560 32 15 5 49152  8192
+smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B    2048 8192 24 32 32 49152 8192
+[qwen2 tie_word_embeddings=true]
+qwen2.5-0.5b Qwen/Qwen2.5-0.5B 896  4864 24 14 2 151936 32768
+qwen2.5-1.5b Qwen/Qwen2.5-1.5B 1536 8960 28 12 2 151936 131072
+qwen2.5-3b   Qwen/Qwen2.5-3B   2048 11008 36 16 2 151936 32768
+[qwen2 tie_word_embeddings=false]
+qwen2.5-7b   Qwen/Qwen2.5-7B  3584 18944 28 28 4 152064 131072
+qwen2.5-14b  Qwen/Qwen2.5-14B 5120 13824 48 40 8 152064 131072
+qwen2.5-32b  Qwen/Qwen2.5-32B 5120 27648 64 40 8 152064 131072
+qwen2.5-72b  Qwen/Qwen2.5-72B 8192 29568 80 64 8 152064 131072
+[qwen3 head_dim=128 tie_word_embeddings=true]
+qwen3-0.6b Qwen/Qwen3-0.6B 1024 3072 28 16 8 151936 40960
+qwen3-1.7b Qwen/Qwen3-1.7B 2048 6144 28 16 8 151936 40960
+qwen3-4b   Qwen/Qwen3-4B   2560 9728 36 32 8 151936 40960
+[qwen3 head_dim=128 tie_word_embeddings=false]
+qwen3-8b   Qwen/Qwen3-8B   4096 12288 36 32 8 151936 40960
+qwen3-14b  Qwen/Qwen3-14B  5120 17408 40 40 8 151936 40960
+qwen3-32b  Qwen/Qwen3-32B  5120 25600 64 64 8 151936 40960
+[mistral sliding_window=null]
+mistral-7b        mistralai/Mistral-7B-v0.3             4096 14336 32 32 8 32768  32768
+mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      5120 14336 40 32 8 131072 131072 head_dim=128
+mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 5120 32768 40 32 8 131072 32768  head_dim=128
+[mixtral num_local_experts=8 num_experts_per_tok=2]
+mixtral-8x7b  mistralai/Mixtral-8x7B-v0.1  4096 14336 32 32 8 32000 32768
+mixtral-8x22b mistralai/Mixtral-8x22B-v0.1 6144 16384 56 48 8 32000 65536
+[qwen3_moe head_dim=128 num_experts=128 num_experts_per_tok=8 tie_word_embeddings=false]
+qwen3-30b-a3b   Qwen/Qwen3-30B-A3B   2048 6144  48 32 4 151936 40960 moe_intermediate_size=768
+qwen3-235b-a22b Qwen/Qwen3-235B-A22B 4096 12288 94 64 4 151936 40960 moe_intermediate_size=1536
+[gemma]
+gemma-2b google/gemma-2b 2048 16384 18 8  1  256000 8192 head_dim=256
+gemma-7b google/gemma-7b 3072 24576 28 16 16 256000 8192 head_dim=256
+[gemma2]
+gemma-2-2b  google/gemma-2-2b  2304 9216  26 8  4  256000 8192 head_dim=256
+gemma-2-9b  google/gemma-2-9b  3584 14336 42 16 8  256000 8192 head_dim=256
+gemma-2-27b google/gemma-2-27b 4608 36864 46 32 16 256000 8192 head_dim=128
+[gemma3_text]
+gemma-3-1b google/gemma-3-1b-pt 1152 6912 26 4 1 262144 32768 head_dim=256
+[phi]
+phi-2 microsoft/phi-2 2560 10240 32 32 32 51200 2048
+[phi3]
+phi-3-mini   microsoft/Phi-3-mini-4k-instruct 3072 8192  32 32 32 32064  4096
+phi-3.5-mini microsoft/Phi-3.5-mini-instruct  3072 8192  32 32 32 32064  4096
+phi-4        microsoft/phi-4                  5120 17920 40 40 10 100352 16384
+[olmo2]
+olmo-2-7b  allenai/OLMo-2-1124-7B  4096 11008 32 32 32 100352 4096
+olmo-2-13b allenai/OLMo-2-1124-13B 5120 13824 40 40 40 100352 4096
+[gpt_oss head_dim=64 num_experts_per_tok=4 sliding_window=128]
+gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
+gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_experts=128
+"""
 KNOWN: dict[str, Known] = {
-    **_rows(
-        "llama",
-        """
-        llama-2-7b    meta-llama/Llama-2-7b-hf    4096 11008 32  32 32 32000  4096
-        llama-2-13b   meta-llama/Llama-2-13b-hf   5120 13824 40  40 40 32000  4096
-        llama-2-70b   meta-llama/Llama-2-70b-hf   8192 28672 80  64  8 32000  4096
-        llama-3-8b    meta-llama/Meta-Llama-3-8B  4096 14336 32  32  8 128256 8192
-        llama-3-70b   meta-llama/Meta-Llama-3-70B 8192 28672 80  64  8 128256 8192
-        llama-3.1-8b  meta-llama/Llama-3.1-8B     4096 14336 32  32  8 128256 131072
-        llama-3.1-70b meta-llama/Llama-3.1-70B    8192 28672 80  64  8 128256 131072
-        llama-3.1-405b meta-llama/Llama-3.1-405B  16384 53248 126 128 8 128256 131072
-        llama-3.3-70b meta-llama/Llama-3.3-70B-Instruct 8192 28672 80 64 8 128256 131072
-        tinyllama-1.1b TinyLlama/TinyLlama-1.1B-Chat-v1.0 2048 5632 22 32 4 32000 2048
-        """,
-    ),
-    **_rows(
-        "llama",
-        """
-        llama-3.2-1b  meta-llama/Llama-3.2-1B       2048 8192 16 32 8 128256 131072 head_dim=64
-        llama-3.2-3b  meta-llama/Llama-3.2-3B       3072 8192 28 24 8 128256 131072 head_dim=128
-        smollm2-135m  HuggingFaceTB/SmolLM2-135M    576  1536 30 9  3 49152  8192
-        smollm2-360m  HuggingFaceTB/SmolLM2-360M    960  2560 32 15 5 49152  8192
-        smollm2-1.7b  HuggingFaceTB/SmolLM2-1.7B    2048 8192 24 32 32 49152 8192
-        """,
-        tie_word_embeddings=True,
-    ),
-    **_rows(
-        "qwen2",
-        """
-        qwen2.5-0.5b Qwen/Qwen2.5-0.5B 896  4864 24 14 2 151936 32768
-        qwen2.5-1.5b Qwen/Qwen2.5-1.5B 1536 8960 28 12 2 151936 131072
-        qwen2.5-3b   Qwen/Qwen2.5-3B   2048 11008 36 16 2 151936 32768
-        """,
-        tie_word_embeddings=True,
-    ),
-    **_rows(
-        "qwen2",
-        """
-        qwen2.5-7b   Qwen/Qwen2.5-7B  3584 18944 28 28 4 152064 131072
-        qwen2.5-14b  Qwen/Qwen2.5-14B 5120 13824 48 40 8 152064 131072
-        qwen2.5-32b  Qwen/Qwen2.5-32B 5120 27648 64 40 8 152064 131072
-        qwen2.5-72b  Qwen/Qwen2.5-72B 8192 29568 80 64 8 152064 131072
-        """,
-        tie_word_embeddings=False,
-    ),
-    **_rows(
-        "qwen3",
-        """
-        qwen3-0.6b Qwen/Qwen3-0.6B 1024 3072 28 16 8 151936 40960
-        qwen3-1.7b Qwen/Qwen3-1.7B 2048 6144 28 16 8 151936 40960
-        qwen3-4b   Qwen/Qwen3-4B   2560 9728 36 32 8 151936 40960
-        """,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    **_rows(
-        "qwen3",
-        """
-        qwen3-8b   Qwen/Qwen3-8B   4096 12288 36 32 8 151936 40960
-        qwen3-14b  Qwen/Qwen3-14B  5120 17408 40 40 8 151936 40960
-        qwen3-32b  Qwen/Qwen3-32B  5120 25600 64 64 8 151936 40960
-        """,
-        head_dim=128,
-        tie_word_embeddings=False,
-    ),
-    **_rows(
-        "mistral",
-        """
-        mistral-7b        mistralai/Mistral-7B-v0.3             4096 14336 32 32 8 32768  32768
-        mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      5120 14336 40 32 8 131072 131072 head_dim=128
-        mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 5120 32768 40 32 8 131072 32768  head_dim=128
-        """,
-        sliding_window=None,
-    ),
-    **_rows(
-        "mixtral",
-        """
-        mixtral-8x7b  mistralai/Mixtral-8x7B-v0.1  4096 14336 32 32 8 32000 32768
-        mixtral-8x22b mistralai/Mixtral-8x22B-v0.1 6144 16384 56 48 8 32000 65536
-        """,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
-    **_rows(
-        "qwen3_moe",
-        """
-        qwen3-30b-a3b   Qwen/Qwen3-30B-A3B   2048 6144  48 32 4 151936 40960 moe_intermediate_size=768
-        qwen3-235b-a22b Qwen/Qwen3-235B-A22B 4096 12288 94 64 4 151936 40960 moe_intermediate_size=1536
-        """,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        tie_word_embeddings=False,
-    ),
-    **_rows(
-        "gemma",
-        """
-        gemma-2b google/gemma-2b 2048 16384 18 8  1  256000 8192 head_dim=256
-        gemma-7b google/gemma-7b 3072 24576 28 16 16 256000 8192 head_dim=256
-        """,
-    ),
-    **_rows(
-        "gemma2",
-        """
-        gemma-2-2b  google/gemma-2-2b  2304 9216  26 8  4  256000 8192 head_dim=256
-        gemma-2-9b  google/gemma-2-9b  3584 14336 42 16 8  256000 8192 head_dim=256
-        gemma-2-27b google/gemma-2-27b 4608 36864 46 32 16 256000 8192 head_dim=128
-        """,
-    ),
-    **_rows("gemma3_text", "gemma-3-1b google/gemma-3-1b-pt 1152 6912 26 4 1 262144 32768 head_dim=256"),
-    **_rows("phi", "phi-2 microsoft/phi-2 2560 10240 32 32 32 51200 2048"),
-    **_rows(
-        "phi3",
-        """
-        phi-3-mini   microsoft/Phi-3-mini-4k-instruct 3072 8192  32 32 32 32064  4096
-        phi-3.5-mini microsoft/Phi-3.5-mini-instruct  3072 8192  32 32 32 32064  4096
-        phi-4        microsoft/phi-4                  5120 17920 40 40 10 100352 16384
-        """,
-    ),
-    **_rows(
-        "olmo2",
-        """
-        olmo-2-7b  allenai/OLMo-2-1124-7B  4096 11008 32 32 32 100352 4096
-        olmo-2-13b allenai/OLMo-2-1124-13B 5120 13824 40 40 40 100352 4096
-        """,
-    ),
-    **_rows(
-        "gpt_oss",
-        """
-        gpt-oss-20b  openai/gpt-oss-20b  2880 2880 24 64 8 201088 131072 num_local_experts=32
-        gpt-oss-120b openai/gpt-oss-120b 2880 2880 36 64 8 201088 131072 num_local_experts=128
-        """,
-        head_dim=64,
-        num_experts_per_tok=4,
-        sliding_window=128,
-    ),
+    **_rows(_TABLE),
     **{
         name: Known(f"openai-community/{name}", {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads})
         for name, (width, layers, heads) in _GPT2.items()

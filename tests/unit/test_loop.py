@@ -26,10 +26,10 @@ from drumline.dist.traffic import Traffic
 from drumline.errors import ConfigError, Preempted, TrainingStopped
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
-from drumline.strategies.engine import FakeEngine
 from drumline.train.loop import Loop
 from drumline.train.measure import Measure
 from drumline.train.state import Goodput, TrainState
+from tests.fake_engine import FakeEngine
 
 STEPS = 6
 

@@ -16,9 +16,9 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
 from drumline.plan.roles import wanted_roles
 from drumline.strategies.build import build_engine
-from drumline.strategies.engine import FakeEngine
 from drumline.strategies.several import Several
 from drumline.train.roles import find_roles
+from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit.test_native import batches
 

@@ -60,10 +60,6 @@ def option(*place: str) -> Rule:
     return rule
 
 
-def _inside(table: dict[str, Rule]) -> Rule:
-    return lambda sheet, old: read(table, sheet, old.inside(), f"{WHAT}'s {old.key}")
-
-
 def _low(precision: str) -> Rule:
     """fp16: {enabled: true, …}: whether it is on waits for the others that speak of precision."""
     others = {
