@@ -1,6 +1,6 @@
 """Host memory of each rank while a checkpoint is saved and loaded under FSDP2, against the rank's share of it.
 
-    python -m benchmarks.checkpoint_memory [--parameters 2e8] [--ranks 2] [--out FILE]
+    python benchmarks/checkpoint_memory.py [--parameters 2e8] [--ranks 2] [--smoke] [--out FILE]
 
 Weights and AdamW's moments of a random Llama in fp32, sharded. Bytes above what was in use before: nothing is gathered if they stay under
 one share (asynchronous saves copy a rank's share once, so that training can go on). See host_memory.py.
@@ -8,28 +8,27 @@ one share (asynchronous saves copy a rank's share once, so that training can go 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import common
 from benchmarks.host_memory import on_ranks, report, save_random_model, watched
 
 CASES = ("save", "load", "save asynchronously")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--parameters", type=float, default=2e8)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = common.parse(parser, parameters=0)
     with tempfile.TemporaryDirectory() as folder:
-        size = save_random_model(Path(folder) / "model", options.parameters, torch.float32)
+        size = save_random_model(Path(folder) / "model", options.parameters, "float32")
         ranks = on_ranks(__file__, options.ranks, folder)
     cases = {
         case: {

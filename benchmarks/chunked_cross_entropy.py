@@ -1,7 +1,7 @@
 """The chunked cross-entropy against the plain one: peak memory and time of loss and gradients, each case in a fresh process.
 
     python benchmarks/chunked_cross_entropy.py [--tokens 4096] [--vocabulary 49152] [--hidden 576] [--chunk 1024] [--learned 1.0]
-                                               [--device cpu] [--precision fp32] [--repeats 3] [--rounds 3] [--out FILE]
+                                               [--device cpu] [--precision fp32] [--repeats 3] [--rounds 3] [--smoke] [--out FILE]
 
 Plain: logits = hidden @ weightᵀ, in fp32 for torch's cross_entropy, and autograd's backward. Chunked: drumline.models.losses.
 Both start from the same fp32 hidden states and weight and end with their gradients; bf16 and fp16 run under autocast. `--learned` is the
@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -27,36 +25,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from drumline.models.losses import linear_cross_entropy
+from benchmarks import common
 
 CASES = ("plain", "chunked")
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--learned", type=float, default=1.0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--precision", choices=("fp32", *AUTOCAST), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = common.parse(parser, tokens=64, vocabulary=256, hidden=16, chunk=32, repeats=1, rounds=1)
+    import torch
+
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
     if options.case:
         print(json.dumps(measure(options)))
         return
     report = compare(options)
     print(json.dumps(report, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    common.write(report, options.out)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -73,14 +72,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
             runs[case].append(json.loads(done.stdout.splitlines()[-1]))
             print(case, runs[case][-1], file=sys.stderr)
-    threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
     best = {case: {key: min(run[key] for run in rows) for key in rows[0]} for case, rows in runs.items()}
     plain, chunked = best["plain"], best["chunked"]
     return {
-        "command": " ".join([*threads, "python", *sys.argv]),
         "setting": setting | {"rounds": options.rounds},
-        "hardware": _hardware(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "least": best,
         "ratios": {f"{key} chunked / plain": chunked[key] / plain[key] for key in ("seconds", "cpu_seconds", "peak_bytes")},
         "relative differences": {key: abs(chunked[key] - plain[key]) / abs(plain[key]) for key in ("loss_sum", "grad_norm")},
@@ -90,6 +85,10 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """One case, in this process: peak_bytes, seconds, and the loss and gradient norm that it came to."""
+    import torch
+
+    from drumline.models.losses import linear_cross_entropy
+
     torch.manual_seed(0)
     device = options.device
     hidden_ND = torch.randn(options.tokens, options.hidden, device=device).requires_grad_()
@@ -97,7 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     targets_N = torch.randint(options.vocabulary, (options.tokens,), device=device)
     targets_N[torch.rand(options.tokens, device=device) >= options.learned] = -100
     chunk = options.chunk if options.case == "chunked" else 0
-    dtype = AUTOCAST.get(options.precision)
+    dtype = getattr(torch, AUTOCAST[options.precision]) if options.precision in AUTOCAST else None
 
     def step() -> float:
         with torch.autocast(device, dtype) if dtype else contextlib.nullcontext():
@@ -122,6 +121,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def _peak_of(device: str) -> Callable[[], float]:
     """Start to watch memory; calling the result gives the bytes that the peak lay above what was in use at the start."""
     if device == "cuda":
+        import torch
+
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
         return lambda: float(torch.cuda.max_memory_allocated() - start)
@@ -134,13 +135,6 @@ def _peak_of(device: str) -> Callable[[], float]:
 def _high_water_bytes() -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
-
-
-def _hardware() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
 
 
 if __name__ == "__main__":

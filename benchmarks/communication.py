@@ -1,6 +1,6 @@
 """What sending less costs: the same small model, data and seeds under plain DDP and under each way of sending less.
 
-    python benchmarks/communication.py [--steps 200] [--seeds 3] [--out benchmarks/results/communication-cpu.json]
+    python benchmarks/communication.py [--steps 200] [--seeds 3] [--smoke] [--out benchmarks/results/communication-cpu.json]
 
 A random Llama of 1.1 million parameters learns problems of sums and their answers from scratch (reasoning-gym's chain_sum as text in
 byte-level tokens, all of them learned) on two processes over gloo, 512 tokens a step, every method at the same learning rate. For each
@@ -11,24 +11,16 @@ DDP's of the same seed; bytes that a rank sends a step, mean over steps.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from drumline.config.load import load
-from drumline.report.events import read, series
-from drumline.train.setup import Request, claim_run_dir, make_plan
-from tests.distributed.ranks import run_plans
-from tests.tiny import tiny_tokenizer
+from benchmarks import common
 
 SHAPE = {
     "hidden_size": 128,
@@ -53,41 +45,26 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="ddp must be among them")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for the runs of one seed")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    options = parser.parse_args()
+    options = common.parse(parser, steps=2, seeds=1, methods=["ddp", "topk, 10%"])
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         runs = train(options, Path(folder))
     table = reduce(runs)
     show(table)
-    if options.out:
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "setting": {
-                "processes": 2,
-                "backend": "gloo",
-                "steps": options.steps,
-                "seeds": options.seeds,
-                "shape": SHAPE,
-                "methods": METHODS,
-            },
-            "hardware": hardware(),
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers", "reasoning-gym")},
-            "seconds": round(time.time() - began),
-            "table": table,
-            "runs": runs,
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    setting = {"processes": 2, "backend": "gloo", "steps": options.steps, "seeds": options.seeds, "shape": SHAPE, "methods": METHODS}
+    common.write({"setting": setting, "seconds": round(time.time() - began), "table": table, "runs": runs}, options.out)
 
 
 def train(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, float]]]:
     """Every method with every seed, one pair of processes a seed; the figures of each run, by seed."""
+    from tests.distributed.ranks import run_plans
+    from tests.tiny import tiny_tokenizer
+
     model = work / "model"
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(model)
@@ -100,6 +77,9 @@ def train(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, f
 def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
     """plan.json of one run."""
     import yaml
+
+    from drumline.config.load import load
+    from drumline.train.setup import Request, claim_run_dir, make_plan
 
     def problems(size: int, seed: int) -> list[dict[str, Any]]:
         return [{"kind": "tasks", "tasks": {"chain_sum": {"max_terms": 3, "max_digits": 2}}, "size": size, "seed": seed}]
@@ -125,6 +105,8 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
 
 
 def figures(run_dir: Path) -> dict[str, float]:
+    from drumline.report.events import read, series
+
     events = read(run_dir / "events.jsonl")
     sent = [b for b in series(events, "sent_bytes").values() if b is not None]
     return {
@@ -153,13 +135,6 @@ def show(table: dict[str, dict[str, float]]) -> None:
             f"{name:<28}{row['held_out_loss']:>14.4f}{row['over_ddp']:>+10.4f}{row['worst_over_ddp']:>+9.4f}"
             f"{row['sent_bytes_a_step']:>14,.0f}{row['part_of_ddp_bytes']:>9.2%}"
         )
-
-
-def hardware() -> dict[str, Any]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
-    )
-    return {"cpu": cpu, "cores": os.cpu_count()}
 
 
 if __name__ == "__main__":

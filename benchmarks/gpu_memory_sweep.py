@@ -1,19 +1,19 @@
 """What runs on one GPU take, against their plans: torch's max_memory_allocated and max_memory_reserved, and the seconds of a step.
 
-    drumline calibrate; PYTHONPATH=. python benchmarks/gpu_memory_sweep.py [--runs WORD] [--out FILE.json]
+    drumline calibrate; python benchmarks/gpu_memory_sweep.py [--runs WORD] [--smoke] [--out FILE.json]
 
 Models from 0.1B to 8B by their shapes, with random weights; full and LoRA, each kind of activation checkpointing, several batches and
 lengths, bf16 and fp32, plain and chunked cross-entropy. Each run is a process of its own, that starts with an empty allocator. It takes no
 checkpoint. A run that is out of memory is a row, too: of one whose plan says "fits", that is a failure (exit code 1).
 
-Targets: allocated ±5%, reserved ±10%, seconds ±10% after calibration. Without CUDA it says so and does nothing (exit code 2).
+Targets: allocated ±5%, reserved ±10%, seconds ±10% after calibration. Without CUDA it says so and does nothing (exit code 2);
+`--smoke` is one run of a tiny model, which a CPU takes, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,23 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from planner_runs import FULL, LORA, PLAIN, SELECTIVE, STEPS, held_against, ready  # noqa: E402
+from benchmarks import common
+from benchmarks.planner_runs import FULL, LORA, PLAIN, SELECTIVE, STEPS, TINY, held_against, ready
 
 TARGETS = {"peak": 0.05, "reserved": 0.10, "seconds": 0.10}
 
 
 @dataclass(frozen=True)
 class Run:
-    """`model`: a name of models.shapes. Two micro-batches a step."""
+    """`model`: a name of models.shapes, or "tiny". Two micro-batches a step."""
 
     model: str
     length: int
     micro_batch: int
     parts: tuple[dict[str, Any], ...] = ()
     precision: str = "bf16"
+    device: str = "cuda"
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ class Run:
             "strategy": "single",
             "precision": self.precision,
             "batch": {"micro_batch": self.micro_batch, "global_samples": 2 * self.micro_batch},
-            "run": {"device": "cuda"},
+            "run": {"device": self.device},
         }
         for part in self.parts:
             made |= part
@@ -83,31 +84,30 @@ RUNS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--runs", default="", help="only runs with this in their names")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = common.parse(parser)
     if options.worker:
         train(options.worker)
         return
     import torch
 
-    if not torch.cuda.is_available():
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not options.smoke:
         print("error: no CUDA GPU here; the sweep measures torch's allocator on one", file=sys.stderr)
         raise SystemExit(2)
+    chosen = [Run("tiny", 64, 1, precision="fp32", device="cpu" if device == "cpu" else "cuda")] if options.smoke else RUNS
     found = []
-    for run in (run for run in RUNS if options.runs in run.name):
+    for run in (run for run in chosen if options.runs in run.name):
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(run, Path(folder)))
         print(line(found[-1]), flush=True)
     broken = [row["name"] for row in found if row["verdict"] == "fits" and row["out_of_memory"]]
     near = {name: sum(abs(error(row, name)) <= target for row in found if name in row["categories"]) for name, target in TARGETS.items()}
-    report = {"command": "python " + " ".join(sys.argv), "device": torch.cuda.get_device_name(), "within_targets": near}
-    report |= {"python": platform.python_version(), "torch": torch.__version__, "fits_but_out_of_memory": broken, "runs": found}
-    print(json.dumps({key: report[key] for key in ("within_targets", "fits_but_out_of_memory")}))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"within_targets": near, "fits_but_out_of_memory": broken}
+    print(json.dumps(report))
+    common.write({"device": device, **report, "runs": found}, options.out)
     raise SystemExit(bool(broken))
 
 
@@ -116,9 +116,8 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
     from drumline.models.shapes import find
     from drumline.plan.plan import Plan
 
-    known = find(run.model)
-    assert known is not None
-    path = ready(folder / "run", dict(known.values), run.length, 1, run.sections)
+    known = None if run.model == "tiny" else find(run.model)
+    path = ready(folder / "run", dict(known.values) if known else {"model_type": "llama", **TINY}, run.length, 1, run.sections)
     ended = subprocess.run([sys.executable, __file__, "--worker", str(path)], capture_output=True, text=True)
     estimate = Plan.load(path).predicted.estimate
     assert estimate is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.common import write
 
 
 class Peak:
@@ -51,13 +50,20 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def save_random_model(folder: Path, parameters: float, dtype: torch.dtype) -> int:
-    """Save a random Llama of about that many parameters as safetensors of `dtype`; returns its bytes in fp32, as it is trained."""
+def save_random_model(folder: Path, parameters: float, dtype: str) -> int:
+    """Save a random Llama of about that many parameters (21 million at least) as safetensors of `dtype`; returns its bytes in fp32."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers = 1024, max(1, round((parameters - 8192 * 1024) / 12.6e6))
-    sizes = {"vocab_size": 8192, "hidden_size": width, "intermediate_size": 2816, "num_hidden_layers": layers, "num_attention_heads": 16}
-    model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **sizes)).to(dtype)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=max(1, round((parameters - 8192 * 1024) / 12.6e6)),
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size="200MB")
     return sum(p.numel() * 4 for p in model.parameters())
 
@@ -71,7 +77,7 @@ def on_ranks(script: str, ranks: int, *arguments: object) -> list[dict[str, Any]
     for rank in range(ranks):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", f"benchmarks.{Path(script).stem}", "--rank-work", *map(str, arguments)]
+        command = [sys.executable, script, "--rank-work", *map(str, arguments)]
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
@@ -80,9 +86,6 @@ def on_ranks(script: str, ranks: int, *arguments: object) -> list[dict[str, Any]
 
 
 def report(setting: dict[str, Any], figures: dict[str, Any], out: Path | None) -> None:
-    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    whole = {"command": command, "setting": setting, "cores": os.cpu_count(), "versions": versions, **figures}
+    whole = {"setting": setting, **figures}
     print(json.dumps(whole, indent=2))
-    if out:
-        out.write_text(json.dumps(whole, indent=2) + "\n")
+    write(whole, out)

@@ -1,23 +1,27 @@
 """Does it learn? Example configs run whole on the real SmolLM2-135M from several seeds; the curves as JSON and PNG.
 
-    python benchmarks/learning.py sft [key=value …] [--seeds 0 1 2] [--out benchmarks/results]
+    python benchmarks/learning.py sft [key=value …] [--seeds 0 1 2] [--smoke] [--out FILE.json]
 
 Every seed that was run is drawn and written down; none is chosen. A figure is read from the runs' own events.jsonl.
+The PNG lies beside the JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+from benchmarks.common import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
 SEEDS = (0, 1, 2)
 # Config, kind of event, and the figures drawn: title → key.
 RUNS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -81,34 +85,44 @@ def ends(curves: dict[int, dict[str, list[float]]], key: str) -> Iterator[tuple[
         yield seed, values[key][0], values[key][-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=RUNS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where the runs are kept")
-    options, overrides = parser.parse_known_args()
-    config, kind, figures = RUNS[options.name]
-    curves, took = {}, {}
-    for seed in options.seeds:
-        run = options.runs / f"{Path(config).stem}-seed{seed}"
-        if not (run / "events.jsonl").exists():
-            run = train(config, seed, options.runs, overrides)
-        curves[seed], took[seed] = curve(run, kind, figures), seconds(run)
-    import torch
-    import transformers
+def small(folder: Path) -> list[str]:
+    """Overrides of `--smoke`: the example's data and steps on a model that is built here."""
+    from tests.tiny import tiny_model_dir
 
-    result: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/learning.py", options.name, *overrides, "--seeds", *map(str, options.seeds)]),
-        "config": config,
-        "hardware": {"cpus": os.cpu_count(), "python": platform.python_version()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "seconds": took,
-        "curves": curves,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"learning-{options.name}-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(options.name, figures, curves, options.out / f"learning-{options.name}-cpu.png")
+    model = tiny_model_dir(folder / "model", positions=512)
+    sizes = ["run.steps=2", "eval.every=1", "run.device=cpu", "launch.nproc=1", "data.train.0.size=16", "data.eval.0.size=4"]
+    return [f"model.id={model}", f"data.cache_dir={folder / 'cache'}", *sizes]
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("name", nargs="?", choices=RUNS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the example's config")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where the runs are kept")
+    options = common.parse(parser, name="sft", seeds=[0])
+    if options.name is None:
+        parser.error(f"name what shall learn: {', '.join(RUNS)}")
+    if not options.smoke:
+        out = options.out or RESULTS / f"learning-{options.name}-cpu.json"
+        compare(options.name, options.overrides, options.seeds, options.runs, out)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or Path(folder) / "figures.json"
+        compare(options.name, [*small(Path(folder)), *options.overrides], options.seeds, Path(folder), out)
+
+
+def compare(name: str, overrides: list[str], seeds: list[int], runs: Path, out: Path) -> None:
+    """Train from each seed what was not trained yet; write the curves, draw them, print their ends."""
+    config, kind, figures = RUNS[name]
+    curves, took = {}, {}
+    for seed in seeds:
+        run = runs / f"{Path(config).stem}-seed{seed}"
+        if not (run / "events.jsonl").exists():
+            run = train(config, seed, runs, overrides)
+        curves[seed], took[seed] = curve(run, kind, figures), seconds(run)
+    common.write({"config": config, "overrides": overrides, "seconds": took, "curves": curves}, out)
+    draw(name, figures, curves, out.with_suffix(".png"))
     for title, key in figures.items():
         print(f"{title}: " + "; ".join(f"seed {seed} {first:.3f} → {last:.3f}" for seed, first, last in ends(curves, key)))
 

@@ -1,6 +1,6 @@
 """Host memory of each rank while a model is loaded, against the model's own bytes.
 
-    python -m benchmarks.load_memory [--parameters 2e8] [--ranks 2] [--dtype bf16] [--out FILE]
+    python benchmarks/load_memory.py [--parameters 2e8] [--ranks 2] [--dtype bf16] [--smoke] [--out FILE]
 
 A random Llama is saved as safetensors and loaded to train in fp32. `whole, …`: each rank loads all of it with from_pretrained (what
 Drumline did before, and does for a model that cannot be laid out without weights), then shards it. The others: laid out on the meta
@@ -10,31 +10,31 @@ device, spread, filled. Bytes above what was in use when imports were done. From
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import common
 from benchmarks.host_memory import on_ranks, report, save_random_model, watched
 
 CASES = ("whole, then fsdp2", "fsdp2", "whole, a copy a rank", "a copy a rank", "fsdp2, random weights")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--parameters", type=float, default=2e8)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    options = common.parse(parser, parameters=0, cases=("whole, then fsdp2", "fsdp2"))
     with tempfile.TemporaryDirectory() as folder:
-        size = save_random_model(Path(folder), options.parameters, {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
+        size = save_random_model(Path(folder), options.parameters, {"fp32": "float32", "bf16": "bfloat16"}[options.dtype])
         cases: dict[str, Any] = {}
-        for case in CASES:
+        for case in options.cases:
             ranks = on_ranks(__file__, options.ranks, case, folder)
             cases[case] = {
                 "ranks": ranks,
@@ -48,6 +48,7 @@ def main() -> None:
 
 def load(case: str, folder: str) -> dict[str, int]:
     """One case on this rank: bytes at the peak, and bytes of the parameters held afterwards."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from drumline.config.model import ModelConfig

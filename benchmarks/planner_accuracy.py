@@ -1,6 +1,6 @@
 """The planner held against what was measured: by others on GPUs (`published`), and here on CPUs under each strategy (`cpu`).
 
-    PYTHONPATH=. python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--kept FOLDER] [--out FILE.json] [--figure FILE.png]
+    python benchmarks/planner_accuracy.py [published] [cpu] [--runs WORD] [--kept FOLDER] [--smoke] [--out FILE.json] [--figure FILE.png]
 
 published: the rows of benchmarks/planner_published.py that there is a prediction for, and why there is none for the others.
 cpu: real runs at 1, 2 and 4 processes over gloo. Parameters, gradients, optimizer (bytes held by the engine) and traffic (bytes counted
@@ -10,23 +10,17 @@ this machine's rates are taken from its calibration where there is one, and its 
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from planner_published import ROWS, predicted  # noqa: E402
-from planner_runs import RUNS, measure  # noqa: E402
-
-from drumline.cluster.detect import detect  # noqa: E402
-from drumline.cluster.stored import processor_name  # noqa: E402
+from benchmarks import common
+from benchmarks.planner_published import ROWS, predicted
+from benchmarks.planner_runs import RUNS, measure
 
 EXACT = ("parameters", "gradients", "optimizer", "traffic")
 NEAR = 0.10  # of the peak
@@ -35,17 +29,16 @@ SHOWN = (*EXACT, "peak", "seconds")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="both where none is named")
     parser.add_argument("--runs", default="", help="cpu: only runs with this in their names")
     parser.add_argument("--kept", type=Path, help="cpu: keep what runs measured here; those that are here already are only predicted anew")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--figure", type=Path, help="draw predicted against measured as PNG")
-    options = parser.parse_args()
+    options = common.parse(parser, runs="single, SGD")
     parts = options.parts or ["published", "cpu"]
     if unknown := set(parts) - {"published", "cpu"}:
         parser.error(f"no part {', '.join(unknown)}: there are published and cpu")
-    report: dict[str, Any] = {"command": "python " + " ".join(sys.argv), "hardware": hardware(), "versions": versions()}
+    report: dict[str, Any] = {}
     if "published" in parts:
         report["published"] = [published(row) for row in ROWS]
     if "cpu" in parts:
@@ -62,8 +55,7 @@ def main() -> None:
                 print(line(figures), flush=True)
         report["summary"] = summary(report["cpu"])
         print(json.dumps(report["summary"], indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(report, options.out)
     if options.figure:
         draw(report.get("cpu", []), options.figure)
 
@@ -120,17 +112,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         if name == "peak":
             made[name][f"within {NEAR:.0%}"] = sum(abs(error) <= NEAR for error in errors.values())
     return made
-
-
-def hardware() -> dict[str, Any]:
-    machine = detect()
-    return {"cpu": processor_name(), "cores": machine.cores, "memory_bytes": machine.memory_bytes}
-
-
-def versions() -> dict[str, str]:
-    packages = ("torch", "transformers", "deepspeed", "peft")
-    found = {name: metadata.version(name) for name in packages if any(metadata.distributions(name=name))}
-    return {"python": platform.python_version(), **found}
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:

@@ -116,7 +116,7 @@ def predicted(row: Published) -> list[dict[str, Any]]:
     found = []
     for way in ways if not row.without else []:
         figures = _figures(row.sections, way)
-        errors = {name: figures[name] / value - 1 for name, value in row.measured.items() if figures.get(name) is not None}
+        errors = {name: said / value - 1 for name, value in row.measured.items() if (said := figures[name]) is not None}
         found.append({"open": way, "predicted": {name: figures[name] for name in row.measured}, "error": errors})
     return found
 

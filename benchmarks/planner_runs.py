@@ -18,6 +18,16 @@ SMALL = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "vocab_size": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
+# For runs that show only that something works.
+TINY = {
+    **SMALL,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
 # SmolLM2-135M with 4 of its 30 layers: most of it is the embedding, and logits are wide.
 SMOL = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3,

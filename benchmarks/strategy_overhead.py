@@ -1,6 +1,6 @@
 """What Drumline adds to a step, strategy by strategy: against the loop one would write by hand with torch or DeepSpeed.
 
-    python benchmarks/strategy_overhead.py [--strategies ddp,fsdp2,tp,pp,zero2,zero3] [--steps 24] [--rounds 3] [--out FILE]
+    python benchmarks/strategy_overhead.py [--strategies ddp,fsdp2,tp,pp,zero2,zero3] [--steps 24] [--rounds 3] [--smoke] [--out FILE]
 
 Time: both sides live in the same two processes, with the same weights and batches, and take steps in turn (which of them goes first
 changes each time), so that noise of the machine meets both. Drumline's side is a whole step of its loop: batch at hand,
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import resource
 import socket
@@ -28,37 +27,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+from benchmarks.common import ROOT
+
 RANKS = 2
 SHAPE = {"layers": 8, "hidden": 256, "length": 128, "samples": 8, "micro_batch": 2}
 WARM_UP = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--strategies", default="ddp,fsdp2,tp,pp,zero2,zero3")
     parser.add_argument("--steps", type=int, default=24, help="pairs of steps a round, after the warm-up")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = common.parse(parser, strategies="ddp", steps=2, rounds=1)
     if options.rank_of:
         rank_main(**json.loads(options.rank_of))
         return
-    report = {"command": "python " + " ".join(sys.argv), "hardware": _hardware(), "shape": SHAPE, "strategies": {}}
+    strategies: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.strategies.split(","):
-            report["strategies"][name] = measure(name, options, _prepare(Path(folder), name))
-            print(name, json.dumps(report["strategies"][name]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+            strategies[name] = measure(name, options, _prepare(Path(folder), name))
+            print(name, json.dumps(strategies[name]), flush=True)
+    common.write({"shape": SHAPE, "strategies": strategies}, options.out)
 
 
 def _prepare(root: Path, name: str) -> Path:
     """A config with a random model and rows that fill a pack each."""
     import yaml
 
-    sys.path.insert(0, str(ROOT))
     from tests.tiny import tiny_model_dir
 
     folder = root / name
@@ -178,7 +178,7 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
             pair[side] = time.perf_counter() - began
         if index >= WARM_UP:
             seconds.append(list(pair.values()))
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     stop()
     print(json.dumps({"seconds": seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}), flush=True)
 
@@ -279,7 +279,7 @@ def tp(plan: Any, ranks: Any) -> Callable[[Any], None]:
         for b in batch.micro_batches:
             logits = model(input_ids=b.input_ids_BT, position_ids=b.position_ids_BT, use_cache=False).logits
             (_loss(logits, b.targets_BT) / tokens).backward()
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in (whole, cut_up)]
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in (whole, cut_up)]
         total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
         for group in (whole, cut_up):
             torch.nn.utils.clip_grads_with_norm_(group, 1.0, total, foreach=False)
@@ -333,7 +333,8 @@ def pp(plan: Any, ranks: Any) -> Callable[[Any], None]:
         else:
             schedules[number].step(target=targets, losses=[], position_ids=positions)
         dist.all_reduce(tied.grad)
-        squares = sum(p.grad.square().sum() for p in parameters if p is not tied or rank == 0)
+        counted = [p.grad for p in parameters if p.grad is not None and (p is not tied or rank == 0)]
+        squares = torch.stack([grad.square().sum() for grad in counted]).sum()
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
         optimizer.step()
@@ -382,18 +383,6 @@ BY_HAND: dict[str, Callable[[Any, Any], Callable[[Any], None]]] = {
     "zero2": zero(2),
     "zero3": zero(3),
 }
-
-
-def _hardware() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    return {
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 if __name__ == "__main__":
