@@ -52,7 +52,7 @@ def start(world: int, work: Callable[..., Any], *arguments: object) -> list[tupl
         store = file.name
     # Killed ranks leave it behind.
     atexit.register(Path(store).unlink, missing_ok=True)
-    started = []
+    started: list[tuple[BaseProcess, multiprocessing.connection.Connection]] = []
     for rank in range(max(world, 1)):
         ours, theirs = FORKS.Pipe(duplex=False)
         process = FORKS.Process(target=_rank, args=(rank, world, store, theirs, work, arguments))

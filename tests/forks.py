@@ -96,7 +96,7 @@ def become(asked: dict[str, Any], mine: dict[str, Any], answers: IO[str]) -> NoR
     finally:
         # As an interpreter ends; the frames above are not the child's.
         with contextlib.suppress(BaseException):
-            threading._shutdown()
+            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()

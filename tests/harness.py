@@ -151,7 +151,8 @@ def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) 
 
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder) / name for name in ("out", "err"))
-        out.touch(), err.touch()
+        out.touch()
+        err.touch()
         (code,) = FORKS.run(
             "drumline", list(map(str, arguments)), [{"env": ENV, "out": str(out), "err": str(err)}], timeout, cwd and str(cwd)
         )

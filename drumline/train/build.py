@@ -39,7 +39,7 @@ from drumline.train.reinforced import reinforced
 from drumline.train.state import Asked, Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
-Emit = Callable[..., None]
+Emit = Callable[..., object]
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 

@@ -19,7 +19,7 @@ from drumline.train.failure import note, recording
 from drumline.train.signals import StopFlag
 from drumline.train.state import Asked, Goodput
 
-Emit = Callable[..., None]
+Emit = Callable[..., object]
 Listener = Callable[[dict[str, Any]], None]
 
 

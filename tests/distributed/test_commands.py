@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_training_ends_with_a_folder_that_transformers_loads(run: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "export"), AutoTokenizer.from_pretrained(run / "export")
     best = (run / "checkpoints" / "best").read_text().strip()
     assert json.loads((run / "export" / "drumline.json").read_text())["checkpoint"] == best
-    ids = tokenizer.apply_chat_template(
+    ids: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "one two?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]

@@ -78,7 +78,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("heads")
     llama = tiny_model_dir(root / "model", layers=4)
     granite = scaled(root / "scaled", llama)
-    params = [getattr(item, "callspec", None) and item.callspec.params for item in request.session.items]
+    params = [getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items]
     cases = [p["case"] for p in params if p and p.get("case") in CASES]
     chosen = [(p["row"], p["case"]) for p in params if p and p.get("case") in CASES and "row" in p]
     groups: dict[tuple[int, str], list[Path]] = {}

@@ -79,7 +79,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("roles")
     model, other = tiny_model_dir(root / "model", layers=4), tiny_model_dir(root / "other", layers=6, hidden=48, seed=1)
     lora = Row(f"{ONE.name}, lora", 1, {**ONE.sections, **LORA})
-    params = [getattr(item, "callspec", None) and item.callspec.params for item in request.session.items]
+    params = [getattr(getattr(item, "callspec", None), "params", None) for item in request.session.items]
     chosen = [p["row"] for p in params if p and p.get("row") in (*ROWS, *LOCAL, *LOW)]
     groups: dict[tuple[int, str], list[Path]] = {}
     for row in dict.fromkeys([ONE, lora, *chosen]):

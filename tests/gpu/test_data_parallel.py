@@ -21,7 +21,8 @@ def train(folder: Path, strategy: str) -> dict[int, float]:
 
 
 def test_all_gpus_of_the_machine_train_as_one(tmp_path: Path) -> None:
-    (tmp_path / "dp").mkdir(), (tmp_path / "single").mkdir()
+    (tmp_path / "dp").mkdir()
+    (tmp_path / "single").mkdir()
     assert train(tmp_path / "dp", "dp") == pytest.approx(train(tmp_path / "single", "single"), rel=1e-4)
 
 

@@ -38,10 +38,10 @@ def tokenizer() -> Any:
 
 def model(kind: Any, seed: int) -> Any:
     """A Llama of the given class. Weights from numpy's legacy generator, which no version of torch or transformers changes."""
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     text = tokenizer()
-    config = LlamaConfig(**SIZES, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id, num_labels=1)
+    config = AutoConfig.for_model("llama", **SIZES, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id, num_labels=1)
     made = kind(config).float()
     draw = np.random.RandomState(seed)
     with torch.no_grad():

@@ -84,10 +84,11 @@ def test_collate_pads_to_a_width_and_makes_fillers() -> None:
 
 
 def tiny_llama(attention: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "llama",
         vocab_size=97,
         hidden_size=32,
         intermediate_size=64,

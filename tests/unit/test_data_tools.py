@@ -53,7 +53,7 @@ def said(row: Row, template: str = TEMPLATE) -> tuple[str, str]:
     encoded = TextRows(tokenizer, "sft", DATA).encode(row)
     assert encoded is not None
     (example,) = encoded.segments
-    return tokenizer.decode(example.tokens.tolist()), tokenizer.decode(example.tokens[example.learn == 1].tolist())
+    return str(tokenizer.decode(example.tokens.tolist())), str(tokenizer.decode(example.tokens[example.learn == 1].tolist()))
 
 
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "list of texts"])
@@ -69,7 +69,7 @@ def test_tools_and_calls_reach_the_template_and_answers_are_learned(tmp_path: Pa
 def test_the_mask_is_the_templates_own_where_it_has_one(tmp_path: Path) -> None:
     write(tmp_path, {"messages": MESSAGES, "tools": [TOOL]})
     marked = TEMPLATE.replace("<tool_call>", "<tool_call>{% generation %}").replace("</tool_call>", "{% endgeneration %}</tool_call>")
-    seen, learned = said(*rows(tmp_path), marked)
+    seen, learned = said(*rows(tmp_path), template=marked)
     assert json.dumps(TOOL) in seen and learned == CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
 
 
@@ -101,11 +101,11 @@ def test_tools_that_nobody_would_see_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"rows.jsonl:1: this row has tools, and the chat template does not show any — .*columns: \{tools: ''\}"
     ):
-        said(*rows(tmp_path), CHATML)
-    assert said(*rows(tmp_path, tools=""), CHATML)[1] == "two.<|im_end|>"
+        said(*rows(tmp_path), template=CHATML)
+    assert said(*rows(tmp_path, tools=""), template=CHATML)[1] == "two.<|im_end|>"
     for none in ([], "", None, "[]"):
         write(tmp_path, {"messages": MESSAGES[:1] + MESSAGES[3:], "tools": none})
-        assert said(*rows(tmp_path), CHATML)[1] == "two.<|im_end|>"
+        assert said(*rows(tmp_path), template=CHATML)[1] == "two.<|im_end|>"
     for bad in ("hammer", [3], {"a": 1}, [[TOOL]], 7):
         write(tmp_path, {"prompt": "one", "completion": "two", "tools": bad})
         with pytest.raises(DataError, match=r"rows.jsonl:1: column 'tools' is no list of tools"):

@@ -11,6 +11,8 @@ from drumline.models.log_probs import linear_log_probs, log_probs
 
 N, D, V = 37, 16, 53
 
+linear_of: Any = linear_log_probs  # called with lists of arguments, whose number a type checker does not know
+
 
 def tensors(
     dtype: torch.dtype = torch.float32, bias: bool = True, sizes: tuple[int, int, int] = (N, D, V)
@@ -46,7 +48,7 @@ def gradients(answers: Any, back: torch.Tensor, leaves: list[torch.Tensor]) -> l
 @pytest.mark.parametrize("bias", [False, True])
 def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: bool) -> None:
     leaves, targets, back = tensors(bias=bias)
-    got = linear_log_probs(*(*leaves, None)[:3], targets, chunk, temperature, entropy=True)
+    got = linear_of(*(*leaves, None)[:3], targets, chunk, temperature, entropy=True)
     wanted = exact(leaves, targets, temperature)
     assert got[1] is not None and got[0].dtype == got[1].dtype == torch.float32
     assert not got[0][targets == -100].any() and not got[1][targets == -100].any()
@@ -59,7 +61,7 @@ def test_equals_the_formula_in_float64(chunk: int, temperature: float, bias: boo
 @pytest.mark.parametrize("entropy", [False, True])
 def test_one_answer_alone_has_its_own_gradient(entropy: bool) -> None:
     leaves, targets, back = tensors()
-    got = linear_log_probs(*leaves, targets, 8, 1.3, entropy)
+    got = linear_of(*leaves, targets, 8, 1.3, entropy)
     assert (got[1] is None) is not entropy
     which = slice(1, 2) if entropy else slice(0, 1)
     wanted = exact(leaves, targets, 1.3)[which]
@@ -71,12 +73,12 @@ def test_one_answer_alone_has_its_own_gradient(entropy: bool) -> None:
 def test_gradcheck(chunk: int) -> None:
     leaves, targets, _ = tensors(torch.float64, sizes=(7, 3, 11))  # gradcheck goes once forward for each number
     assert 0 < int((targets == -100).sum()) < len(targets)
-    assert torch.autograd.gradcheck(lambda *given: linear_log_probs(*given, targets, chunk, 0.9, True), leaves)
+    assert torch.autograd.gradcheck(lambda *given: linear_of(*given, targets, chunk, 0.9, True), leaves)
 
 
 def test_answers_can_be_gone_back_from_twice() -> None:
     leaves, targets, back = tensors()
-    got = linear_log_probs(*leaves, targets, 8)[0]
+    got = linear_of(*leaves, targets, 8)[0]
     first = torch.autograd.grad((got * back[0]).sum(), leaves, retain_graph=True)
     second = torch.autograd.grad((got * back[0]).sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -88,8 +90,8 @@ def test_rows_without_a_target_are_not_looked_at(chunk: int) -> None:
     broken = leaves[0].detach().clone()
     broken[targets == -100] = torch.nan
     broken.requires_grad_()
-    got = gradients(linear_log_probs(broken, leaves[1], None, targets, chunk, entropy=True), back, [broken, leaves[1]])
-    wanted = gradients(linear_log_probs(*leaves, None, targets, chunk, entropy=True), back, leaves)
+    got = gradients(linear_of(broken, leaves[1], None, targets, chunk, entropy=True), back, [broken, leaves[1]])
+    wanted = gradients(linear_of(*leaves, None, targets, chunk, entropy=True), back, leaves)
     if chunk == 0:  # a product of all rows: the weight's gradient adds 0 · NaN
         got, wanted = got[:1], wanted[:1]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
@@ -97,14 +99,14 @@ def test_rows_without_a_target_are_not_looked_at(chunk: int) -> None:
 
 def test_no_targets_at_all() -> None:
     leaves, targets, back = tensors()
-    got = linear_log_probs(*leaves, torch.full_like(targets, -100), 8, entropy=True)
+    got = linear_of(*leaves, torch.full_like(targets, -100), 8, entropy=True)
     assert not any(answer.any() for answer in got if answer is not None)
     assert not any(g.any() for g in gradients(got, back, leaves)), "and yet every weight has a gradient, which DDP waits for"
 
 
 def test_what_is_frozen_gets_no_gradient() -> None:
     leaves, targets, back = tensors()
-    got = linear_log_probs(leaves[0], leaves[1].detach(), leaves[2].detach(), targets, 8)[0]
+    got = linear_of(leaves[0], leaves[1].detach(), leaves[2].detach(), targets, 8)[0]
     (grad,) = torch.autograd.grad((got * back[0]).sum(), [leaves[0]])
     wanted = gradients(exact(leaves, targets, 1.0)[:1], back[:1], leaves)[0]
     torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
@@ -115,8 +117,8 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
     leaves, targets, back = tensors()
     truth = gradients(exact(leaves, targets, 1.0), back, leaves)
     with torch.autocast("cpu", dtype):
-        got = linear_log_probs(*leaves, targets, 8, entropy=True)
-        plain = linear_log_probs(*leaves, targets, 0, entropy=True)
+        got = linear_of(*leaves, targets, 8, entropy=True)
+        plain = linear_of(*leaves, targets, 0, entropy=True)
     for one, other in zip(got, plain, strict=True):
         assert one is not None and other is not None and one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
@@ -130,7 +132,7 @@ def test_in_fp16_any_size_of_gradient_survives(factor: float) -> None:
     """With the loss scale on it, one that comes back may be far over fp16's largest number, or under its smallest."""
     leaves, targets, back = tensors()
     with torch.autocast("cpu", torch.float16):
-        got = linear_log_probs(*leaves, targets, 8, entropy=True)
+        got = linear_of(*leaves, targets, 8, entropy=True)
     wanted = gradients(exact(leaves, targets, 1.0), back, leaves)
     for one, other in zip(gradients(got, back * factor, leaves), wanted, strict=True):
         assert (one / factor - other).norm() <= 1e-2 * other.norm()
@@ -139,7 +141,7 @@ def test_in_fp16_any_size_of_gradient_survives(factor: float) -> None:
 def test_an_overflow_is_not_hidden() -> None:
     leaves, targets, back = tensors()
     with torch.autocast("cpu", torch.float16):
-        got = linear_log_probs(*leaves, targets, 8)[0]
+        got = linear_of(*leaves, targets, 8)[0]
     back[0, int((targets != -100).nonzero()[0])] = torch.inf
     assert not any(g.isfinite().all() for g in torch.autograd.grad((got * back[0]).sum(), leaves))
 

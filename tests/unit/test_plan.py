@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_more_processes_than_samples() -> None:
         plan(world_size=4, data=DataPlan(train_cache="c", train_samples=3))
 
 
-def test_plan_survives_its_file(tmp_path) -> None:
+def test_plan_survives_its_file(tmp_path: Path) -> None:
     resolved = plan(world_size=2, strategy={"kind": "ddp", "bucket_cap_mb": 1})
     resolved.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == resolved

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.planner_published import ROWS, Published, predicted
 from drumline.cluster import catalog
 from drumline.cluster.cluster import Cluster
 from drumline.config.algorithms import SFTConfig
@@ -25,9 +24,6 @@ from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan
 from drumline.plan.resolve import data_parallel_of, engine_of
 from drumline.plan.stages import bubble, plan_pipeline
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from planner_published import ROWS, Published, predicted  # type: ignore[import-not-found,unused-ignore]
 
 PUBLISHED = [row for row in ROWS if not row.without and "tokens_per_s" in row.measured]
 

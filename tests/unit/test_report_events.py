@@ -17,7 +17,7 @@ from drumline.report.redact import plain, redact, redacted_streams
 PACKAGE = Path(__file__).parents[2] / "drumline"
 
 
-def emitted() -> list[tuple[str, str, set[str], bool]]:
+def emitted() -> list[tuple[str, object, set[str], bool]]:
     """(file:line, kind, fields written out, whether there are more that only show at run time) of each emit("kind", …) in the package."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
