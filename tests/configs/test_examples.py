@@ -1,4 +1,5 @@
-"""Every example is parsed, dry-run, and its first steps are run: two with the real model, the others with a tiny one in its place."""
+"""Every example is parsed, dry-run, and its first steps are run: two with the real model by the whole command, the others with a tiny one
+in its place, in one process group for each size."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from drumline.config.load import load
+from drumline.train.setup import Request, claim_run_dir, make_plan
+from tests.distributed.ranks import run_plans
 from tests.harness import ENV, ROOT, drumline, events
 from tests.tiny import tiny_model_dir, tiny_vision_dir
 
@@ -105,17 +108,56 @@ def first_steps() -> list[Any]:
     return params
 
 
-@needs_the_model
-@pytest.mark.parametrize(("path", "real"), first_steps())
-def test_first_steps(path: Path, real: bool, tmp_path: Path, instead: dict[str, list[str]]) -> None:
+def quick(path: Path, instead: dict[str, list[str]]) -> list[str]:
+    """What makes an example's first steps small."""
     kind = load(path, []).config.algorithm.kind
     more = [*instead.get(path.stem, []), *SMALLER.get(path.stem, []), *QUICK, *BATCH, *(ROLLOUT if kind in ("ppo", "grpo") else [])]
-    more += FEW_PAIRS if kind in ("reward", "dpo") else []
-    if not real:  # its tokens are letters: rows are longer
-        more += [f"model.id={tiny_model_dir(tmp_path / 'model', layers=4)}", "data.max_length=384", f"data.cache_dir={tmp_path / 'cache'}"]
-    finished = drumline("train", path, f"run.dir={tmp_path / 'run'}", *more, timeout=280)
-    assert finished.code == 0, finished.out + finished.err
-    assert [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2]
+    return more + (FEW_PAIRS if kind in ("reward", "dpo") else [])
+
+
+def by_command(path: Path, real: bool) -> bool:
+    """The whole command runs those with real weights; ranks that serve many plans train the others."""
+    config = load(path, []).config
+    return real and (config.model.id or "").startswith("package:") and config.model.init != "random"
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, instead: dict[str, list[str]]) -> Path:
+    """A folder with a run of each chosen example that no command runs: planned here, trained in one process group for each size."""
+    root = tmp_path_factory.mktemp("examples")
+    model = tiny_model_dir(root / "model", layers=4)
+    groups: dict[tuple[int, bool], list[Path]] = {}
+    tests = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_first_steps"]
+    for path in [params["path"] for params in tests if not by_command(params["path"], params["real"])]:
+        more = quick(path, instead)
+        config = load(path, []).config
+        if (config.model.id or "").startswith("package:"):
+            # Its tokens are letters: rows are longer.
+            more += [f"model.id={model}", *([] if config.model.init == "random" else ["data.max_length=384"])]
+        asked = [*more, f"run.dir={root / path.stem}", f"data.cache_dir={root / 'cache'}", "run.device=cpu"]
+        size = config.launch.nproc or 1
+        request_ = Request(load(path, asked), world_size=size)
+        plan, _ = claim_run_dir(make_plan(request_, on_progress=lambda *_: None), request_)
+        groups.setdefault((size, config.strategy.kind.startswith("zero")), []).append(plan)
+    for (size, _), plans in groups.items():
+        try:
+            run_plans(plans, size)
+        except AssertionError as failure:  # told by the examples that lack steps
+            (root / f"failure-{size}.txt").write_text(str(failure))
+    return root
+
+
+@needs_the_model
+@pytest.mark.parametrize(("path", "real"), first_steps())
+def test_first_steps(path: Path, real: bool, tmp_path: Path, instead: dict[str, list[str]], request: pytest.FixtureRequest) -> None:
+    if by_command(path, real):
+        run, said = tmp_path / "run", ""
+        finished = drumline("train", path, f"run.dir={run}", *quick(path, instead), timeout=280)
+        assert finished.code == 0, finished.out + finished.err
+    else:
+        root = request.getfixturevalue("trained")
+        run, said = root / path.stem, "\n".join(file.read_text() for file in root.glob("failure-*.txt"))
+    assert [e["step"] for e in events(run, "step")] == [1, 2], said
 
 
 @pytest.mark.parametrize("name", PAIRS)

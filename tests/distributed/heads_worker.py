@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
+from tests.distributed.ranks import share_groups
 
 RATE = 1e-2
 
@@ -73,6 +74,7 @@ def main(paths: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.plan.plan import Plan
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     for path in map(Path, paths):
         torch.save(look(Plan.load(path), ranks.rank), path.parent / f"{ranks.rank}.pt")

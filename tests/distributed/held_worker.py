@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.ranks import share_groups
+
 
 def steps(plan: Any) -> dict[str, Any]:
     from drumline.dist.live import LiveBytes
@@ -38,6 +40,7 @@ def main(paths: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.plan.plan import Plan
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     for path in map(Path, paths):
         (path.parent / f"{ranks.rank}.json").write_text(json.dumps(steps(Plan.load(path))))

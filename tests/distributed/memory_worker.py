@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.distributed.ranks import share_groups
+
 
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
@@ -56,6 +58,7 @@ def main(paths: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.plan.plan import Plan
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     for path in map(Path, paths):
         (path.parent / f"held-{ranks.rank}.json").write_text(json.dumps(measure(Plan.load(path), ranks.rank)))

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.distributed.ranks import share_groups
+
 WAYS: dict[str, Any] = {"ddp": "ddp", "fsdp2": "fsdp2", "tp": "tp"}
 SCALE = 1024.0
 
@@ -40,6 +42,7 @@ def main(model_dir: Path, folder: Path) -> None:
     from drumline.strategies.build import build_engine
     from drumline.strategies.norms import local
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     ids = torch.randint(3, 300, (1, 24), generator=torch.Generator().manual_seed(0))
     batch = TokenBatch(ids, torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1), torch.arange(24)[None], 23)

@@ -8,6 +8,8 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 
+from tests.distributed.ranks import share_groups
+
 
 def vllm(model_dir: str, out: str, url: str) -> None:
     import torch
@@ -22,6 +24,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     from drumline.rollout.split import generate_together
     from tests.tiny import tiny_tokenizer
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
@@ -58,6 +61,7 @@ def main(model_dir: str, out: str) -> None:
     from drumline.rollout.split import generate_together
     from tests.tiny import tiny_tokenizer
 
+    share_groups()
     ranks = start("cpu", "gloo", 60.0)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = list(range(0, 320, 12))

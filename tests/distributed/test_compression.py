@@ -87,14 +87,15 @@ def plan(root: Path, name: str, world_size: int, run: Run) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("compression")
     tiny_model_dir(root / "model")
-    run_plans([plan(root, name, 2, run) for name, run in RUNS.items()], 2)
+    run_plans([plan(root, name, 2, run) for name, run in RUNS.items()], 2, counted=True)
     again = []
     for first, second in RESUMED:
         again.append(plan(root, f"{first} then {second}", 2, RUNS[second]))
         stopped = of(root, first) / "checkpoints" / "step-00000002"
         shutil.copytree(stopped, again[-1].parent / "checkpoints" / stopped.name)
-    run_plans(again, 2)
-    run_plans([plan(root, f"{kind} on 4", 4, Run(ddp(kind, bucket_cap_mb=0.02), sections=FOUR)) for kind in ("none", "int8")], 4)
+    run_plans(again, 2, counted=True)
+    by_kind = [plan(root, f"{kind} on 4", 4, Run(ddp(kind, bucket_cap_mb=0.02), sections=FOUR)) for kind in ("none", "int8")]
+    run_plans(by_kind, 4, counted=True)
     return root
 
 

@@ -78,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         by_group.setdefault((row.ranks, plan.engine), []).append(plan_path)
         found[name] = plan_path.parent
     for (ranks, _), plans in by_group.items():
-        run_plans(plans, ranks)
+        run_plans(plans, ranks, counted=True)
     return found
 
 

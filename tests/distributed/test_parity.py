@@ -90,7 +90,10 @@ class Runs:
         new = [(row, case) for row, case in pairs if not (self.root / slug(row, case)).exists()]
         for start in range(0, len(new), AT_ONCE):
             some = new[start : start + AT_ONCE]
-            train([self.plan(row, case) for row, case in some], some[0][0].world_size)
+            counted = [(row, case) for row, case in some if (row, case) in COUNTED]
+            for part in (counted, [pair for pair in some if pair not in counted]):
+                if part:
+                    train([self.plan(row, case) for row, case in part], part[0][0].world_size, counted=part is counted)
 
     def of(self, row: Row, case: Case) -> Path:
         """The run folder of a row in a case."""
@@ -112,10 +115,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Runs(tmp_path_factory.mktemp("parity"), request.session)
 
 
-def train(plans: list[Path], world_size: int) -> None:
+def train(plans: list[Path], world_size: int, *, counted: bool) -> None:
     """Where a rank fails, the rows that it did not come to are told; the others keep their results."""
     try:
-        run_plans(plans, world_size)
+        run_plans(plans, world_size, counted=counted)
     except (AssertionError, subprocess.TimeoutExpired) as failure:
         for plan in plans:
             if not any((plan.parent / "checkpoints").glob("step-*")):

@@ -100,7 +100,7 @@ def run_rows(root: Path, rows: list[Row]) -> None:
         path = plan_of(root, row)
         by_group.setdefault((row.world_size, Plan.load(path).engine), []).append(path)
     for (world_size, _), plans in by_group.items():
-        run_plans(plans, world_size)
+        run_plans(plans, world_size, counted=True)
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memory["optimizer"] *= 2
             traffic["all_reduce"] /= 2
             plan_path.write_text(json.dumps(values))
-    run_plans(native, 2)
-    run_plans(deepspeed, 2)
+    run_plans(native, 2, counted=True)
+    run_plans(deepspeed, 2, counted=True)
     return root
 
 

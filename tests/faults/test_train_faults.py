@@ -32,6 +32,8 @@ def same(run: Path, reference: Path) -> None:
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+# Each step multiplies the weights by −999.
+EXPLODES = ("optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20")
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def test_other_world_size_walks_through_the_same_samples(config: Path, tmp_path:
 
 def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    finished = drumline("train", config, f"run.dir={run}", "optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20")
+    finished = drumline("train", config, f"run.dir={run}", *EXPLODES)
     assert finished.code == 3, finished.out + finished.err
     (event,) = events(run, "nonfinite")
     assert event["policy"] == "stop" and len(event["sample_ids"]) == 4
@@ -217,7 +219,7 @@ def test_nan_stops_with_its_samples_named(config: Path, tmp_path: Path) -> None:
 @pytest.mark.full  # the loop's own counting is shown in process in tests/unit/test_loop.py
 def test_nan_skips_and_counts(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    more = ["health.on_nan=skip", "health.max_skips=3", "optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20"]
+    more = ["health.on_nan=skip", "health.max_skips=3", *EXPLODES]
     finished = drumline("train", config, f"run.dir={run}", *more)
     assert finished.code == 3, finished.out + finished.err
     assert [e["policy"] for e in events(run, "nonfinite")] == ["skip"] * 4
