@@ -64,7 +64,8 @@ def read_bytes(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOS
     """The content of a plain file of at most `most` bytes. Raises `wrong`."""
     with open_plain(path, wrong, fix) as file:
         try:
-            content = file.read(most + 1)
+            # Not `most` itself: Python sets aside what it is asked to read.
+            content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
         except OSError as error:
             raise wrong(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
     if len(content) > most:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,3 +221,14 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
     text = kept.read_text()
     kept.unlink()
     assert "Traceback" in text and "hf_abc" not in text + line
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    """However large it may be: the launcher reads its events while its ranks have all the memory."""
+    (tmp_path / "events.jsonl").write_text('{"kind": "step"}\n' * 10)
+    tracemalloc.start()
+    try:
+        assert len(foreign.read_bytes(tmp_path / "events.jsonl", EnvironmentFault, most=2**30)) == 170
+        assert tracemalloc.get_traced_memory()[1] < 4 * foreign.MIB
+    finally:
+        tracemalloc.stop()
