@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,13 +52,8 @@ class ExportResult:
 
 
 def export(
-    run_dir: Path,
-    to: Path,
-    which: Which,
-    on_progress: Callable[[str, int, int | None], None] | None = None,
-    dtype: str = "fp32",
-    adapter: bool = False,
-    trust: bool = False,
+    run_dir: Path, to: Path, which: Which, on_progress: Callable[[str, int, int | None], None] | None = None, dtype: str = "fp32",
+    adapter: bool = False, trust: bool = False,
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 
@@ -89,8 +84,7 @@ def export(
         parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
-    temporary = to.parent / f".{to.name}-{secrets.token_hex(4)}"
-    try:
+    with _beside(to) as temporary:
         _require_space(to.parent, written)
         temporary.mkdir(parents=True)
         _save_reader(plan, source, model.config, temporary)
@@ -112,6 +106,16 @@ def export(
         progress("export", 3, 4)
         _share_alike(temporary)
         _put(temporary, to)
+    progress("export", 4, 4)
+    return ExportResult(to, step, time.time() - began, difference)
+
+
+@contextlib.contextmanager
+def _beside(to: Path) -> Iterator[Path]:
+    """The path of a folder to write beside `to`; it is gone in the end. Raises EnvironmentFault where it cannot be written."""
+    temporary = to.parent / f".{to.name}-{secrets.token_hex(4)}"
+    try:
+        yield temporary
     except OSError as error:
         raise _cannot_write(to, error.strerror or str(error)) from error
     except Exception as error:
@@ -121,8 +125,6 @@ def export(
         raise _cannot_write(to, str(error)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    progress("export", 4, 4)
-    return ExportResult(to, step, time.time() - began, difference)
 
 
 def read_run(run_dir: Path, which: Which = "best", trust: bool = False) -> tuple[Any, Any, Path]:

@@ -204,16 +204,8 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
 
     Raises ModelError for a module whose shapes cannot be found.
     """
-    import torch
-
-    from drumline.models.blocks import block_list
     from drumline.models.classes import LM, bidirectional, is_encoder
-    from drumline.models.classifier import first_position, image_facts, looks_ahead
-    from drumline.models.router import trains_router
-    from drumline.models.scores import score_head
-    from drumline.models.tower import tower_flops, vision_tower
-    from drumline.models.vision import is_vision_language
-    from drumline.models.weights import buffer_bytes, weights_of
+    from drumline.models.classifier import image_facts
 
     config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
@@ -221,21 +213,32 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         return image_facts(model, length, frozen)
     if head in LM and is_encoder(model):
         raise bidirectional(model)
+    return _facts_of_text(model, length, head, config, frozen)
+
+
+def _facts_of_text(model: Any, length: int, head: Head, config: Any, frozen: int) -> ModelFacts:
+    """Of a model that reads tokens."""
+    from drumline.models.blocks import block_list
+    from drumline.models.classes import LM
+    from drumline.models.classifier import first_position, looks_ahead
+    from drumline.models.router import trains_router
+    from drumline.models.scores import score_head
+    from drumline.models.tower import tower_flops, vision_tower
+    from drumline.models.vision import is_vision_language
+    from drumline.models.weights import buffer_bytes, weights_of
+
     text = config.get_text_config()
     parameters = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight
     to_words = model.get_output_embeddings()
     tied = to_words is not None and to_words.weight is embedding
     cut = tensor_plan(model)
-    layers, hidden = int(text.num_hidden_layers), int(text.hidden_size)
-    heads = int(text.num_attention_heads)
+    layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
-    positions = getattr(text, "max_position_embeddings", None)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     found = block_list(model)
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
-    at_end = torch.nn.ModuleList([module for module in (to_words, score_head(model)) if module is not None])
-    behind = [p for p in at_end.parameters() if p is not embedding]
+    at_end = {id(p): p for module in (to_words, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and looks_ahead(model)
     block_weights, end_weights = weights_of(model)
     return ModelFacts(
@@ -243,7 +246,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         parameters=parameters,
         flops_per_token=float(_product_flops(model, text, tower if tied else {*tower, id(embedding)}) + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
-        max_positions=int(positions) if positions else None,
+        max_positions=int(getattr(text, "max_position_embeddings", None) or 0) or None,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -254,8 +257,8 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
         block_parameters=blocks,
-        embedding_parameters=parameters - sum(blocks) - sum(p.numel() for p in behind),
-        head_parameters=sum(p.numel() for p in at_end.parameters()),
+        embedding_parameters=parameters - sum(blocks) - sum(p.numel() for p in at_end if p is not embedding),
+        head_parameters=sum(p.numel() for p in at_end),
         attention_flops=float(12 * width * length),
         classes=frozenset(type(module).__name__ for module in model.modules()),
         looks_ahead=ahead,

@@ -26,17 +26,8 @@ from drumline.plan.zero import Decided, adopt, deepspeed_config
 
 
 def resolve(
-    config: Config,
-    *,
-    run_dir: str,
-    machine: Machine,
-    world_size: int | None,
-    facts: ModelFacts | None,
-    model_path: str | None,
-    data: DataPlan | None,
-    base_dir: str = ".",
-    roles: dict[str, RolePlan] | None = None,
-    role_facts: dict[str, ModelFacts] | None = None,
+    config: Config, *, run_dir: str, machine: Machine, world_size: int | None, facts: ModelFacts | None, model_path: str | None,
+    data: DataPlan | None, base_dir: str = ".", roles: dict[str, RolePlan] | None = None, role_facts: dict[str, ModelFacts] | None = None,
 ) -> Plan:
     """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run. `roles`: models
     besides the policy (see plan.roles), `role_facts` their sizes.
@@ -50,15 +41,14 @@ def resolve(
     mesh = resolve_mesh(config.strategy, world)
     precision = precision_of(config, machine, device, why)
     check_rules(Case(config, mesh, device, precision, facts))
-    least = in_flight(mesh, config.strategy)
-    batch, batch_why = resolve_batch(config, mesh.data_ranks, least)
+    batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, config.strategy))
     why += batch_why + _batch_norm_why(config, batch, facts)
     pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
-    roles, role_facts = roles or {}, role_facts or {}
-    for name, sizes in role_facts.items():
+    roles = dict(roles or {})
+    for name, sizes in (role_facts or {}).items():
         own = config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
         check_rules(Case(own, mesh, device, precision, sizes))
-        roles = {**roles, name: roles[name].model_copy(update={"layers": stage_layers(mesh, config.strategy, sizes)})}
+        roles[name] = roles[name].model_copy(update={"layers": stage_layers(mesh, config.strategy, sizes)})
     devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
     if config.strategy.kind == "dp":
         why += _dp_why(devices, batch.micro_batch)

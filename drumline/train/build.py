@@ -35,7 +35,6 @@ from drumline.strategies.engine import OPTIONAL, Engine
 from drumline.train.loop import Loop
 from drumline.train.measure import Measure
 from drumline.train.references import Reference
-from drumline.train.reinforced import reinforced
 from drumline.train.state import Asked, Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
@@ -72,6 +71,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
     rollouts, held_out = None, None
     training: Iterable[GlobalBatch]
     if isinstance(config.algorithm, ROLLOUT):
+        from drumline.train.reinforced import reinforced  # what generates takes a second to import
+
         algorithm, rollouts, training = reinforced(plan, ranks, engine, state, device, emit)
     else:
         algorithm, streams = build_algorithm(config), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)

@@ -34,7 +34,7 @@ from drumline.plan.plan import DataIdentity, DataPlan, Plan
 from drumline.plan.resolve import resolve
 from drumline.report.bars import OnProgress
 from drumline.report.redact import plain
-from drumline.rollout import colocated, rewards
+from drumline.rollout import rewards
 from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
 from drumline.train.labelled import image_side
@@ -65,6 +65,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.adapter.kind == "lora":
         adapters.require_trainable(config.adapter, config.model)
     if isinstance(config.algorithm, ROLLOUT):
+        from drumline.rollout import colocated  # what generates takes a second to import
+
         rewards.check(config.algorithm.rewards, base.absolute())
         colocated.require_installed(config.algorithm.generator)
     model_path = resolve_model(config.model, on_progress)

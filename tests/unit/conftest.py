@@ -1,10 +1,16 @@
-"""What holds for all unit tests."""
+"""What holds for all unit tests, and the command line in this process for those of `drumline plan` and `drumline init`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from drumline.cli import main
+from tests.tiny import tiny_model_dir
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,3 +21,24 @@ def no_process_group_is_left() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments: object, columns: int = 100) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as ended:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")

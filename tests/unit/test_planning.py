@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import itertools
 import json
-import os
-import pty
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from drumline.cli import main
 from drumline.cluster.detect import Device, Machine
 from drumline.config.load import load
 from drumline.config.model import ModelConfig
@@ -30,35 +23,13 @@ from drumline.plan.choice.search import Answer, search
 from drumline.planning.asked import Flags, asked
 from drumline.planning.figures import CATEGORIES
 from drumline.planning.question import ask
-from tests.harness import ENV, ROOT, write_config
-from tests.tiny import tiny_model_dir
+from tests.harness import ROOT, write_config
+from tests.unit.conftest import Run
 
 EIGHT_B = ["--model", "llama-3.1-8b", "--cluster", "4x4090", "--length", "4096"]
 LORA = [*EIGHT_B, "--adapter", "lora"]
 TOO_LARGE = ["--model", "llama-2-13b", "--cluster", "1xt4", "--length", "4096"]
 SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line in this process: its exit code, stdout and stderr."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    def run(*arguments: object, columns: int = 100) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with pytest.raises(SystemExit) as ended:
-            main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
 
 
 # ------------------------------------------------------------------------------------------------------------- the table
@@ -394,123 +365,3 @@ def test_qlora_of_a_shape_is_planned_and_not_trained(run: Run) -> None:
     assert code == 0 and "single" in out, err
     with pytest.raises(ModelError, match="only weights that are loaded can be packed"):
         require_trainable(LoRAConfig(quantize="4bit"), ModelConfig.model_validate({"id": None, "config": {"model_type": "llama"}}))
-
-
-# -------------------------------------------------------------------------------------------------------------- the init
-
-
-def init_lines(text: str) -> dict[str, Any]:
-    assert text.startswith("# yaml-language-server: $schema=./drumline.schema.json\n")
-    return yaml.safe_load(text)
-
-
-def test_init_by_flags(run: Run, model: Path, tmp_path: Path) -> None:
-    write_config(tmp_path, model)  # for its data
-    path = tmp_path / "new.yaml"
-    flags = ["--model", model, "--data", tmp_path / "train.jsonl", "--length", 96, "--adapter", "lora", "--yes"]
-    code, out, _ = run("init", path, *flags)
-    assert code == 0 and "drumline train" in out
-    said = init_lines(path.read_text())
-    assert said["data"]["train"] == [{"kind": "file", "path": str(tmp_path / "train.jsonl")}] and said["adapter"] == "lora"
-    assert path.read_text().count("\n# ") >= 6, "it is commented"
-    schema = json.loads((tmp_path / "drumline.schema.json").read_text())
-    assert schema["title"] == "Drumline config"
-    code, out, _ = run("train", path, "--dry-run")
-    assert code == 0 and "sft" in out
-    code, _, err = run("init", path, *flags)
-    assert code == 2 and "not overwritten" in err
-
-
-def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
-    """Rows held out, a length that they fit in, an interval of checkpoints that the run lives to see; and what it writes trains."""
-    write_config(tmp_path, model, rows=60)
-    path = tmp_path / "new.yaml"
-    code, out, err = run("init", path, "--model", model, "--data", tmp_path / "train.jsonl", "--batch", 4, "--yes")
-    assert code == 0 and "data: 60 rows, " in out and "tokens on average" in out, err
-    said = init_lines(path.read_text())
-    longest = int(re.search(r"([\d,]+) at most", out)[1])  # type: ignore[index]
-    assert said["data"]["max_length"] == 64 * -(-longest // 64) and said["data"]["holdout"] == 3
-    assert 1 <= said["checkpoint"]["every"] == said["eval"]["every"] <= 15
-    assert run("train", path, "--dry-run")[0] == 0
-    (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "!"}\n')
-    code, _, err = run("init", tmp_path / "other.yaml", "--model", model, "--data", tmp_path / "bad.jsonl", "--yes")
-    assert code == 2 and "its columns are: question, answer" in err and not (tmp_path / "other.yaml").exists()
-    code, out, _ = run("init", tmp_path / "later.yaml", "--model", model, "--data", tmp_path / "none.jsonl", "--yes", "--length", 96)
-    assert code == 0 and "not here yet" in out and init_lines((tmp_path / "later.yaml").read_text())["data"]["holdout"] > 0
-
-
-def test_init_says_what_is_to_be_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else there(name, *more))
-    code, out, err = run("init", tmp_path / "q.yaml", *EIGHT_B[:2], "--cluster", "1x4090", "--adapter", "qlora", "--length", 512, "--yes")
-    assert code == 0 and "to install: pip install bitsandbytes" in out, err
-
-
-@pytest.mark.parametrize(
-    ("name", "id_"),
-    [("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"), ("llama-2-7b-chat", None), ("gpt3-175b", None)],
-)
-def test_init_writes_the_model_that_was_asked_for(run: Run, tmp_path: Path, name: str, id_: str | None) -> None:
-    path = tmp_path / "m.yaml"
-    code, _, err = run("init", path, "--model", name, "--cluster", "8xh100-80g", "--adapter", "lora", "--length", 512, "--yes")
-    if id_ is None:
-        assert code == 2 and f"where the weights of '{name}' are is not known" in err and not path.exists()
-    else:
-        assert code == 0 and init_lines(path.read_text())["model"]["id"] == id_, err
-
-
-def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "far.yaml"
-    assert run("init", path, *EIGHT_B, "--adapter", "lora", "--yes")[0] == 0
-    said = init_lines(path.read_text())
-    assert said["cluster"]["device"] == "4090" and said["model"]["id"] == "meta-llama/Llama-3.1-8B"
-    assert said["batch"]["global_samples"] % 4 == 0 and said["strategy"]
-    assert run("plan", path)[0] == 0
-
-
-def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "none.yaml"
-    code, _, err = run("init", path, *TOO_LARGE, "--yes")
-    assert code == 2 and "nothing fits" in err and not list(tmp_path.iterdir())
-
-
-def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_config(tmp_path, model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n\ntrain.jsonl\nhere\nlora 96\n"))
-    code, _, err = run("init", "asked.yaml")
-    assert code == 0 and [number in err for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [True] * 5
-    said = init_lines(Path("asked.yaml").read_text())
-    assert (said["algorithm"], said["data"]["max_length"], said["adapter"]) == ("sft", 96, "lora")
-    assert said["data"]["train"][0]["path"] == "train.jsonl"
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
-    flags = ["--model", model, "--data", "train.jsonl", "--length", 64]
-    code, _, err = run("init", "flags.yaml", *flags)
-    assert code == 2 and "[here]" in err
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n\n"))
-    code, _, err = run("init", "flags.yaml", *flags)
-    assert code == 0 and "[full 64]" in err and init_lines(Path("flags.yaml").read_text())["data"]["max_length"] == 64
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n\n\n\nlora 0\n"))
-    code, _, err = run("init", "other.yaml")
-    assert code == 2 and "rows of 0 tokens" in err and not Path("other.yaml").exists()
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{model}\n"))
-    code, _, err = run("init", "other.yaml")
-    assert code == 2 and "--yes" in err and not Path("other.yaml").exists()
-
-
-def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
-    write_config(tmp_path, model)
-    path = tmp_path / "typed.yaml"
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "drumline", "init", str(path)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, text=True, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        os.write(ours, f"no-such-model\n{model}\nsfx\nsft\ntrain.jsonl\n4xh10\nhere\nfull 96\n".encode())
-        _, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-        os.close(ours)
-        os.close(theirs)
-    assert process.returncode == 0, err
-    assert [err.count(number) for number in ("1/5", "2/5", "3/5", "4/5", "5/5")] == [2, 2, 1, 2, 1]
-    assert init_lines(path.read_text())["data"]["max_length"] == 96
