@@ -324,7 +324,7 @@ def _unforeseen(error: Exception) -> int:
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
-    """`speaks`: of the ranks of another launcher one tells of a mistake on the command line, which is the same on all."""
+    """`speaks`: one rank of another launcher reports a mistake on the command line; it is the same on all."""
     from drumline.launch.environment import first_speaks
 
     if speaks:

@@ -79,7 +79,7 @@ class WorkerFailed(DrumlineError):
 class NotSaved(DrumlineError):
     """The last weights could not be stored. Nothing is started again for it."""
 
-    rank_code = 74  # sysexits' EX_IOERR: it tells the launcher also where the disk has no room for the words
+    rank_code = 74  # sysexits' EX_IOERR: the launcher knows it also where the disk has no room for the message
 
 
 class TrainingStopped(DrumlineError):

@@ -99,7 +99,7 @@ def read_object(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool 
 def parse_json(
     text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, fix: str | None = None, **options: Any
 ) -> Any:
-    """The value of a JSON text. `lines`: `where` is a file, a mistake is told with its line. `options`: of json.loads. Raises `wrong`."""
+    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `options`: of json.loads. Raises `wrong`."""
     try:
         value = json.loads(text, **options)
     except json.JSONDecodeError as error:

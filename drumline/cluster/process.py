@@ -1,4 +1,4 @@
-"""Which process on which host: told apart from all others, past and present, and how a process is tied to the one that started it.
+"""Which process on which host, distinct from all others, past and present; and how a process is tied to the one that started it.
 
 The standard library alone: ranks and tokenisers call this before their long imports.
 """
@@ -43,7 +43,7 @@ class ProcessId:
         except ProcessLookupError:
             return False
         except (PermissionError, OverflowError):
-            pass  # somebody else's process, or no process id at all: what follows tells
+            pass  # somebody else's process, or no process id at all: what follows decides
         found = _state(self.pid)
         return None if found is None else found[0] == self.start and found[1] not in "ZX"
 
@@ -87,7 +87,7 @@ def here() -> tuple[str, str, str]:
 
 
 def _state(pid: int) -> tuple[int, str] | None:
-    """(start, state) of a process; None where it cannot be seen."""
+    """(start, state) of a process; None where it cannot be read."""
     if sys.platform != "linux":
         import psutil
 

@@ -40,7 +40,7 @@ def first_rank() -> bool:
 
 @contextmanager
 def first_speaks() -> Iterator[None]:
-    """Around what ends in the same mistake on all ranks: rank 0 tells of it, the others say nothing and leave after it, since launchers
+    """Around what ends in the same mistake on all ranks: rank 0 reports it, the others exit silently after it, since launchers
     end all ranks when one goes."""
     with nullcontext() if first_rank() else redirect_stderr(io.StringIO()):
         try:

@@ -146,7 +146,7 @@ class Lease:
 
 
 def is_held_by(token: str, run_dir: Path, seconds: float) -> bool:
-    """Whether the lease with this token is in `run_dir`, or comes to be seen there within `seconds`."""
+    """Whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
     until = time.monotonic() + seconds
     while True:
         with suppress(OSError, EnvironmentFault):  # such as a folder that is not there

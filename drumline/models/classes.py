@@ -30,6 +30,13 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
     return getattr(transformers, AUTO[head][0])
 
 
+def of_images_alone(model_type: str) -> bool:
+    """Whether models of this type classify images and generate no text."""
+    from transformers.models.auto import modeling_auto as names
+
+    return model_type in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and model_type not in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
     """The config, told how many logits the head has and what they are called; a score is one without a name."""
     # transformers' own word for it, by which a built model is known to end in classes (`ends_in_classes`).
@@ -57,7 +64,7 @@ def is_encoder(model: Any) -> bool:
 
 
 def bidirectional(model: Any) -> ModelError:
-    """The refusal to learn next tokens with a model that sees them."""
+    """The error for next-token training of a model that attends to later tokens."""
     decoder = "set model.config.is_decoder: true, under which its tokens see those before them alone, or " if is_encoder(model) else ""
     what = f"{type(model).__name__} reads in both directions: each token would see the next one, which it is to predict"
     return ModelError(what, where="model", fix=f"{decoder}use algorithm: classify, or name a causal language model")

@@ -3,7 +3,7 @@ filling the memory: in every process and thread that renders, by counting, since
 
 A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time, and neither what it writes nor
 any value that it makes may be larger than `MOST_SIZE`. What Jinja would do in one go that no count can stop (9**9**9, `center(10**9)`) is
-refused before. All by public parts of Jinja: its class for sandboxes is told, whoever makes one of it.
+refused before. All by public parts of Jinja: its sandbox class is changed, so this holds for every sandbox.
 """
 
 from __future__ import annotations

@@ -33,12 +33,13 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
 
 
 def vision_tower(model: Any) -> Any:
-    """The part of a model that sees. Raises ModelError where it has none of the names that transformers gives it."""
+    """The vision tower of a model. Raises ModelError where it has none of the names that transformers gives it."""
     for part in (model.base_model, model):
         for name in ("visual", "vision_tower", "vision_model"):
             if hasattr(part, name):
                 return getattr(part, name)
-    raise ModelError(f"where {type(model).__name__} sees is not known", where="model", fix="use a Qwen3-VL, or a model of text alone")
+    what = f"the vision tower of {type(model).__name__} is not known"
+    raise ModelError(what, where="model", fix="use a Qwen3-VL, or a model of text alone")
 
 
 def tower_flops(model: Any) -> float:

@@ -35,7 +35,7 @@ class BatchPlan(Frozen):
 
 
 class DataIdentity(Frozen):
-    """What tells whether a run that goes on has the data that it began with: a position counts samples of these rows, in their order."""
+    """Identifies the data of a run, for a resume: a position counts samples of these rows, in their order."""
 
     cache: str = Field(description="Folder of the token cache, whose name is a hash of all that it was made from.")
     content: str = Field(description="sha256 of its tokens and of how samples are laid out.")

@@ -13,11 +13,13 @@ from pathlib import Path
 from drumline.config.cluster import cluster_from_string
 from drumline.config.load import Loaded, load, load_text
 from drumline.errors import ConfigError, UserError
-from drumline.models.shapes import hub_id
+from drumline.models.classes import of_images_alone
+from drumline.models.shapes import find, hub_id
 
 OVERRIDE = re.compile(r"[\w.]+=")
 FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
+IMAGES = "algorithm={kind: classify, modality: image}"
 ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
 
 
@@ -73,10 +75,13 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
     if path is not None and OVERRIDE.match(str(path)) and not os.path.exists(path):  # noqa: PTH110
         path, overrides = None, [str(path), *overrides]
     made = flags.overrides()
-    overrides = [*made, *overrides]
     if path is not None:
         with in_words(made):
-            return load(path, overrides)
+            return load(path, [*made, *overrides])
+    known = find(flags.model or "")
+    if known is not None and of_images_alone(known.values["model_type"]):
+        made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
+    overrides = [*made, *overrides]
     if not any(override.startswith("model") for override in overrides):
         raise UserError(
             "what is to be planned?",

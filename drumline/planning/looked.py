@@ -1,4 +1,4 @@
-"""What `drumline init` sees in the data: how many rows there are, and how long. From that: lengths, a holdout, when it is saved."""
+"""What `drumline init` finds in the data: how many rows there are, and how long. From that: lengths, a holdout, when it is saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drumline.planning.question import Found
 from drumline.report.bars import OnProgress
 
 LOOKED = 2000  # rows; more are not waited for
-STEP = 64  # tokens that lengths are told in
+STEP = 64  # tokens; lengths are rounded up to a multiple
 PACK = 1024  # tokens of a pack, where there are enough of them
 FEW = 20  # rows; of fewer none is held out
 MOST_HELD, SHARE = 500, 0.05  # rows held out: a share of all, at most so many

@@ -85,7 +85,7 @@ def plain(value: Any, secret: bool = False) -> Any:
         for key, inner in value.items():
             # Numbers stay whatever they are called: a figure may well be named loss_per_token.
             name, given = redact(str(key)), plain(inner, secret or _named_so(str(key)))
-            # Counts by reason: two reasons that differ in what must not be told are one.
+            # Counts by reason: two reasons that differ in a secret alone are one.
             made[name] = made[name] + given if name in made and isinstance(given, int) and isinstance(made[name], int) else given
         return made
     if isinstance(value, list | tuple | set):

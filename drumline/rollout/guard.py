@@ -42,7 +42,7 @@ def main() -> None:
         code = _wait_for(child)
     finally:
         end_family()
-    if code < 0:  # end as the rewards did; a core of this process would tell nothing
+    if code < 0:  # end as the rewards did; a core of this process would show nothing
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """The parent is done with it, or dead; the kernel tells that again for each thread that it had."""
+    """The parent is done with it, or dead; the kernel sends the signal again for each of its threads."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_family()
     os._exit(0)

@@ -37,7 +37,7 @@ class Answer:
 class Isolated:
     """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
 
-    It is started and asked by one thread, which must outlive it: the kernel tells the guard when that thread ends (`guard`), and the
+    It is started and asked by one thread, which must outlive it: the kernel signals the guard when that thread ends (`guard`), and the
     guard, in a session of its own, ends the rewards and all that they have started. Options go through the socket: a command line is
     for all to read.
     """

@@ -1,6 +1,6 @@
 """The process in which rewards run, a child of `guard`. No torch.
 
-It is told the rewards over the socket that it was handed, says once what it made of them, then answers one request at a time:
+It gets the rewards over its socket, answers once whether they loaded, then answers one request at a time:
 
     {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
     →  {"token": …, "value": float} or {"token": …, "failure": reason}

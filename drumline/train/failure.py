@@ -56,7 +56,7 @@ def _write(path: Path, noted: dict[str, object]) -> None:
 
 
 def _say(text: str) -> None:
-    # The log may lie on a full disk. The exit code, which tells the launcher how to go on, must not hang on that.
+    # The log may lie on a full disk. The exit code, by which the launcher decides how to go on, must not depend on that.
     with suppress(OSError):
         print(text, file=sys.stderr)
 

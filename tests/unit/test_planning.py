@@ -137,6 +137,12 @@ def test_flags_are_laid_over_a_yaml_and_overrides_over_flags(model: Path, tmp_pa
     assert config.cluster is not None and (config.cluster.nodes, config.cluster.price_per_device_hour) == (2, 2.0)
 
 
+def test_a_model_of_images_alone_is_planned_as_one(run: Run) -> None:
+    code, out, err = run("plan", "--model", "resnet-50", "--cluster", "4x4090")
+    assert code == 0 and "modality: image" in out, err
+    assert "no causal language model" in run("plan", "--model", "resnet-50", "--cluster", "4x4090", "--algorithm", "sft")[2]
+
+
 # ------------------------------------------------------------------------------------------------------ other questions
 
 
