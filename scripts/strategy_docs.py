@@ -1,6 +1,6 @@
 """docs/strategies.md from the rules and from what the parity test measured: `python scripts/strategy_docs.py`.
 
-First `python -m pytest tests/distributed/test_parity.py --full --parity-results benchmarks/results/parity-cpu.json`.
+First `python -m pytest tests/distributed/test_parity.py --full -n 2 --dist loadfile --parity-results benchmarks/results/parity-cpu.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def page(measured: dict[str, Any]) -> str:
         "",
         "## What was proved",
         "Largest relative difference from one process with the same global batch, over four steps in fp32: losses, gradient norms, weights",
-        f"and optimizer moments. {measured['hardware']}, torch {measured['torch']}, transformers {measured['transformers']}.",
+        f"and optimizer moments. {measured['hardware']}, torch {measured['torch']}, transformers {measured['transformers']},"
+        f" commit {measured['commit']}.",
         f"`{measured['command']}`",
         "",
         "| strategy | " + " | ".join(cases) + " |",

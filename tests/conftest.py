@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the tests marked `full`: what `make test-full` runs")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    results: Path | None = session.config.getoption("--parity-results")
+    if results is not None and not hasattr(session.config, "workerinput"):
+        results.unlink(missing_ok=True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--full` a test that is marked so is left out."""
     if config.getoption("--full"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common import commit
 from drumline.bench.difference import Difference
 from tests.distributed.rows import Case, Row
 
@@ -27,12 +29,26 @@ def parity(request: pytest.FixtureRequest) -> Iterator[Record]:
 
     yield record
     path: Path | None = request.config.getoption("--parity-results")
-    if path is not None:
-        import torch
-        import transformers
+    if path is not None and measured:
+        with path.open("a+") as file:  # each worker adds what it measured
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            rows = json.loads(file.read() or '{"rows": {}}')["rows"]
+            for name, cases in measured.items():
+                rows.setdefault(name, {}).update(cases)
+            file.truncate(0)
+            file.write(json.dumps({**_facts(), "rows": rows}, indent=1) + "\n")
 
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-        command = "python -m pytest tests/distributed/test_parity.py --full --parity-results FILE"
-        path.write_text(
-            json.dumps({"command": command, "hardware": f"{os.cpu_count()} CPU cores, gloo", **versions, "rows": measured}, indent=1) + "\n"
-        )
+
+def _facts() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "command": "python -m pytest tests/distributed/test_parity.py --full -n 2 --dist loadfile --parity-results FILE",
+        "commit": commit(),
+        "hardware": f"{os.cpu_count()} CPU cores, gloo",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
