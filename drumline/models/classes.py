@@ -32,9 +32,10 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
 
 def of_images_alone(model_type: str) -> bool:
     """Whether models of this type classify images and generate no text."""
-    from transformers.models.auto import modeling_auto as names
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
-    return model_type in names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and model_type not in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config = CONFIG_MAPPING[model_type]
+    return config in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and config not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
