@@ -18,6 +18,11 @@ class Row:
     world_size: int
     sections: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def layers(self) -> int:
+        """Of the model: as few as the strategy can be seen at."""
+        return 4 if engine_of(self) == "pp" or self is REFERENCES[4] else 2
+
 
 @dataclass(frozen=True, eq=False)
 class Case:
@@ -64,7 +69,8 @@ def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
 
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
 CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
-REFERENCE = Row("one process", 1, {"batch": {"global_samples": 8, "micro_batch": 8}})
+# What rows are held against, by the layers of the model.
+REFERENCES = {layers: Row(f"one process, {layers} layers", 1, {"batch": {"global_samples": 8, "micro_batch": 8}}) for layers in (2, 4)}
 # Four micro-batches on one data rank.
 FOURS: dict[str, Any] = {"batch": {"global_samples": 8, "micro_batch": 2}}
 ROWS = [
