@@ -258,8 +258,11 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [[*LORA, "data.max_length=2048"], [*EIGHT_B[:2], "--cluster", "8xh100-80g"], [*EIGHT_B[:2], "--cluster", "2x8xh100-80g"]],
-    ids=["4090s", "h100s", "hosts"],
+    [
+        pytest.param([*LORA, "data.max_length=2048"], id="4090s", marks=pytest.mark.full),
+        pytest.param([*EIGHT_B[:2], "--cluster", "8xh100-80g"], id="h100s", marks=pytest.mark.full),
+        pytest.param([*EIGHT_B[:2], "--cluster", "2x8xh100-80g"], id="hosts"),
+    ],
 )
 def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs `pip install matplotlib`")
