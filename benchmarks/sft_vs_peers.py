@@ -257,12 +257,13 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
     from drumline.config.load import load
+    from drumline.config.schema import NoAdapter
     from drumline.models.adapters import inject
     from drumline.models.build import build_model
 
     config = load(work / "bench.yaml", []).config
     model = build_model(bench["model"], config.model, seed=0, device=bench["device"])
-    if bench["lora"]:
+    if not isinstance(config.adapter, NoAdapter):
         inject(model, config.adapter, seed=0)
     if bench["checkpointing"]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

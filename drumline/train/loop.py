@@ -46,7 +46,7 @@ class Loop:
     stream: Iterable[GlobalBatch]
     held_out: Callable[[], Iterable[GlobalBatch]] | None
     checkpointer: Checkpointer
-    emit: Callable[..., None]
+    emit: Callable[..., object]
     gather: Gather
     asked: Asked
     memory_bytes: Callable[[], int]

@@ -53,7 +53,7 @@ def planned(estimate: Estimate) -> dict[str, Any]:
 class Measure:
     """One rank's measuring. All ranks call the same methods at the same steps; what a step is, is for `traffic` to say."""
 
-    def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Callable[..., None], traffic: Traffic) -> None:
+    def __init__(self, plan: Plan, engine: Engine, gather: Gather, emit: Callable[..., object], traffic: Traffic) -> None:
         self.plan, self.engine, self.gather, self.emit, self.traffic = plan, engine, gather, emit, traffic
         self.host = HostPeak()
         self.held: dict[str, int] = {}  # bytes, of the counted step

@@ -46,7 +46,7 @@ class Reference:
     algorithm: DPO
     streams: Streams
     fresh: bool
-    emit: Callable[..., None]
+    emit: Callable[..., object]
     asked: Asked
 
     def prepared(self) -> Streams:

@@ -39,7 +39,7 @@ from drumline.train.state import TrainState
 
 
 def reinforced(
-    plan: Plan, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., None]
+    plan: Plan, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., object]
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """The objective, the rollouts, and their stream from `state` on. Collective."""
     config = plan.config.algorithm
@@ -49,7 +49,7 @@ def reinforced(
     return build_objective(config, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
 
 
-def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, device: str, emit: Callable[..., None]) -> Rollouts:
+def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, device: str, emit: Callable[..., object]) -> Rollouts:
     """Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data
     algorithm = config.algorithm

@@ -100,7 +100,7 @@ class Rollouts:
     reading: Reading
     readers: Readers
     decode: Callable[[list[int]], str]
-    emit: Callable[..., None]
+    emit: Callable[..., object]
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on

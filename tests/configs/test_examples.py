@@ -127,7 +127,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("examples")
     model = tiny_model_dir(root / "model", layers=4)
     groups: dict[tuple[int, bool], list[Path]] = {}
-    tests = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == "test_first_steps"]
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == "test_first_steps"]
+    tests = [item.callspec.params for item in items]
     for path in [params["path"] for params in tests if not by_command(params["path"], params["real"])]:
         more = quick(path, instead)
         config = load(path, []).config

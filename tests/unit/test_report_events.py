@@ -17,9 +17,9 @@ from drumline.report.redact import plain, redact, redacted_streams
 PACKAGE = Path(__file__).parents[2] / "drumline"
 
 
-def emitted() -> list[tuple[str, object, set[str], bool]]:
+def emitted() -> list[tuple[str, str, set[str], bool]]:
     """(file:line, kind, fields written out, whether there are more that only show at run time) of each emit("kind", …) in the package."""
-    found = []
+    found: list[tuple[str, str, set[str], bool]] = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
@@ -27,7 +27,7 @@ def emitted() -> list[tuple[str, object, set[str], bool]]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name == "emit":
                 fields = {word.arg for word in node.keywords if word.arg}
-                found.append((f"{path.name}:{node.lineno}", node.args[0].value, fields, len(fields) < len(node.keywords)))
+                found.append((f"{path.name}:{node.lineno}", str(node.args[0].value), fields, len(fields) < len(node.keywords)))
     return found
 
 
