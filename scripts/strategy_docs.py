@@ -31,8 +31,8 @@ def page(measured: dict[str, Any]) -> str:
         as_markdown("cuda"),
         "",
         "## What was proved",
-        "Largest relative difference from one process with the same global batch, over four steps in fp32: losses, gradient norms, weights",
-        f"and optimizer moments. {measured['hardware']}, torch {measured['torch']}, transformers {measured['transformers']},"
+        "Largest relative difference from one process with the same global batch, over three steps in fp32: losses, gradient norms,",
+        f"weights and optimizer moments. {measured['hardware']}, torch {measured['torch']}, transformers {measured['transformers']},"
         f" commit {measured['commit']}.",
         f"`{measured['command']}`",
         "",

@@ -44,6 +44,8 @@ CASES = [
     Case("scores beside an adapter", {**SCORE, **LORA}, rows=("tp 2", "pp 2, zero bubble", "zero3 2")),
     Case("log-probs and a value head on scaled logits", {**VALUED, **SCALED}, rows=("tp 2", "cp 2", "pp 2, zero bubble", "zero3 2")),
 ]
+# With --full alone: each kind of engine has a row without it.
+AGAIN = ("fsdp2 2", "zero2 2", "pp 2")
 PAIRS = [(row, case) for case in CASES for row in ROWS if not case.rows or row.name in case.rows]
 
 
@@ -105,7 +107,11 @@ def with_algorithm(plan: Any, case: Case) -> Any:
     return plan.model_copy(update={"config": config})
 
 
-@pytest.mark.parametrize(("row", "case"), PAIRS, ids=lambda value: value.name)
+def marked(row: Row, case: Case) -> Any:
+    return pytest.param(row, case, id=f"{row.name}-{case.name}", marks=pytest.mark.full if row.name in AGAIN else [])
+
+
+@pytest.mark.parametrize(("row", "case"), [marked(*pair) for pair in PAIRS])
 def test_as_one_process(told: Told, row: Row, case: Case) -> None:
     (one,), ranks = told(ONE, case), told(row, case)
     said: dict[str, list[float]] = {}
