@@ -64,6 +64,9 @@ NAMES = list(SPREADS)
 # The next one and the third: both ways between world sizes, whole and cut, are among them.
 SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES) for away in (1, 3)]
 PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *ZERO_PAIRS]
+# Both ways between the same two, or between degrees that others cover: with --full alone.
+AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)][1::2]
+AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 2", "zero3 4"), ("zero1 2", "single"), ("zero2 2", "ddp 2")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 
 
@@ -129,7 +132,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [pytest.param(a, b, id=f"{a} to {b}", marks=[pytest.mark.full] if (a, b) in REST else []) for a, b in (*PAIRS, *REST)],
+    [pytest.param(a, b, id=f"{a} to {b}", marks=[pytest.mark.full] if (a, b) in (*REST, *AGAIN) else []) for a, b in (*PAIRS, *REST)],
 )
 def test_goes_on_under_another(runs: Path, a: str, b: str) -> None:
     run, reference = runs / slug(a, b) / "run", runs / slug(reference_of(b)) / "run"

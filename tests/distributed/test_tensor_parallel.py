@@ -71,6 +71,10 @@ KINDS = {
 }
 
 
+# What two others show together, or what takes a compiler half a minute: with --full alone.
+AGAIN = ("norms between, compiled", "norms between, checkpointed", "whole heads", "lora, fused projections", "odd widths")
+
+
 def batch(vocabulary: int) -> TokenBatch:
     """Two packs of two documents each, every other target learned."""
     generator = torch.Generator().manual_seed(1)
@@ -157,6 +161,6 @@ def results(request: pytest.FixtureRequest) -> dict[tuple[str, int], dict[str, A
         return dict(shared)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if kind.compiled else []) for name, kind in KINDS.items()])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in AGAIN else []) for name in KINDS])
 def test_same_gradients_as_in_one_process(results: dict[tuple[str, int], dict[str, Any]], name: str) -> None:
     assert [results[name, rank] for rank in range(2)] == [{}, {}]

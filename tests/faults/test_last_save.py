@@ -167,6 +167,7 @@ def test_a_full_disk_does_not_cost_the_files_of_the_run(disk: Path) -> None:
     assert all((disk / name).read_bytes() == content for name, content in before.items())
 
 
+@pytest.mark.full  # the whole command; what decides it is shown above in process
 def test_a_full_disk_at_the_end_is_not_trained_for_again(tmp_path: Path) -> None:
     """Two real ranks on a disk without a byte left, for their logs and errors neither."""
     checkpoint = {"every": 2, "wait_seconds": 2, "fallback_dir": str(tmp_path / "other")}

@@ -72,6 +72,7 @@ def test_a_rank_that_was_suspended_is_named_beside_the_error_of_the_one_that_wai
     assert gone(str(run), 1.0)
 
 
+@pytest.mark.full  # the decision is shown in tests/unit/test_launch_decisions.py
 def test_as_many_restarts_as_allowed_and_no_more(tmp_path: Path) -> None:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 2}, kills=[[0, 7], [1, 7], [0, 7], [1, 7]]))
     assert code == 1
@@ -80,12 +81,14 @@ def test_as_many_restarts_as_allowed_and_no_more(tmp_path: Path) -> None:
     assert gone(str(tmp_path / "run"), 1.0)
 
 
+@pytest.mark.full  # the decision is shown in tests/unit/test_launch_decisions.py
 def test_progress_fills_the_budget_up(tmp_path: Path) -> None:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 1}, kills=[[1, 7], [1, 13], [1, 19]]))
     assert code == 0, said
     assert [f["step"] for f in faults(tmp_path / "run")] == [7, 13, 19]
 
 
+@pytest.mark.full  # the decision is shown in tests/unit/test_launch_decisions.py
 def test_kills_at_other_steps_than_before_are_no_crash_loop(tmp_path: Path) -> None:
     # The second and third come before the run has got as far again as it once was.
     code, said = end(walk(tmp_path / "run", {"max_restarts": 3}, kills=[[1, 14], [1, 12], [1, 11]]))
@@ -99,6 +102,7 @@ def test_the_same_kill_twice_is_a_crash_loop(tmp_path: Path) -> None:
     assert len(faults(tmp_path / "run")) == 2
 
 
+@pytest.mark.full
 def test_a_port_of_the_users_choice_serves_every_attempt(tmp_path: Path) -> None:
     port = free_port()
     code, said = end(walk(tmp_path / "run", {"port": port}, kills=[[1, 7], [0, 13]]))
@@ -128,6 +132,7 @@ def test_traceback_of_the_first_to_raise_once_and_peers_as_consequence(tmp_path:
     assert str(tmp_path / "run" / "logs" / "attempt-0" / "rank-1.log") in said
 
 
+@pytest.mark.full
 def test_a_peer_that_aborts_because_of_it_is_not_blamed(tmp_path: Path) -> None:
     code, said = end(walk(tmp_path / "run", {"max_restarts": 0}, how="abort", rank=1, at=8))
     assert code == 1
@@ -135,7 +140,7 @@ def test_a_peer_that_aborts_because_of_it_is_not_blamed(tmp_path: Path) -> None:
     assert fault["rank"] == 1 and "does not like step 8" in fault["error"], said
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_raised_and_cannot_leave_is_not_waited_for(tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
     code, said = end(walk(run, {"max_restarts": 1}, how="raise-stuck", rank=rank, at=8))

@@ -197,6 +197,7 @@ def test_processes_give_the_same_cache_as_one(tmp_path: Path, tokenizer_dir: str
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_bad_row_in_a_worker_gives_its_line(tmp_path: Path, tokenizer_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path, 300)
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -300,6 +301,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_prepare_at_once(tmp_path: Path, tokenizer_dir: str) -> None:
     write_rows(tmp_path, 400)
     wanted = config(tmp_path, holdout=7)

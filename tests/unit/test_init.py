@@ -90,6 +90,7 @@ def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
     assert run("plan", path)[0] == 0
 
 
+@pytest.mark.full
 def test_init_writes_nothing_where_nothing_fits(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     code, _, err = run("init", path, *TOO_LARGE, "--yes")
