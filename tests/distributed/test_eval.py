@@ -73,8 +73,11 @@ def test_the_base_model(run: Path, before: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "step"),
-    [(["strategy=fsdp2"], 4), (["--checkpoint", "export", "launch.nproc=1"], None), (["--checkpoint", "checkpoints/step-00000002"], 2)],
-    ids=["best, under another strategy", "export on one process", "checkpoint"],
+    [
+        pytest.param(["strategy=fsdp2"], 4, id="best, under another strategy"),
+        pytest.param(["--checkpoint", "export", "launch.nproc=1"], None, id="export on one process", marks=pytest.mark.full),
+        pytest.param(["--checkpoint", "checkpoints/step-00000002"], 2, id="checkpoint"),
+    ],
 )
 def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[str], step: int | None) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "eval.json"}

@@ -64,6 +64,7 @@ def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -
     assert said.shape[1] > ids.shape[1]
 
 
+@pytest.mark.full
 def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
     path = config(tmp_path, adapter={"kind": "lora", "r": 2}, run={"steps": 2}, checkpoint={"export": "last", "export_adapter": True})
     finished = drumline("train", path)

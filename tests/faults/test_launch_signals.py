@@ -17,7 +17,14 @@ from tests.harness import events
 __all__ = ["nobody_left"]  # a fixture for every test here as well
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+# All four come to one place, which tests/unit/test_launch_environment.py shows: two here, the others with --full.
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=number.name, marks=pytest.mark.full if number in (signal.SIGUSR1, signal.SIGHUP) else [])
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    ],
+)
 def test_the_ranks_save_and_the_launcher_says_75(tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     process = walk(run, steps=5000)
@@ -34,7 +41,7 @@ def test_the_ranks_save_and_the_launcher_says_75(tmp_path: Path, number: signal.
     assert gone(str(run), 1.0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_one_rank_is_asked(tmp_path: Path, rank: int) -> None:
     run = tmp_path / "run"
     process = walk(run, steps=5000)
