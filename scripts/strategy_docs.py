@@ -31,9 +31,9 @@ def page(measured: dict[str, Any]) -> str:
         as_markdown("cuda"),
         "",
         "## What was proved",
-        "Largest relative difference from one process with the same global batch, over three steps in fp32: losses, gradient norms,",
+        "Largest relative difference from one process with the same global batch in fp32: losses, gradient norms,",
         f"weights and optimizer moments. {measured['hardware']}, torch {measured['torch']}, transformers {measured['transformers']},"
-        f" commit {measured['commit']}.",
+        f" {measured['steps']} steps, commit {measured['commit']}.",
         f"`{measured['command']}`",
         "",
         "| strategy | " + " | ".join(cases) + " |",

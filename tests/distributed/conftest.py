@@ -9,12 +9,13 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.common import commit
 from drumline.bench.difference import Difference
-from tests.distributed.rows import Case, Row
+from tests.distributed.rows import STEPS, Case, Row
 
 Record = Callable[[Row, Case, Difference], None]
 
@@ -40,13 +41,14 @@ def parity(request: pytest.FixtureRequest) -> Iterator[Record]:
             file.write(json.dumps({**_facts(), "rows": rows}, indent=1) + "\n")
 
 
-def _facts() -> dict[str, str]:
+def _facts() -> dict[str, Any]:
     import torch
     import transformers
 
     return {
         "command": "python -m pytest tests/distributed/test_parity.py --full -n 2 --dist loadfile --parity-results FILE",
         "commit": commit(),
+        "steps": STEPS,
         "hardware": f"{os.cpu_count()} CPU cores, gloo",
         "python": platform.python_version(),
         "torch": torch.__version__,

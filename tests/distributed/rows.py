@@ -8,6 +8,7 @@ from typing import Any
 from tests.harness import LETTERS
 
 TOLERANCE = 1e-5
+STEPS = 3  # the last of them is counted
 
 
 @dataclass(frozen=True, eq=False)

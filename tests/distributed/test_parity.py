@@ -21,7 +21,7 @@ from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CASES, COVERING, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCES, TOLERANCE, Case, Row, group_of
+from tests.distributed.rows import CASES, COVERING, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCES, STEPS, TOLERANCE, Case, Row, group_of
 from tests.harness import events, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
@@ -34,8 +34,6 @@ COUNTED = [
 ]
 # In the step that is counted DDP of a static graph tells the others how it has arranged its buckets: 20 parameters.
 ONCE = {"ddp 2, static graph": 4 * (1 + 21) / 2}
-# The last of them is counted.
-STEPS = 3
 # Plans that one process group trains in a row.
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
