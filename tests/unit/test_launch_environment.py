@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -68,12 +69,21 @@ def test_a_port_that_may_not_be_had_says_why() -> None:
             listen(client.getsockname()[1])
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Also where the tests run under `nohup`, which has a lost one ignored."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, old)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_signals_are_noted_once_and_handlers_come_back() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
     with Asked() as asked:
         assert asked.number == 0
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-            signal.raise_signal(number)  # to this thread: kill may choose another one, and come later
+            signal.raise_signal(number)  # to this thread: kill may choose another
         assert asked.number == signal.SIGUSR1 and not asked.at_once, "repeated signals are no hurry"
         signal.raise_signal(signal.SIGINT)
         assert asked.number == signal.SIGUSR1 and asked.at_once
