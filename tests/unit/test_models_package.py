@@ -123,6 +123,7 @@ def resolving(site: Path, cache: Path, on_progress: str) -> subprocess.Popen[str
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_at_once_come_to_the_same_folder(cache: Path, site: Path) -> None:
     processes = [resolving(site, cache, "wait_for_another") for _ in range(2)]
     outs = [process.communicate(timeout=120) for process in processes]
