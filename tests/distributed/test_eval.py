@@ -76,7 +76,7 @@ def test_the_base_model(run: Path, before: dict[str, Any]) -> None:
     [
         pytest.param(["strategy=fsdp2"], 4, id="best, under another strategy"),
         pytest.param(["--checkpoint", "export", "launch.nproc=1"], None, id="export on one process", marks=pytest.mark.full),
-        pytest.param(["--checkpoint", "checkpoints/step-00000002"], 2, id="checkpoint"),
+        pytest.param(["--checkpoint", "checkpoints/step-00000002"], 2, id="checkpoint", marks=pytest.mark.full),
     ],
 )
 def test_figures_are_those_of_training(config: Path, run: Path, arguments: list[str], step: int | None) -> None:
@@ -131,6 +131,7 @@ def test_lm_eval_scores_an_export_and_a_checkpoint(config: Path, run: Path, tmp_
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.full
 def test_what_is_learned_by_heart_is_answered_so(tmp_path: Path) -> None:
     """Word for word, as the teacher-forced figure of training says; and tasks are verified."""
     path = write_config(

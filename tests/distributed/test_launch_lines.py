@@ -87,7 +87,7 @@ def own(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, flo
 
 
 # One of each launcher; what their other spellings add runs with --full.
-KEPT = ("torchrun", "deepspeed", "accelerate launch, FSDP", "run_distributed")
+KEPT = ("torchrun", "deepspeed", "accelerate launch, FSDP")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in KEPT else pytest.mark.full) for name in LINES])

@@ -23,6 +23,7 @@ def config(folder: Path, **sections: Any) -> Path:
     return path
 
 
+@pytest.mark.full  # the numbers are test_vision's, the folder test_commands'
 def test_it_trains_and_leaves_a_folder_that_transformers_reads(tmp_path: Path) -> None:
     from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer

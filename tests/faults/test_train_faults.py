@@ -77,6 +77,7 @@ def resume(config: Path, run: Path, *more: str) -> None:
     assert finished.code == 0, finished.out + finished.err
 
 
+@pytest.mark.full  # named: test_launch_kills; to the bit: the next test, and test_chaos
 def test_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(config: Path, reference: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(config, run)
@@ -138,8 +139,9 @@ def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, referen
     same(run, reference)
 
 
+@pytest.mark.full  # at steps: the test before
 @pytest.mark.parametrize(
-    "moment", ["start-up", pytest.param("evaluation", marks=pytest.mark.full), pytest.param("save", marks=pytest.mark.full)]
+    "moment", ["start-up", "evaluation", "save"]
 )
 def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Path, moment: str) -> None:
     run = tmp_path / "run"
