@@ -128,7 +128,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model = tiny_model_dir(root / "model", layers=4)
     groups: dict[tuple[int, bool], list[Path]] = {}
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == "test_first_steps"]
-    tests = [item.callspec.params for item in items]
+    tests: list[dict[str, Any]] = [item.callspec.params for item in items]
     for path in [params["path"] for params in tests if not by_command(params["path"], params["real"])]:
         more = quick(path, instead)
         config = load(path, []).config

@@ -63,7 +63,7 @@ RESUMED += [(Way("fsdp2", {"strategy": "fsdp2"}), "tower frozen")]
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == Path(__file__)]
-    chosen = [item.callspec.params for item in items if item.originalname == "test_same_numbers_as_one_process"]
+    chosen: list[dict[str, Any]] = [item.callspec.params for item in items if item.originalname == "test_same_numbers_as_one_process"]
     root = tmp_path_factory.mktemp("vision")
     model = tiny_vision_dir(root / "model")
     rows = [row for row in vision_rows(root, 48) if "images" not in row]  # an image, none, an image, …

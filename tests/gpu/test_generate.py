@@ -29,7 +29,8 @@ def test_noise_is_the_same_on_both() -> None:
 def test_both_generators_run_and_their_log_probs_are_the_models(tmp_path: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir(tmp_path), dtype=dtype).cuda()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(tiny_model_dir(tmp_path), dtype=dtype)
+    model.to("cuda")
     tokenizer = tiny_tokenizer()
     requests = [Request(tokenizer.encode("one two three" * (1 + index % 3)), (index, 0)) for index in range(8)]
     made = {
