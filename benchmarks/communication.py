@@ -70,7 +70,7 @@ def train(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, f
     tokenizer.save_pretrained(model)
     plans = {(name, seed): plan(work, model, name, seed, options.steps) for seed in range(options.seeds) for name in options.methods}
     for seed in range(options.seeds):
-        run_plans([plans[name, seed] for name in options.methods], 2, timeout=options.timeout)
+        run_plans([plans[name, seed] for name in options.methods], 2, timeout=options.timeout, counted=True)
     return {name: [figures(plans[name, seed].parent) for seed in range(options.seeds)] for name in options.methods}
 
 

@@ -120,7 +120,7 @@ def measure(runs: list[Run], kept: Path) -> Iterator[dict[str, Any]]:
             if not (place / "events.jsonl").exists():
                 with tempfile.TemporaryDirectory() as folder:
                     plan = _plan(run, Path(folder) / "work")
-                    run_plans([plan], run.processes, timeout=900)
+                    run_plans([plan], run.processes, timeout=900, counted=True)
                     place.mkdir(parents=True, exist_ok=True)
                     for name in ("plan.json", "events.jsonl"):
                         shutil.copy(plan.with_name(name), place)
