@@ -47,6 +47,7 @@ def test_same_losses_as_our_own_launcher(config: Path, tmp_path: Path) -> None:
     assert gone(str(tmp_path), 2.0)
 
 
+@pytest.mark.full  # test_one_plan_and_one_line_for_all_ranks
 def test_bad_input_is_one_line_there_too(config: Path, tmp_path: Path) -> None:
     code, said = end(torchrun("train", config, f"run.dir={tmp_path / 'run'}", "batch.global_samples=5"))
     assert code != 0
@@ -54,6 +55,7 @@ def test_bad_input_is_one_line_there_too(config: Path, tmp_path: Path) -> None:
     assert gone(str(tmp_path), 2.0)
 
 
+@pytest.mark.full  # test_launch_join restarts under torchrun, too
 def test_restart_goes_on_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = torchrun("train", config, f"run.dir={run}", restarts=1)

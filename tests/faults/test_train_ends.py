@@ -35,7 +35,9 @@ def test_one_run_in_a_folder_and_the_next_right_after_a_kill(model: Path, tmp_pa
     assert not (run / "run.lock").exists() and gone(str(tmp_path), 3 * 1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL], ids=lambda s: s.name
+)
 def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, model, data={"workers": 2, "packing": False})
     write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
@@ -63,7 +65,11 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
 
 
 @pytest.mark.parametrize(
-    "line", ["verify CONFIG --strategies ddp --steps 5000", "plan CONFIG --probe batch.micro_batch=2"], ids=lambda s: s.split()[0]
+    "line",
+    [
+        pytest.param("verify CONFIG --strategies ddp --steps 5000", id="verify", marks=pytest.mark.full),
+        pytest.param("plan CONFIG --probe batch.micro_batch=2", id="plan"),
+    ],
 )
 def test_ctrl_c_where_runs_are_only_tried(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     """Their runs are worth nothing: the first Ctrl-C ends them, their folders go, and the exit code is that of all commands."""
