@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -12,64 +13,48 @@ from pydantic.fields import FieldInfo
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import Place
 
+
+def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each word of a table whose keys are words with spaces between them: those of a key mean the same."""
+    return {word: value for words, value in table.items() for word in words.split()}
+
+
 # What others call a thing → what it is called here: a dotted key, or a bare one that is known in several sections.
-SYNONYMS = {
-    "learning_rate": "optimizer.lr",
-    "adam_epsilon": "optimizer.eps",
-    "gradient_clipping": "optimizer.max_grad_norm",
-    "clip_grad_norm": "optimizer.max_grad_norm",
-    "optim": "optimizer.kind",
-    "lr_scheduler_type": "schedule.kind",
-    "lr_scheduler": "schedule.kind",
-    "scheduler": "schedule",
-    "warmup": "schedule.warmup_steps",
-    "batch_size": "batch.global_samples",
-    "global_batch_size": "batch.global_samples",
-    "train_batch_size": "batch.global_samples",
-    "per_device_train_batch_size": "batch.micro_batch",
-    "micro_batch_size": "batch.micro_batch",
-    "train_micro_batch_size_per_gpu": "batch.micro_batch",
-    "per_device_eval_batch_size": "eval.micro_batch",
-    "gradient_accumulation_steps": "batch.accumulation",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "sequence_length": "data.max_length",
-    "block_size": "data.max_length",
-    "dataset": "data",
-    "datasets": "data.train",
-    "train_file": "data.train",
-    "num_workers": "data.workers",
-    "num_train_epochs": "run.epochs",
-    "num_epochs": "run.epochs",
-    "max_epochs": "run.epochs",
-    "max_steps": "run.steps",
-    "output_dir": "run.dir",
-    "logging_steps": "run.log_every",
-    "save_steps": "checkpoint.every",
-    "save_every": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every",
-    "eval_every": "eval.every",
-    "metric_for_best_model": "eval.metric",
-    "gradient_checkpointing": "memory.activation_checkpointing",
-    "torch_compile": "compile.enabled",
-    "mixed_precision": "precision",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "fp16": "precision",
-    "bf16": "precision",
-    "model_name_or_path": "model.id",
-    "model_name": "model.id",
-    "base_model": "model.id",
-    "attn_implementation": "model.attention",
-    "num_processes": "launch.nproc",
-    "nproc_per_node": "launch.nproc",
-    "num_gpus": "launch.nproc",
-    "devices": "launch.nproc",
-    "distributed": "strategy",
-    "parallelism": "strategy",
-    "type": "kind",
-}
+SYNONYMS = by_word(
+    {
+        "learning_rate": "optimizer.lr",
+        "adam_epsilon": "optimizer.eps",
+        "gradient_clipping clip_grad_norm": "optimizer.max_grad_norm",
+        "optim": "optimizer.kind",
+        "lr_scheduler_type lr_scheduler": "schedule.kind",
+        "scheduler": "schedule",
+        "warmup": "schedule.warmup_steps",
+        "batch_size global_batch_size train_batch_size": "batch.global_samples",
+        "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu": "batch.micro_batch",
+        "per_device_eval_batch_size": "eval.micro_batch",
+        "gradient_accumulation_steps": "batch.accumulation",
+        "max_seq_length max_seq_len sequence_length block_size": "data.max_length",
+        "dataset": "data",
+        "datasets train_file": "data.train",
+        "num_workers": "data.workers",
+        "num_train_epochs num_epochs max_epochs": "run.epochs",
+        "max_steps": "run.steps",
+        "output_dir": "run.dir",
+        "logging_steps": "run.log_every",
+        "save_steps save_every": "checkpoint.every",
+        "save_total_limit": "checkpoint.keep",
+        "eval_steps eval_every": "eval.every",
+        "metric_for_best_model": "eval.metric",
+        "gradient_checkpointing": "memory.activation_checkpointing",
+        "torch_compile": "compile.enabled",
+        "mixed_precision dtype torch_dtype fp16 bf16": "precision",
+        "model_name_or_path model_name base_model": "model.id",
+        "attn_implementation": "model.attention",
+        "num_processes nproc_per_node num_gpus devices": "launch.nproc",
+        "distributed parallelism": "strategy",
+        "type": "kind",
+    }
+)
 
 
 def models_at(place: Place, root: type[BaseModel] = Config) -> list[type[BaseModel]]:

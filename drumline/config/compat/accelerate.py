@@ -6,7 +6,7 @@ Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`)
 from __future__ import annotations
 
 from drumline.config.compat.combine import low_precision, own_deepspeed_file
-from drumline.config.compat.deepspeed import STAGES, clip, device
+from drumline.config.compat.deepspeed import STAGES, clip, device, put_offload
 from drumline.config.compat.sheet import (
     AUTO,
     Old,
@@ -20,11 +20,12 @@ from drumline.config.compat.sheet import (
     only,
     read,
     refuse,
+    switch,
     to,
     whole,
     words,
 )
-from drumline.config.suggest import nearest
+from drumline.config.suggest import by_word, nearest
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"
@@ -154,60 +155,50 @@ def sharding(sheet: Sheet, section: Old) -> None:
         sheet.note(old, f"a copy a machine: strategy.replicate is {machines}; raise it for more copies")
 
 
-def _checkpointing(sheet: Sheet, old: Old) -> None:
-    if flag(old):
-        sheet.put("memory.activation_checkpointing", "full", old)
-
-
 def _wrap(sheet: Sheet, old: Old) -> None:
     if words(old):
         sheet.put("strategy.wrap", words(old), old)
 
 
-OWN_BLOCKS = "units are the model's own block classes; strategy.wrap names others"
-FSDP: dict[str, Rule] = {
-    "version": later(),
-    "sharding_strategy": later(),
-    "reshard_after_forward": later(),
-    "cpu_offload": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
-    "offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
-    "transformer_layer_cls_to_wrap": _wrap,
-    "transformer_cls_names_to_wrap": _wrap,
-    "auto_wrap_policy": gone(OWN_BLOCKS),
-    "min_num_params": gone(OWN_BLOCKS),
-    "backward_prefetch": to(
-        "strategy.backward_prefetch", choice({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
-    ),
-    "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
-    "activation_checkpointing": _checkpointing,
-    "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
-    "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
-    "state_dict_type": gone("checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"),
-    "use_orig_params": gone("FSDP2 always keeps the original parameters"),
-    "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
-    "sync_module_states": gone("all ranks begin with the same weights"),
-    "limit_all_gathers": gone("FSDP2 needs no rate limit"),
-    "mixed_precision": later(),
-    "mixed_precision_policy": only(why="the types are set one by one", fix="say precision, strategy.param_dtype and strategy.reduce_dtype"),
-    "xla": only(why=DEVICES, fix="remove it"),
-    "xla_fsdp_v2": only(why=DEVICES, fix="remove it"),
-    "xla_fsdp_settings": only(why=DEVICES, fix="remove it"),
-    "xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
-}
+FSDP: dict[str, Rule] = by_word(
+    {
+        "version sharding_strategy reshard_after_forward mixed_precision": later(),
+        "cpu_offload offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
+        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _wrap,
+        "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
+        "backward_prefetch": to(
+            "strategy.backward_prefetch", choice({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
+        ),
+        "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
+        "activation_checkpointing": switch("memory.activation_checkpointing", "full"),
+        "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
+        "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
+        "state_dict_type": gone("checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"),
+        "use_orig_params": gone("FSDP2 always keeps the original parameters"),
+        "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
+        "sync_module_states": gone("all ranks begin with the same weights"),
+        "limit_all_gathers": gone("FSDP2 needs no rate limit"),
+        "mixed_precision_policy": only(
+            why="the types are set one by one", fix="say precision, strategy.param_dtype and strategy.reduce_dtype"
+        ),
+        "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
+    }
+)
 
-PARALLELISM: dict[str, Rule] = {
-    "dp_replicate_size": to("strategy.replicate", whole),
-    "dp_shard_size": gone("shards go over all processes that tp, cp and replicate leave"),
-    "tp_size": to("strategy.tp", whole),
-    "cp_size": to("strategy.cp", whole),
-    "cp_backend": gone("strategy.cp_method says how"),
-    "cp_comm_strategy": gone("strategy.cp_method says how: ulysses, or ring on GPUs"),
-    "sp_size": lambda sheet, old: sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None,
-    "sp_backend": gone("strategy.cp_method says how"),
-    "sp_seq_length": gone("data.max_length says it"),
-    "sp_seq_length_is_variable": gone("sequences may differ in length"),
-    "sp_attn_implementation": gone("model.attention says it"),
-}
+PARALLELISM: dict[str, Rule] = by_word(
+    {
+        "dp_replicate_size": to("strategy.replicate", whole),
+        "dp_shard_size": gone("shards go over all processes that tp, cp and replicate leave"),
+        "tp_size": to("strategy.tp", whole),
+        "cp_size": to("strategy.cp", whole),
+        "cp_backend sp_backend": gone("strategy.cp_method says how"),
+        "cp_comm_strategy": gone("strategy.cp_method says how: ulysses, or ring on GPUs"),
+        "sp_size": lambda sheet, old: sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None,
+        "sp_seq_length": gone("data.max_length says it"),
+        "sp_seq_length_is_variable": gone("sequences may differ in length"),
+        "sp_attn_implementation": gone("model.attention says it"),
+    }
+)
 
 # ----------------------------------------------------------------------------------------------------- DeepSpeed, Megatron
 
@@ -234,32 +225,23 @@ def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
             continue
         section = {"device": where.value} | ({"nvme_path": path.value} if path and str(path.value).lower() != "none" else {})
         made = device(Old(where.key, section, where.source, where.place))
-        if kind == "ddp" or (part == "param" and kind != "zero3"):
-            sheet.note(
-                where, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}"
-            )
-        else:
-            sheet.put(f"strategy.{name}", made, where)
+        put_offload(sheet, kind, name, made, where)
 
 
-ONE_MACHINE = gone("one launcher a machine starts the ranks; nothing goes over ssh")
-DEEPSPEED: dict[str, Rule] = {
-    "zero_stage": later(),
-    "deepspeed_config_file": nothing,  # read first
-    "offload_optimizer_device": later(),
-    "offload_param_device": later(),
-    "offload_optimizer_nvme_path": later(),
-    "offload_param_nvme_path": later(),
-    "gradient_accumulation_steps": to("batch.accumulation", whole),
-    "gradient_clipping": to("optimizer.max_grad_norm", clip),
-    "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
-    "zero3_save_16bit_model": gone("`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"),
-    "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", words),
-    "deepspeed_multinode_launcher": ONE_MACHINE,
-    "deepspeed_hostfile": ONE_MACHINE,
-    "deepspeed_inclusion_filter": ONE_MACHINE,
-    "deepspeed_exclusion_filter": ONE_MACHINE,
-}
+DEEPSPEED: dict[str, Rule] = by_word(
+    {
+        "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path": later(),
+        "deepspeed_config_file": nothing,  # read first
+        "gradient_accumulation_steps": to("batch.accumulation", whole),
+        "gradient_clipping": to("optimizer.max_grad_norm", clip),
+        "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
+        "zero3_save_16bit_model": gone("`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"),
+        "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", words),
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
+            "one launcher a machine starts the ranks; nothing goes over ssh"
+        ),
+    }
+)
 
 
 def _megatron(sheet: Sheet, old: Old) -> None:
@@ -278,33 +260,27 @@ def _recompute(sheet: Sheet, old: Old) -> None:
         sheet.put("memory.activation_checkpointing", kind, old)
 
 
-MEGATRON: dict[str, Rule] = {
-    "tp_degree": to("strategy.tp", whole),
-    "pp_degree": to("strategy.pp", whole),
-    "context_parallel_size": to("strategy.cp", whole),
-    "num_micro_batches": to("batch.accumulation", whole),
-    "gradient_clipping": to("optimizer.max_grad_norm", clip),
-    "recompute_activations": _recompute,
-    "recompute_granularity": _recompute,
-    "recompute_method": gone("each block is one unit"),
-    "recompute_num_layers": gone("each block is one unit"),
-    "sequence_parallelism": gone("tensor parallelism does what it can with the sequence by itself"),
-    "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
-    "use_custom_fsdp": only(why="that is another strategy", fix="say strategy: {kind: fsdp2, tp: N}"),
-    "expert_model_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
-    "expert_tensor_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
-    "attention_dropout": gone("model.config says it, by the model's own name"),
-    "hidden_dropout": gone("model.config says it, by the model's own name"),
-    "eod_mask_loss": gone("what carries loss is data.learn_on"),
-    "calculate_per_token_loss": gone("losses are always sums over tokens"),
-}
-MEGATRON |= {
-    name: gone("the model is transformers' own, not Megatron's")
-    for name in (
-        *("no_load_optim", "no_save_optim", "optimizer_cpu_offload", "use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d"),
-        *("decoder_last_pipeline_num_layers", "attention_backend", "attention_softmax_in_fp32", "use_rotary_position_embeddings"),
-    )
-}
+NOT_MEGATRON = gone("the model is transformers' own, not Megatron's")
+MEGATRON: dict[str, Rule] = by_word(
+    {
+        "tp_degree": to("strategy.tp", whole),
+        "pp_degree": to("strategy.pp", whole),
+        "context_parallel_size": to("strategy.cp", whole),
+        "num_micro_batches": to("batch.accumulation", whole),
+        "gradient_clipping": to("optimizer.max_grad_norm", clip),
+        "recompute_activations recompute_granularity": _recompute,
+        "recompute_method recompute_num_layers": gone("each block is one unit"),
+        "sequence_parallelism": gone("tensor parallelism does what it can with the sequence by itself"),
+        "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
+        "use_custom_fsdp": only(why="that is another strategy", fix="say strategy: {kind: fsdp2, tp: N}"),
+        "expert_model_parallel_size expert_tensor_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
+        "attention_dropout hidden_dropout": gone("model.config says it, by the model's own name"),
+        "eod_mask_loss": gone("what carries loss is data.learn_on"),
+        "calculate_per_token_loss": gone("losses are always sums over tokens"),
+        "no_load_optim no_save_optim optimizer_cpu_offload use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d": NOT_MEGATRON,
+        "decoder_last_pipeline_num_layers attention_backend attention_softmax_in_fp32 use_rotary_position_embeddings": NOT_MEGATRON,
+    }
+)
 
 # ------------------------------------------------------------------------------------------------------------ the whole file
 
@@ -342,40 +318,29 @@ def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:
 
 
 OTHER_DEVICES = ("xla", "tpu", "multi_npu", "multi_mlu", "multi_sdaa", "multi_musa", "multi_xpu", "multi_hpu", "multi_neuron")
-TABLE: dict[str, Rule] = {
-    "compute_environment": _machine,
-    "distributed_type": later(),
-    "num_processes": later(),
-    "num_machines": later(),
-    "machine_rank": later(),
-    "main_process_ip": later(),
-    "main_process_port": later(),
-    "mixed_precision": later(),
-    "fp16": later(),
-    "fsdp_config": later(),
-    "deepspeed_config": later(),
-    "megatron_lm_config": later(),
-    "parallelism_config": later(),
-    "dynamo_config": dynamo,
-    "dynamo_backend": dynamo,
-    "gpu_ids": _gpus,
-    "use_cpu": lambda sheet, old: sheet.put("run.device", "cpu", old) if flag(old) else None,
-    "debug": gone("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),
-    "rdzv_backend": gone("one launcher a machine, and a store that rank 0 holds"),
-    "same_network": gone("one launcher a machine, and a store that rank 0 holds"),
-    "main_training_function": gone("there is no training script"),
-    "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
-    "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
-    "fp8_config": lambda sheet, old: _no_fp8(old) if old.inside() else None,
-    "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
-    "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
-}
-
-TABLE |= {
-    name: gone("TPUs are not used")
-    for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands")
-}
 
 
-def _no_fp8(old: Old) -> None:
-    raise refuse(old, "FP8 is not to be had", "use mixed_precision: bf16")
+def _no_fp8(_: Sheet, old: Old) -> None:
+    if old.inside():
+        raise refuse(old, "FP8 is not to be had", "use mixed_precision: bf16")
+
+
+TABLE: dict[str, Rule] = by_word(
+    {
+        "compute_environment": _machine,
+        "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": later(),
+        "mixed_precision fp16 fsdp_config deepspeed_config megatron_lm_config parallelism_config": later(),
+        "dynamo_config dynamo_backend": dynamo,
+        "gpu_ids": _gpus,
+        "use_cpu": switch("run.device", "cpu"),
+        "debug": gone("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),
+        "rdzv_backend same_network": gone("one launcher a machine, and a store that rank 0 holds"),
+        "main_training_function": gone("there is no training script"),
+        "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
+        "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
+        "fp8_config": _no_fp8,
+        "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
+        "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone("TPUs are not used"),
+    }
+)

@@ -13,32 +13,28 @@ from drumline.config.compat.combine import low_precision
 from drumline.config.compat.sheet import Old, Sheet, Source
 
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
+
+
+def _variables(prefix: str, keys: str) -> dict[str, str]:
+    """The variables that hand these keys on: PREFIX_KEY → key."""
+    return {f"{prefix}_{key.upper()}": key for key in keys.split()}
+
+
 FSDP = {
-    "FSDP_OFFLOAD_PARAMS": "offload_params",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "transformer_layer_cls_to_wrap",
-    "FSDP_BACKWARD_PREFETCH": "backward_prefetch",
-    "FSDP_FORWARD_PREFETCH": "forward_prefetch",
-    "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "activation_checkpointing_offload",
-    "FSDP_IGNORED_MODULES": "ignored_modules",
+    **_variables("FSDP", "offload_params backward_prefetch forward_prefetch ignored_modules"),
+    **_variables("FSDP", "activation_checkpointing activation_checkpointing_offload"),
 }
 DEEPSPEED = {
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    **_variables("ACCELERATE", "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"),
+    **_variables("ACCELERATE_DEEPSPEED", "zero_stage offload_optimizer_device offload_param_device"),
+    **_variables("ACCELERATE_DEEPSPEED", "offload_optimizer_nvme_path offload_param_nvme_path"),
 }
-MEGATRON = {
-    f"MEGATRON_LM_{name}": name.lower()
-    for name in ("TP_DEGREE", "PP_DEGREE", "CONTEXT_PARALLEL_SIZE", "NUM_MICRO_BATCHES", "RECOMPUTE_ACTIVATIONS", "RECOMPUTE_GRANULARITY")
-}
-PARALLELISM = {f"PARALLELISM_CONFIG_{name}": name.lower() for name in ("DP_REPLICATE_SIZE", "TP_SIZE", "CP_SIZE", "SP_SIZE")}
-DYNAMO = {"ACCELERATE_DYNAMO_BACKEND": "backend", "ACCELERATE_DYNAMO_MODE": "mode"}
+MEGATRON = _variables(
+    "MEGATRON_LM", "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
+)
+PARALLELISM = _variables("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
+DYNAMO = _variables("ACCELERATE_DYNAMO", "backend mode")
 PRECISION = {LAUNCHED: "mixed_precision"}
 
 

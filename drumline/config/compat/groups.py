@@ -94,19 +94,24 @@ def _dtype(sheet: Sheet) -> None:
 # ----------------------------------------------------------------------------------------------------------- when, and on what
 
 
-def _times(sheet: Sheet, strategy: Old | None, steps: Old | None, dotted: str, what: str, unasked: int | None) -> None:
+def step_count(old: Old) -> int:
+    """A number of steps. Parts of the run (0.1) have no home: how long it is stands only after the data is read."""
+    if 0 < number(old) < 1:
+        raise refuse(old, f"{old.value} of all steps", "write a number of steps")
+    return whole(old)
+
+
+def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, what: str, unasked: int | None) -> None:
     """A strategy of no, steps, epoch or best, and a number of steps → `every`."""
     kind = choice({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
     if strategy is not None and kind in ("epoch", "best"):
         better = " and after a better evaluation" if kind == "best" else ""
         sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
     if kind != "steps":
-        if steps is not None and strategy is not None:
-            sheet.note(steps, f"without effect: {strategy.key} is {kind}")
-    elif steps is not None and 0 < number(steps) < 1:
-        raise refuse(steps, f"{steps.value} of all steps", "write a number of steps")
-    elif steps is not None:
-        sheet.put(dotted, whole(steps), steps)
+        if every is not None and strategy is not None:
+            sheet.note(every, f"without effect: {strategy.key} is {kind}")
+    elif every is not None:
+        sheet.put(dotted, step_count(every), every)
     elif strategy is not None and unasked:
         sheet.put(dotted, unasked, strategy)
 

@@ -186,6 +186,11 @@ def to(dotted: str, convert: Convert = as_is) -> Rule:
     return rule
 
 
+def switch(dotted: str, value: Any) -> Rule:
+    """A key of the new config gets this value where the old one is true."""
+    return lambda sheet, old: sheet.put(dotted, value, old) if flag(old) else None
+
+
 def nothing(sheet: Sheet, old: Old) -> None:
     """The key says nothing that needs a word."""
 

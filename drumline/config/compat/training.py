@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.config.compat import accelerate as acc
 from drumline.config.compat import groups
 from drumline.config.compat.arguments import TABLE
-from drumline.config.compat.sheet import Old, Sheet, listed, read
+from drumline.config.compat.sheet import Old, Sheet, read
 
 WHAT = "training arguments"
 
@@ -59,5 +59,4 @@ def flatten(old: Old) -> list[Old]:
     if not isinstance(old.value, dict) or old.key not in SECTIONS or old.key in ("fsdp", "deepspeed"):
         return [old]
     names = SECTIONS[old.key]
-    inside = listed(old.value, old.source, old.place)
-    return [each for one in inside for each in flatten(Old(names.get(one.key, one.key), one.value, one.source, one.place))]
+    return [each for one in old.inside() for each in flatten(Old(names.get(one.key, one.key), one.value, one.source, one.place))]
