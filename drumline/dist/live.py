@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -162,8 +162,8 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds of a model, wherever they lie: storages, so what a buffer is padded with counts. `optimizer`: moments, and fp32
-    copies of weights that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out."""
+    """Bytes that a rank holds of a model, wherever they lie: storages, so what a buffer is padded with counts. `optimizer`: moments, and
+    fp32 copies of weights that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out."""
 
     parameters: int
     gradients: int

@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, step, rank): there is no generator state to save, and a resumed step draws what it would have drawn."""
+"""Random numbers as a function of (seed, step, rank): no generator state is saved, and a resumed step draws what it would have drawn."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
-    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Others, those of
-    GPUs that are not this rank's above all, are not touched: to ask one for its state takes hold of the device."""
+    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Others,
+    those of GPUs that are not this rank's above all, are not touched: to ask one for its state takes hold of the device."""
     on_gpu = torch.device(device).type == "cuda"  # the meta device draws nothing
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else torch.default_generator
     before = generator.get_state()
