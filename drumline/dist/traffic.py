@@ -17,50 +17,23 @@ from torch.distributed.tensor import DTensor
 from drumline.dist.reduce import sum_over_ranks
 from drumline.vendor.torch import TorchDispatchMode, resolve_process_group
 
-# Operator → which argument is sent, and how often its bytes leave each of n ranks in the ring algorithm (Thakur et al. 2005; NCCL's
-# and gloo's for large tensors). A broadcast or a reduction to one rank is passed on by all ranks but one.
-_SHARES: dict[str, tuple[int, Callable[[int], float]]] = {
-    "all_reduce": (0, lambda n: 2 * (n - 1) / n),
-    "all_gather": (1, lambda n: n - 1),
-    "reduce_scatter": (1, lambda n: (n - 1) / n),
-    "all_to_all": (1, lambda n: (n - 1) / n),
-    "passed_on": (0, lambda n: (n - 1) / n),
-    "send": (0, lambda n: 1),
-}
-_C10D = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "gather_": "all_to_all",  # mean over ranks: all but the root send their part
-    "scatter_": "all_to_all",  # the root alone has inputs, and keeps one
-    "broadcast_": "passed_on",
-    "reduce_": "passed_on",
-    "send": "send",
-}
-# Functional collectives (DTensor's) name what is sent first, the group last.
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "passed_on",
-    "broadcast_": "passed_on",
-}
+# How often the bytes of a collective leave each of n ranks in the ring algorithm (Thakur et al. 2005; NCCL's and gloo's for large
+# tensors); which argument of c10d's operators is sent, and their names; names of functional collectives (DTensor's), whose first
+# argument it is. A broadcast or a reduction to one rank is passed on by all ranks but one.
+_RING: tuple[tuple[Callable[[int], float], int, str, str], ...] = (
+    (lambda n: 2 * (n - 1) / n, 0, "allreduce_ allreduce_coalesced_",
+     "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_"),
+    (lambda n: n - 1, 1, "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+     "all_gather_into_tensor all_gather_into_tensor_coalesced all_gather_into_tensor_out"),
+    (lambda n: (n - 1) / n, 1, "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+     "reduce_scatter_tensor reduce_scatter_tensor_coalesced reduce_scatter_tensor_out"),
+    # Mean over ranks: of a gather all but the root send their part; of a scatter the root alone has inputs, and keeps one.
+    (lambda n: (n - 1) / n, 1, "alltoall_ alltoall_base_ gather_ scatter_", "all_to_all_single"),
+    (lambda n: (n - 1) / n, 0, "broadcast_ reduce_", "broadcast broadcast_"),
+    (lambda n: 1, 0, "send", ""),
+)  # fmt: skip
+_C10D = {name: (index, share) for share, index, names, _ in _RING for name in names.split()}
+_FUNCTIONAL = {name: share for share, _, _, names in _RING for name in names.split()}
 
 
 class SentBytes(TorchDispatchMode):
@@ -85,11 +58,10 @@ def _sent(func: Any, args: tuple[Any, ...]) -> float:
     """Bytes that one call of an operator sends from this rank."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _C10D:
-        index, share = _SHARES[_C10D[name]]
+        index, share = _C10D[name]
         return share(_group_size(args)) * _bytes(args[index])
     if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
-        _, share = _SHARES[_FUNCTIONAL[name]]
-        return share(resolve_process_group(args[-1]).size()) * _bytes(args[0])
+        return _FUNCTIONAL[name](resolve_process_group(args[-1]).size()) * _bytes(args[0])
     return 0.0
 
 
