@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from drumline.config.algorithms import METRICS
 from drumline.config.compat import translate
@@ -168,7 +168,7 @@ FREE = (
 
 def differences(old: Config, new: Config) -> list[Difference]:
     """Keys whose values differ, in the order of the config. How a global batch that is said is cut up may change, too."""
-    before, after = _flat(old), _flat(new)
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     totals = ("batch.global_samples", "batch.global_tokens")
     same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
     may = (*FREE, "batch.micro_batch", "batch.accumulation") if same_batch else FREE
@@ -180,18 +180,11 @@ def differences(old: Config, new: Config) -> list[Difference]:
     return found
 
 
-def _flat(section: BaseModel) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-
-    def walk(value: Any, prefix: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(inner, f"{prefix}.{key}" if prefix else key)
-        else:
-            out[prefix] = value
-
-    walk(section.model_dump(mode="json"), "")
-    return out
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value, of what stands in sections of sections."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def schema() -> dict[str, Any]:

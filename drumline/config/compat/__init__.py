@@ -7,7 +7,6 @@ in several keys. Nothing is dropped in silence: a key without a meaning gets a n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,23 +14,12 @@ from drumline.config.compat.accelerate import TABLE as ACCELERATE
 from drumline.config.compat.accelerate import accelerate_file
 from drumline.config.compat.arguments import TABLE
 from drumline.config.compat.combine import deepspeed_file
-from drumline.config.compat.sheet import Old, Sheet, Source, listed
+from drumline.config.compat.sheet import Sheet, Source, listed
 from drumline.config.compat.training import SECTIONS, training_arguments
 from drumline.config.schema import Config
 from drumline.config.yaml_lines import Place
 
 Kind = Literal["accelerate", "deepspeed", "training"]
-
-
-@dataclass(frozen=True)
-class Translated:
-    """An old file in the new words. `said`: where each new value stands in the old file; `resume`: what it says of going on."""
-
-    kind: Kind
-    values: dict[str, Any]
-    said: dict[Place, str]
-    notes: list[str]
-    resume: str | None
 
 
 def recognise(values: Mapping[Any, Any]) -> Kind | None:
@@ -69,8 +57,8 @@ def _holds_arguments(name: str, section: Any) -> bool:
     return bool(known - own) and not ({str(key) for key in section} & own) - known
 
 
-def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path) -> Translated | None:
-    """The values of an old file in Drumline's words; None where it is none. Raises ConfigError by the old file's line.
+def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path) -> Sheet | None:
+    """A sheet with the values of an old file in Drumline's words; None where it is none. Raises ConfigError by the old file's line.
 
     Files that it names are looked for from `base` and from the current folder; the new paths are relative to `folder`.
     """
@@ -79,7 +67,4 @@ def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, 
         return None
     sheet, olds = Sheet(base, folder), listed(dict(values), Source(name, lines))
     {"accelerate": accelerate_file, "deepspeed": deepspeed_file, "training": training_arguments}[kind](sheet, olds)
-    return Translated(kind, sheet.values, {place: old.where for place, old in sheet.origins.items()}, sheet.notes, sheet.resume)
-
-
-__all__ = ["Old", "Sheet", "Translated", "recognise", "translate"]
+    return sheet

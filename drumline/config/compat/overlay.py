@@ -53,7 +53,7 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
 def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
     if (own := sheet.get("strategy.config")) is not None:
         sheet.values["strategy"]["config"] = str((sheet.folder / own).absolute())  # the config lies elsewhere
-    return Overlay(sheet.values, {place: old.where for place, old in sheet.origins.items()}, sheet.notes, weak)
+    return Overlay(sheet.values, sheet.said, sheet.notes, weak)
 
 
 def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str]) -> dict[Place, str]:

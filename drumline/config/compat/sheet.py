@@ -59,7 +59,7 @@ class Sheet:
     origins: dict[Place, Old] = field(default_factory=dict)
     taken: dict[str, Old] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    resume: str | None = None
+    resume: str | None = None  # what the old file says of going on
 
     def put(self, dotted: str, value: Any, old: Old) -> None:
         """Say a value of the new config. Raises ConfigError where another old key has said another."""
@@ -82,6 +82,11 @@ class Sheet:
                 return default
             inside = inside[name]
         return inside
+
+    @property
+    def said(self) -> dict[Place, str]:
+        """Where each new value stands in the old file."""
+        return {place: old.where for place, old in self.origins.items()}
 
     def note(self, old: Old, text: str) -> None:
         """One line for a key that has no meaning any more, or another one."""
