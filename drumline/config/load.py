@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from drumline.config.algorithms import METRICS
 from drumline.config.compat import translate
 from drumline.config.compat.overlay import Overlay, lay
-from drumline.config.deepspeed_json import read_deepspeed
 from drumline.config.mistakes import Origins, check_numbers, first_mistake
 from drumline.config.overrides import lay_over
 from drumline.config.schema import Config
@@ -19,7 +18,7 @@ from drumline.config.secret import withhold
 from drumline.config.strategies import ZeroStrategy
 from drumline.config.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
-from drumline.foreign import MIB
+from drumline.foreign import MIB, parse_json
 from drumline.foreign import read_text as plain_text
 
 MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
@@ -71,6 +70,25 @@ def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
     text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
     return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
+
+
+def read_deepspeed(path: Path) -> dict[str, Any]:
+    """The keys and values of a DeepSpeed JSON, to be judged by `plan.zero`. Raises ConfigError, with the line where there is one."""
+    text = plain_text(path, ConfigError, "strategy.config is a path relative to the YAML")
+    values = parse_json(text, str(path), ConfigError, lines=True, numbers=True, object_pairs_hook=lambda pairs: _once(pairs, path))
+    if not isinstance(values, dict):
+        raise ConfigError("holds no keys and values", where=str(path), fix="a DeepSpeed config is one JSON object")
+    return values
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """JSON takes a key twice and keeps the last; one of the two was a slip."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ConfigError(f"has the key {key!r} twice", where=str(path), fix="take one of them out")
+        made[key] = value
+    return made
 
 
 @dataclass

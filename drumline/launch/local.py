@@ -17,8 +17,7 @@ from drumline.launch.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launch.restarts import Restarts
 from drumline.plan.choice.exhausted import Exhausted
 from drumline.plan.plan import Plan
-from drumline.report.events import EventLog, read
-from drumline.report.tail import Tail
+from drumline.report.events import EventLog, Tail, read
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = ("restore", "step", "eval", "save")

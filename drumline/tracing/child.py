@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 from drumline.plan.plan import Plan
 from drumline.tracing.run import Untraceable
-from drumline.tracing.trace import as_json, traces
+from drumline.tracing.trace import traces
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     world_size = Plan.model_validate(question["plan"]).mesh.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        print(as_json(list(traces(question))))
+        print(json.dumps([asdict(traced) for traced in traces(question)]))
     except Untraceable as reason:
         sys.exit(str(reason))
     finally:

@@ -9,7 +9,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -162,12 +161,8 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
     for layers in question["layers"]:
         model = plan.config.model
         fewer = model.model_copy(update={"config": {**model.config, "num_hidden_layers": layers}})
-        yield run(
-            plan.model_copy(update={"config": plan.config.model_copy(update={"model": fewer})}),
-            question["rows"],
-            question["length"],
-            question["dtype"],
-        )
+        config = plan.config.model_copy(update={"model": fewer})
+        yield run(plan.model_copy(update={"config": config}), question["rows"], question["length"], question["dtype"])
 
 
 def in_child(question: dict[str, Any]) -> list[Traced]:
@@ -188,7 +183,3 @@ def in_child(question: dict[str, Any]) -> list[Traced]:
         said = done.stderr.strip().splitlines() or ["nothing was said"]
         raise Untraceable(said[-1])
     return [Traced(**traced) for traced in json.loads(lines[-1])]
-
-
-def as_json(found: list[Traced]) -> str:
-    return json.dumps([asdict(traced) for traced in found])

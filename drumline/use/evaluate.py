@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline import __version__
-from drumline.config.load import load
-from drumline.errors import ConfigError, DrumlineError, EnvironmentFault, UserError
+from drumline.checkpoint.load import check, newest, pointed
+from drumline.config.load import Loaded, load
+from drumline.errors import CheckpointError, ConfigError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import read_object
 from drumline.launch.environment import launched_by
 from drumline.launch.local import launch
@@ -24,7 +26,6 @@ from drumline.plan.explain import default_run_dir, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.bars import bars
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
-from drumline.use.weights import Weights, find_weights
 
 NOT_METRICS = {"t", "kind", "step", "samples", "seconds"}  # of an eval event
 # An evaluation is over or not: nothing is started again, and nobody is told but the caller.
@@ -69,6 +70,41 @@ def run_folder(config_path: Path, overrides: list[str]) -> Path:
     """The run folder that `drumline train` with the same words has."""
     loaded = load(config_path, overrides)
     return Path(loaded.config.run.dir or default_run_dir(loaded.path))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is evaluated: `checkpoint` laid over the model of the config, or, where it is None, the model of `loaded` as it is published."""
+
+    loaded: Loaded
+    checkpoint: Path | None
+    origin: str
+
+
+def find_weights(config_path: Path, overrides: list[str], place: Path | None, run_dir: Path) -> Weights:
+    """`place`: a checkpoint, a run folder or a Hugging Face folder; None: the best or newest checkpoint of `run_dir`, and before there
+    is one the model that training starts from. Raises CheckpointError for a place that is none of them."""
+    loaded = load(config_path, overrides, trusted=False)
+    if place is None:
+        found = of_run(run_dir)
+        return Weights(loaded, found, str(found) if found else f"{loaded.config.model.id or 'the model'}, not trained")
+    if (place / "plan.json").exists():
+        found = of_run(place)
+        if found is None:
+            raise CheckpointError("this run has no whole checkpoint", where=str(place), fix="train first, or set checkpoint.every")
+        return Weights(loaded, found, str(found))
+    if (place / "config.json").exists():
+        own = ["model.revision=null", "model.init=pretrained", "model.config={}", "adapter=none"]
+        own += ["model.tokenizer=null"] if (place / "tokenizer_config.json").exists() else []
+        return Weights(load(config_path, [*overrides, f"model.id={place.absolute()}", *own], trusted=False), None, str(place))
+    check(place, verify=False, alone=True)
+    return Weights(loaded, place, str(place))
+
+
+def of_run(run_dir: Path) -> Path | None:
+    """The best checkpoint by eval.metric, else the newest whole one; None where there is none."""
+    root = run_dir / "checkpoints"
+    return pointed(root, "best") or newest(root, verify=False, alone=True).path
 
 
 def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:

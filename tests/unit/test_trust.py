@@ -11,7 +11,7 @@ import pytest
 
 from drumline.config.load import load
 from drumline.models.export import _plan_of
-from drumline.use.weights import find_weights
+from drumline.use.evaluate import find_weights
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
