@@ -34,7 +34,7 @@ class RewardModelConfig(Section):
     """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
 
     kind: Literal["reward"] = "reward"
-    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data goes before it.")
+    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
     center: float = Field(
         0.0,
         ge=0,
@@ -51,13 +51,12 @@ class DPOConfig(_TokenAlgorithm):
     loss: Literal["sigmoid", "ipo", "hinge"] = Field(
         "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: part of pairs whose sides may be swapped (conservative DPO).")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: assumed share of swapped pairs (conservative DPO).")
     sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
     reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
         "auto",
-        description="Log-probs of the reference: computed once before training and kept on disk, live from a frozen copy, or"
-        " the policy with its"
-        " adapter switched off. auto: adapter under LoRA, else precomputed.",
+        description="Log-probs of the reference: precomputed once before training and kept on disk, live from a frozen copy, or from the"
+        " policy with its adapter switched off. auto: adapter under LoRA, else precomputed.",
     )
     reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
 
@@ -151,10 +150,10 @@ def _task_reward() -> list[Reward]:
 
 
 class _Generator(Section):
-    temperature: float = Field(1.0, gt=0, le=1000, description="Of sampling.")
+    temperature: float = Field(1.0, gt=0, le=1000, description="Temperature of sampling.")
     top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
     top_k: Amount = Field(0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
-    max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut here.")
+    max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut after this many tokens.")
     stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
 
 
@@ -178,13 +177,13 @@ class VLLMGenerator(_Generator):
     kind: Literal["vllm"] = "vllm"
     url: PathText | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
     batch: int = Field(64, gt=0, le=10**6, description="Sequences under way at once, of each rank.")
-    timeout_seconds: Seconds = Field(600.0, description="url: of one request, and of loading weights.")
+    timeout_seconds: Seconds = Field(600.0, description="url: limit of one request, and of loading weights.")
     weights: Literal["none", "folder"] = Field(
         "folder",
         description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
         " VLLM_SERVER_DEV_MODE=1); none: it keeps its own.",
     )
-    folder: PathText | None = Field(None, description="weights=folder: where; null: RUN/rollout-weights.")
+    folder: PathText | None = Field(None, description="weights=folder: the folder; null: RUN/rollout-weights.")
     memory: float = Field(0.3, gt=0, lt=1, description="Without url: the part of the GPU's memory that the engine takes.")
 
     @model_validator(mode="after")
@@ -212,7 +211,8 @@ class KLConfig(Section):
     target: Above0 | None = Field(None, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed.")
     horizon: Steps = Field(10000, description="target: episodes over which an error is corrected.")
     estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="log π/π_ref; its half square; or π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative."
+        "k3",
+        description="k1: log π/π_ref; k2: half its square; k3: π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative.",
     )
     reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
 
@@ -222,13 +222,12 @@ class CurriculumConfig(Section):
 
     kind: Literal["data", "weights", "success"] = Field(
         "data",
-        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share"
-        " follows how uncertain its"
-        " outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
+        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share follows how"
+        " uncertain its outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
     )
     weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field({}, description="weights: domain → its share, in any unit.")
     floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
-    memory: float = Field(0.9, ge=0, lt=1, description="success: how much of the old rate a rollout leaves.")
+    memory: float = Field(0.9, ge=0, lt=1, description="success: weight of the old success rate when a rollout updates it.")
     solved: float = Field(0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with this reward or more is solved.")
 
 
@@ -236,17 +235,21 @@ class RewardFailureConfig(Section):
     """What is done about rewards that fail over and over: such a run learns nothing, and looks well."""
 
     share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
-    rollouts: int = Field(3, gt=0, le=10_000, description="So many failed rollouts in a row are too many.")
+    rollouts: int = Field(3, gt=0, le=10_000, description="The action is taken after this many failed rollouts in a row.")
     action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
 
 
 class _RolloutAlgorithm(_TokenAlgorithm):
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
-    reward_workers: int | None = Field(None, gt=0, le=1024, description="Processes of a rank for rewards; null: a share of cores, up to 4.")
-    reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="When too many rewards fail.")
+    reward_workers: int | None = Field(
+        None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4."
+    )
+    reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="What is done when rewards keep failing.")
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    minibatches: int = Field(1, gt=0, le=10**6, description="Optimizer steps of a pass; a rollout has as many global batches of episodes.")
+    minibatches: int = Field(
+        1, gt=0, le=10**6, description="Optimizer steps of one pass; a rollout has minibatches × batch.global_samples episodes."
+    )
     clip: Above0 = Field(0.2, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
     kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
@@ -259,11 +262,11 @@ class PPOConfig(_RolloutAlgorithm):
     kind: Literal["ppo"] = "ppo"
     group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
     value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
     value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
-    value: Literal["head", "separate"] = Field("head", description="A linear head on the policy's last hidden states, or its own model.")
+    value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
     value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
     value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
     whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
@@ -277,7 +280,9 @@ class GRPOConfig(_RolloutAlgorithm):
     """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
 
     kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(8, gt=0, le=10**6, description="Completions of each prompt, 2 or more: a reward counts less its group's mean.")
+    group_size: int = Field(
+        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
+    )
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
     )
@@ -285,7 +290,7 @@ class GRPOConfig(_RolloutAlgorithm):
         "token",
         description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
     )
-    clip_high: Above0 | None = Field(None, description="Upper clip, where it is another than `clip` (DAPO's clip-higher: 0.28).")
+    clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
     dynamic_sampling: int = Field(
         0,
         ge=0,

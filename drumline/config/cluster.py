@@ -22,10 +22,10 @@ class DeviceConfig(Section):
     """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
 
     memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
-    bandwidth_gb_s: Rate = Field(description="Of its memory, 10^9 bytes a second.")
-    bf16_tflops: Rate | None = Field(None, description="bf16, 10^12 FLOP/s; null: it has no bf16.")
-    fp16_tflops: Rate | None = Field(None, description="fp16; null: as bf16.")
-    fp32_tflops: Rate = Field(description="fp32 as it runs by default: TF32 where the device has it.")
+    bandwidth_gb_s: Rate = Field(description="Memory bandwidth, in 10^9 bytes a second.")
+    bf16_tflops: Rate | None = Field(None, description="Rate in bf16, in 10^12 FLOP/s; null: the device has no bf16.")
+    fp16_tflops: Rate | None = Field(None, description="Rate in fp16; null: as bf16.")
+    fp32_tflops: Rate = Field(description="Rate in fp32 as it runs by default: TF32 where the device has it.")
     host_link: str = Field("pcie4", description="Between device and host: a link of the catalog or of `links`.")
 
     def spec(self, name: str) -> DeviceSpec:
@@ -70,10 +70,10 @@ class ClusterConfig(Section):
     links: dict[str, LinkConfig] = Field(default_factory=dict, description="Further links by name.")
     device: Annotated[str | None, NUMBER] = Field(
         None,
-        description="Of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
+        description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
     )
-    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices of a host; null: what is found here, of another device one.")
+    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices of a host; null: those found here, or 1 of another device.")
     nodes: int = Field(1, gt=0, le=MOST_NODES, description="Hosts.")
     intra: str | None = Field(
         None,
@@ -85,7 +85,7 @@ class ClusterConfig(Section):
     calibration: PathText | None = Field(
         None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
     )
-    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="For the cost of a run, in any currency.")
+    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="Price of a device for an hour, in any currency.")
 
     @field_validator("devices")
     @classmethod

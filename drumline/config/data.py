@@ -17,12 +17,12 @@ class Columns(Section):
     completion: str | None = Field(None, description="Column with the completion that is learned.")
     text: str | None = Field(None, description="Column with plain text.")
     chosen: str | None = Field(None, description="Column with the better answer of a pair (text, or messages with or without the prompt).")
-    rejected: str | None = Field(None, description="Column with the worse one.")
+    rejected: str | None = Field(None, description="Column with the worse answer.")
     margin: str | None = Field(None, description="Column with by how much chosen is better (optional).")
     label: str | None = Field(None, description="Column with the class: a name or a number.")
     image: str | None = Field(None, description="Column with the path of an image, relative to the data file.")
     tools: str | None = Field(None, description="Column with the tools to call: JSON schemas for the chat template. An empty text: none.")
-    images: str | None = Field(None, description="Column with a list of such paths, for messages that say where they stand.")
+    images: str | None = Field(None, description="Column with a list of image paths, for messages that say where the images stand.")
 
 
 class _Source(Section):
@@ -85,12 +85,16 @@ class DataConfig(Section):
     max_length: int = Field(1024, gt=1, le=10**8, description="Tokens of a training sequence, and of a pack.")
     truncation: Literal["error", "right", "left", "drop"] = Field(
         "right",
-        description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; the number is said.",
+        description="A row longer than max_length is cut at its end (right) or start (left), dropped, or an error; such rows are counted.",
     )
     packing: bool = Field(True, description="Join short rows up to max_length; attention and positions respect their boundaries.")
-    image_max_pixels: int | None = Field(None, gt=0, le=10**10, description="Larger images are made smaller; null: as the processor says.")
+    image_max_pixels: int | None = Field(
+        None, gt=0, le=10**10, description="Images with more pixels are scaled down in proportion; null: the image processor's limit."
+    )
     learn_on: Literal["assistant", "all"] = Field("assistant", description="Tokens with loss: assistant turns and completions, or all.")
-    order: Literal["shuffle", "sequential"] = Field("shuffle", description="Of an epoch's samples; fixed by (run.seed, epoch).")
+    order: Literal["shuffle", "sequential"] = Field(
+        "shuffle", description="Order of the samples in an epoch: shuffled as (run.seed, epoch) fix it, or as the data come."
+    )
     workers: int | None = Field(None, gt=0, le=1024, description="Processes that tokenise; null: one per core, at most 8.")
     prefetch: int = Field(2, ge=0, le=1000, description="Global batches collated ahead by a thread; 0 collates in line.")
     verify: bool = Field(True, description="Check the token cache's checksums when a run starts, while the model is loaded.")

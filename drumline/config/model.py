@@ -15,7 +15,7 @@ Head = Literal["lm", "valued", "score", "text", "image"]
 class ModelShape(Section):
     """The sizes of a model of Llama's kind."""
 
-    layers: int = Field(gt=0, le=10**4, description="Blocks.")
+    layers: int = Field(gt=0, le=10**4, description="Number of blocks.")
     hidden: int = Field(gt=0, le=10**6, description="Width of the hidden states: a multiple of heads.")
     heads: int = Field(gt=0, le=10**5, description="Attention heads.")
     kv_heads: int | None = Field(None, gt=0, le=10**5, description="Heads of keys and values: a divisor of heads; null: as many as heads.")
@@ -51,9 +51,11 @@ class ModelConfig(Section):
         "auto", description="Attention implementation; auto is sdpa."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model. Off unless you say so.")
-    freeze: list[str] = Field([], description="Modules or parameters that do not learn, by name with all below, as model.visual.")
+    freeze: list[str] = Field([], description="Names of modules or parameters that are not trained, with all below them, as model.visual.")
     sync_batchnorm: bool = Field(False, description="Batch norms take their statistics over the samples of several ranks.")
-    sync_batchnorm_ranks: int | None = Field(None, gt=1, le=MOST_RANKS, description="Ranks that share them, a divisor of all; null: all.")
+    sync_batchnorm_ranks: int | None = Field(
+        None, gt=1, le=MOST_RANKS, description="Neighbouring data ranks that share statistics, a divisor of all data ranks; null: all."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -69,13 +69,17 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="AdamW (Loshchilov & Hutter 2019) or SGD with momentum.")
     lr: float = Field(2e-5, gt=0, le=1000, description="Peak learning rate, before lr_scaling.")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="lr × ratio, or lr × √ratio; ratio as the next two say.")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="linear: lr × ratio; sqrt: lr × √ratio; lr_base_devices or lr_base_samples gives the ratio."
+    )
     lr_base_devices: Ranks = Field(1, description="lr was chosen for this many data-parallel devices: ratio = devices / this.")
-    lr_base_samples: Count | None = Field(None, description="The same of the global batch: ratio = global samples / this. Goes before.")
+    lr_base_samples: Count | None = Field(
+        None, description="lr was chosen for a global batch of this many samples: ratio = global samples / this. Overrides lr_base_devices."
+    )
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, le=1, description="AdamW's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
-    weight_decay: float = Field(0.0, ge=0, le=1000, description="On matrices only; biases and norms are spared.")
+    weight_decay: float = Field(0.0, ge=0, le=1000, description="Applies to matrices only, not to biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
     fused: bool = Field(True, description="One kernel for the whole update where torch has one.")
 
@@ -85,14 +89,16 @@ class ScheduleConfig(Section):
         "cosine", description="Course of the rate after warm-up; wsd: flat, then linear down."
     )
     warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up.")
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="The same as a part of all steps; warmup_steps goes before it.")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="Linear warm-up as a part of all steps; warmup_steps overrides it.")
     warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0 (as transformers' has it), not 1 / (W + 1).")
     min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the part of all steps that goes down.")
 
 
 class PrecisionConfig(Section):
-    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="Compute type; weights are fp32. auto: bf16 if the GPU can.")
+    kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
+    )
     initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: first loss scale.")
     tf32: bool = Field(True, description="Let fp32 matrix products use TF32 on GPUs.")
 
@@ -130,11 +136,15 @@ class CheckpointConfig(Section):
         600.0,
         ge=0,
         le=86400,
-        description="Where the disk does not take the last checkpoint: how long it is tried again. When asked to stop, at most half of"
+        description="How long the last checkpoint is tried again when the disk refuses it; when the run is asked to stop, at most half of"
         " launch.grace_seconds.",
     )
-    fallback_dir: str | None = Field(None, description="On another disk, for the last checkpoint or its weights when the run's is full.")
-    export: Literal["none", "last", "best"] = Field("best", description="Write a Hugging Face folder, RUN/export; no best: the last.")
+    fallback_dir: str | None = Field(
+        None, description="Folder on another disk, which takes the last checkpoint or its weights when the run's disk is full."
+    )
+    export: Literal["none", "last", "best"] = Field(
+        "best", description="Checkpoint that is written as a Hugging Face folder, RUN/export; without a best one, the last."
+    )
     export_adapter: bool = Field(False, description="With an adapter: export PEFT's files of the adapter alone, not the merged model.")
 
 
@@ -163,7 +173,7 @@ class LaunchConfig(Section):
 
 class RunConfig(Section):
     dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
-    steps: Steps | None = Field(None, description="Optimizer steps; goes before epochs.")
+    steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
     epochs: Rate = Field(1.0, description="Passes over the training samples.")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="Fixes order, dropout and random weights.")
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")

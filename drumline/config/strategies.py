@@ -44,7 +44,7 @@ class AutoStrategy(Section):
         description="by rules: parameters: below 1B ddp, 1-7B zero2, above zero3. devices: up to 4 and 8B ddp, else fsdp2. tree: the first"
         " of ddp, fsdp2 and fsdp2 with offload that is predicted to fit.",
     )
-    nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is looked at, too.")
+    nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.")
 
 
 class SingleStrategy(Section):
@@ -108,10 +108,10 @@ class FSDP2Strategy(_Degrees):
         True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
     )
     replicate: Ranks = Field(1, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
-    sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: whole ones, once a step.")
+    sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: keep them whole until the step.")
     prefetch: int = Field(1, ge=0, le=1000, description="Blocks gathered ahead of the one that computes in forward. 0: as torch orders it.")
     backward_prefetch: int | None = Field(None, ge=0, le=1000, description="The same in backward; null: as in forward.")
-    offload: Literal["none", "cpu"] = Field("none", description="cpu: weights, gradients, moments and the step live in host memory.")
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: weights, gradients and moments stay, and the step runs, on the host.")
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="Type weights are gathered in; auto: the precision's. fp32: gathered whole, cast op by op to the precision.",
@@ -147,7 +147,7 @@ class _Zero(Section):
     config: PathText | dict[str, Any] | None = Field(
         None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
     )
-    offload_optimizer: OffloadField = Field(default_factory=Offload, description="Moments and fp32 weights, and the step.")
+    offload_optimizer: OffloadField = Field(default_factory=Offload, description="Where moments and fp32 weights live, and the step runs.")
     options: dict[str, Any] = Field(default_factory=dict, description="Any other keys of a DeepSpeed config, passed through.")
     flops_profiler: bool = Field(False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt.")
 
@@ -162,7 +162,7 @@ class Zero2Strategy(_Zero):
 
 class Zero3Strategy(_Zero):
     kind: Literal["zero3"] = "zero3"
-    offload_parameters: OffloadField = Field(default_factory=Offload, description="Weights.")
+    offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
     zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
 
 
