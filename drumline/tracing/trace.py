@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -169,7 +170,7 @@ def in_child(question: dict[str, Any]) -> list[Traced]:
     """In a process of its own: this one may be a rank of a process group that is real."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "drumline.tracing.child"],
+            [sys.executable, "-m", "drumline.tracing.trace"],
             input=json.dumps(question, default=str),
             capture_output=True,
             text=True,
@@ -183,3 +184,26 @@ def in_child(question: dict[str, Any]) -> list[Traced]:
         said = done.stderr.strip().splitlines() or ["nothing was said"]
         raise Untraceable(said[-1])
     return [Traced(**traced) for traced in json.loads(lines[-1])]
+
+
+def _child() -> None:
+    """Trace as rank 0 of a process group that sends nothing: the question on stdin, the answer the last line of stdout."""
+    import torch.distributed as dist
+
+    from drumline.strategies import context_parallel
+    from drumline.vendor.torch import FakeStore
+
+    context_parallel._same_in_parts = lambda *_: True  # a proof needs ranks that answer; a run asks for it
+    question = json.load(sys.stdin)
+    world_size = Plan.model_validate(question["plan"]).mesh.world_size
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        print(json.dumps([asdict(traced) for traced in traces(question)]))
+    except Untraceable as reason:
+        sys.exit(str(reason))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _child()
