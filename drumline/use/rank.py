@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.dist.start import start, stop
@@ -12,14 +11,8 @@ from drumline.plan.plan import Plan
 from drumline.train.build import build
 from drumline.train.entry import Speaker, silent
 from drumline.train.failure import recording
+from drumline.train.signals import StopFlag
 from drumline.train.state import Goodput
-
-
-@dataclass(frozen=True)
-class NeverAsked:
-    """There is nothing to save: a signal just ends the rank."""
-
-    requested: int = 0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
     with recording():
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         emit = Speaker(plan, None).emit if ranks.rank == 0 else silent
-        build(plan, ranks, options.resume, emit, NeverAsked(), [], Goodput(time.time())).evaluate()
+        # There is nothing to save, so the flag is not entered: a signal just ends the rank.
+        build(plan, ranks, options.resume, emit, StopFlag(), [], Goodput(time.time())).evaluate()
         stop()
 
 
