@@ -73,8 +73,6 @@ class EnvironmentFault(UserError):
 class WorkerFailed(DrumlineError):
     """A rank raised or died and no restart is left."""
 
-    exit_code = 1
-
 
 class NotSaved(DrumlineError):
     """The last weights could not be stored. Nothing is started again for it."""

@@ -101,10 +101,7 @@ class ClusterConfig(Section):
         own = info.data.get("devices", {})
         if device is None or device in own or catalog.plain(device) == catalog.CPU or catalog.device(device) is not None:
             return device
-        known = [*own, *catalog.DEVICES, catalog.CPU]
-        meant = catalog.nearest(device, known)
-        fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}."
-        raise ValueError(f"no device {device!r} in the catalog — {fix} Others can be described under cluster.devices")
+        raise ValueError(_unknown("device", device, [*own, *catalog.DEVICES, catalog.CPU]))
 
     @field_validator("intra", "inter")
     @classmethod
@@ -161,7 +158,10 @@ CLUSTER_ALONE = Short(cluster_from_string, {"type": ["string", "integer"], "exam
 
 
 def _no_link(name: str, own: list[str]) -> str:
-    known = [*own, *catalog.LINKS]
+    return _unknown("link", name, [*own, *catalog.LINKS], ", and networks by their rate: 100Gb, 8x400Gb")
+
+
+def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
     meant = catalog.nearest(name, known)
-    fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}, and networks by their rate: 100Gb, 8x400Gb."
-    return f"no link {name!r} in the catalog — {fix} Others can be described under cluster.links"
+    fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}{besides}."
+    return f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"

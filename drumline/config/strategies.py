@@ -200,9 +200,7 @@ AnyStrategy = (
     | LocalSGDStrategy
     | DiLoCoStrategy
     | FSDP2Strategy
-    | Zero1Strategy
-    | Zero2Strategy
-    | Zero3Strategy
+    | ZeroStrategy
     | TPStrategy
     | CPStrategy
     | PPStrategy

@@ -51,7 +51,11 @@ def combine(sheet: Sheet) -> None:
     taken = sheet.taken
     type_ = taken.get("distributed_type")
     kind = choice(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
-    sections = {"fsdp_config": ("fsdp2", fsdp), "deepspeed_config": ("zero2", _deepspeed), "megatron_lm_config": ("ddp", _megatron)}
+    sections: dict[str, tuple[str, Rule]] = {
+        "fsdp_config": ("fsdp2", fsdp),
+        "deepspeed_config": ("zero2", lambda sheet, old: read_deepspeed(sheet, old, old.by_key())),
+        "megatron_lm_config": ("ddp", lambda sheet, old: read_megatron(sheet, old, prefixed(old, "megatron_lm_", MEGATRON))),
+    }
     for name, (wanted, translate) in sections.items():
         old = taken.pop(name, None)
         if old is None or not old.inside():
@@ -203,13 +207,8 @@ PARALLELISM: dict[str, Rule] = by_word(
 # ----------------------------------------------------------------------------------------------------- DeepSpeed, Megatron
 
 
-def _deepspeed(sheet: Sheet, old: Old) -> None:
-    """deepspeed_config: a stage and a few switches, or the path of a DeepSpeed JSON."""
-    read_deepspeed(sheet, old, {each.key: each for each in old.inside()})
-
-
 def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
-    """The same keys, wherever they come from."""
+    """Keys of deepspeed_config, wherever they come from: a stage and a few switches, or the path of a DeepSpeed JSON."""
     if (file := inner.get("deepspeed_config_file")) is not None and str(file.value).lower() not in ("none", ""):
         own_deepspeed_file(sheet, file)
         inner = {key: each for key, each in inner.items() if key != "zero_stage"}
@@ -242,10 +241,6 @@ DEEPSPEED: dict[str, Rule] = by_word(
         ),
     }
 )
-
-
-def _megatron(sheet: Sheet, old: Old) -> None:
-    read_megatron(sheet, old, prefixed(old, "megatron_lm_", MEGATRON))
 
 
 def read_megatron(sheet: Sheet, old: Old, olds: list[Old]) -> None:

@@ -31,8 +31,7 @@ def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None)
         sheet.put("strategy.config", own_file, stated)
     for old in olds:
         target = aside if own_file and old.key not in PLANNED else sheet
-        rule = ENGINE_ONLY.get(old.key)
-        if rule and kind == "ddp":
+        if kind == "ddp" and old.key in ENGINE_ONLY:
             target.note(old, "only DeepSpeed's engine knows it, and ZeRO stage 0 is plain DDP")
         else:
             read({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
@@ -59,7 +58,7 @@ def _low(precision: str) -> Rule:
     silent = gone("Drumline's loss scaler has no such setting")
 
     def rule(sheet: Sheet, old: Old) -> None:
-        inner = {each.key: each for each in old.inside()}
+        inner = old.by_key()
         if (on := inner.pop("enabled", None)) and on.value not in AUTO:
             later(precision)(sheet, on)
         if on and on.value not in AUTO and flag(on):
@@ -71,7 +70,7 @@ def _low(precision: str) -> Rule:
 
 def device(old: Old) -> dict[str, Any]:
     """offload_…: {device: cpu | nvme, nvme_path: …, pin_memory: …} as Drumline's own section."""
-    inner = {each.key: each for each in old.inside()}
+    inner = old.by_key()
     kind = choice({"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"})(inner["device"]) if "device" in inner else "none"
     made: dict[str, Any] = {"kind": kind}
     if kind == "nvme":
@@ -104,7 +103,7 @@ def _typed(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule
     """{type: one of `kinds`, params: {…}}: both go to a section of the new config."""
 
     def rule(sheet: Sheet, old: Old) -> None:
-        inner = {each.key: each for each in old.inside()}
+        inner = old.by_key()
         if "type" in inner:
             sheet.put(f"{section}.kind", choice(kinds)(inner["type"]), inner["type"])
         if "params" in inner:

@@ -47,6 +47,10 @@ class Old:
             raise refuse(self, f"{said(self.value)} given, keys and values are wanted", "write {key: value}")
         return listed(self.value, self.source, self.place)
 
+    def by_key(self) -> dict[str, Old]:
+        """The same by their keys."""
+        return {each.key: each for each in self.inside()}
+
 
 @dataclass
 class Sheet:

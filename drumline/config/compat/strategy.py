@@ -104,7 +104,7 @@ def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
     """deepspeed: the path of a JSON, the JSON itself, or a stage and switches as accelerate has them."""
     section = old.get("deepspeed")
     if section is not None and isinstance(section.value, dict) and section.value:
-        inner = {each.key: each for each in section.inside()}
+        inner = section.by_key()
         file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
         if file is not None and isinstance(file.value, str):
             own_deepspeed_file(sheet, file)
