@@ -97,11 +97,21 @@ def read_object(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool 
 
 
 def parse_json(
-    text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, fix: str | None = None, **options: Any
+    text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
 ) -> Any:
-    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `options`: of json.loads. Raises `wrong`."""
+    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `once`: a key that comes twice is an error;
+    of its values readers keep one, and which is anybody's guess. Raises `wrong`."""
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise wrong(f"names the key {twice!r} twice", where=where, fix="keep one of them")
+        return found
+
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text, object_pairs_hook=made if once else None)
     except json.JSONDecodeError as error:
         at = f"{where}:{error.lineno}" if lines else where
         raise wrong(f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix or ("mend that line" if lines else None)) from None

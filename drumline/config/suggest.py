@@ -57,9 +57,9 @@ SYNONYMS = by_word(
 )
 
 
-def models_at(place: Place, root: type[BaseModel] = Config) -> list[type[BaseModel]]:
+def models_at(place: Place) -> list[type[BaseModel]]:
     """The sections that may stand at a place (several where a union does)."""
-    models = [root]
+    models: list[type[BaseModel]] = [Config]
     for key in place:
         if key.isdigit():
             continue

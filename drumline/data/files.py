@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +82,9 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
                 raise DataError(what, where=f"{name}:{number}", fix="save the file as UTF-8") from error
 
 
-def _once(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Makes objects of pairs. Raises DataError for a key that comes twice: of its values readers keep one, and which is anybody's guess."""
-
-    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise DataError(f"names the key {twice!r} twice", where=where, fix="keep one of them")
-        return found
-
-    return made
-
-
 def _object(text: str, where: str) -> dict[str, Any]:
     """One JSON object from `text`."""
-    value = parse_json(text, where, DataError, fix="each line must be one JSON object", object_pairs_hook=_once(where))
+    value = parse_json(text, where, DataError, fix="each line must be one JSON object", once=True)
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
     return value
@@ -120,7 +106,7 @@ def _json(path: Path, name: str) -> Iterator[Raw]:
         yield from _jsonl(path, name)
         return
     text = "".join(line for _, line in _lines(path, name))
-    values = parse_json(text, name, DataError, lines=True, object_pairs_hook=_once(name))
+    values = parse_json(text, name, DataError, lines=True, once=True)
     for number, value in enumerate(values, 1):
         where = f"{name} row {number}"
         if not isinstance(value, dict):
