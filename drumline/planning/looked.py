@@ -12,11 +12,11 @@ from typing import Any
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.data import DigitsSource, FileSource, SavedSource, Source, TasksSource
 from drumline.config.schema import Config
+from drumline.plan.choice.advice import STEP
 from drumline.planning.question import Found
 from drumline.report.bars import OnProgress
 
 LOOKED = 2000  # rows; more are not waited for
-STEP = 64  # tokens; lengths are rounded up to a multiple
 PACK = 1024  # tokens of a pack, where there are enough of them
 FEW = 20  # rows; of fewer none is held out
 MOST_HELD, SHARE = 500, 0.05  # rows held out: a share of all, at most so many

@@ -60,6 +60,15 @@ def reward_names(configs: Sequence[Reward]) -> list[str]:
     return names
 
 
+def require_installed(configs: Sequence[Reward]) -> None:
+    """Raises EnvironmentFault for a package that is missing; nothing is imported."""
+    for index, config in enumerate(configs):
+        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
+            package = PACKAGES[config.kind].replace("_", "-")
+            where = f"algorithm.rewards[{index}]"
+            raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
+
+
 def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None) -> None:
     """Raises ConfigError or EnvironmentFault for rewards that cannot be computed, before anything is started for training.
 
@@ -67,12 +76,8 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
     """
     require_secrets(configs)
     for index, config in enumerate(configs):
-        where = f"algorithm.rewards[{index}]"
-        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
-            package = PACKAGES[config.kind].replace("_", "-")
-            raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
         if columns is not None:
-            _check_columns(config, columns, where)
+            _check_columns(config, columns, f"algorithm.rewards[{index}]")
     functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
     if functions:
         Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()

@@ -67,7 +67,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if isinstance(config.algorithm, ROLLOUT):
         from drumline.rollout import colocated  # what generates takes a second to import
 
-        rewards.check(config.algorithm.rewards, base.absolute())
+        rewards.require_installed(config.algorithm.rewards)
         colocated.require_installed(config.algorithm.generator)
     model_path = resolve_model(config.model, on_progress)
     hf_config, length = models.load_config(model_path, config.model), config.data.max_length
@@ -84,8 +84,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
-    if prepared is not None and isinstance(config.algorithm, ROLLOUT):
-        rewards.check(config.algorithm.rewards, base.absolute(), prompt_columns(prepared))
+    if isinstance(config.algorithm, ROLLOUT):
+        rewards.check(config.algorithm.rewards, base.absolute(), None if prepared is None else prompt_columns(prepared))
     data = None if prepared is None else describe(prepared, config, vision)
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     machine = detect()

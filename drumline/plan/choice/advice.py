@@ -13,7 +13,7 @@ from drumline.plan.choice.variants import with_length, with_lora
 from drumline.plan.choice.ways import Way
 from drumline.plan.cluster import with_nodes
 
-STEP = 64  # tokens; lengths are rounded up to a multiple
+STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised
 MOST_HOSTS = 1024
 LONGEST = 1 << 20  # tokens, where the model has no end of its own
