@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
@@ -25,6 +29,15 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
 def union(mine: torch.Tensor, device: str) -> torch.Tensor:
     """A tensor whose entries the ranks hold each a part of, and 0 in the others' places, put together on the host of every rank."""
     return add_up(mine.to(device, copy=True)).cpu()
+
+
+def from_all(mine: T) -> list[T]:
+    """What each rank came with, by rank, on all of them; without a process group `mine` alone."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 class Gather:

@@ -20,7 +20,6 @@ from drumline.plan.plan import Plan
 from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
-from drumline.strategies.data_parallel import apply_dp
 from drumline.strategies.engine import Sums, total
 from drumline.strategies.forward import Around, ForwardEngine
 from drumline.strategies.loss_scale import LossScale
@@ -28,7 +27,7 @@ from drumline.strategies.norms import global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.strategies.tensor_parallel import apply_tp
-from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_fsdp2, gathered_in
+from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_dp, apply_fsdp2, gathered_in
 from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound=ForwardEngine)

@@ -6,6 +6,7 @@ the data-parallel wrapper last, around everything, so that it sees the parameter
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -14,20 +15,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from drumline.config.schema import CompileConfig
 from drumline.config.strategies import DDPStrategy, FSDP2Strategy
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.plan.plan import Plan
-from drumline.strategies.recompute import selective
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ATEN = torch.ops.aten
+# Attention by its kernels on each device; the plain one is made of smaller operations, which are computed again.
+ATTENTION = {
+    getattr(_ATEN, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_ATEN, name)
+}
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 
 
 def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective", "full"]) -> None:
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees.
-    selective: keep more, see `recompute.selective`."""
+    selective: keep more, see `selective`."""
     if kind == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
@@ -37,6 +52,23 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     # Older transformers know it by the other name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
+
+
+def selective() -> tuple[Any, Any]:
+    """Contexts of one checkpointed region: the results of attention and of every second matrix product are kept.
+
+    Those cost most to compute again; of the products every second one is a fair trade for memory (as torchtitan has it). The
+    products are counted alike in the forward and in the recomputation, so that both mean the same ones.
+    """
+    seen = {False: 0, True: 0}
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in PRODUCTS:
+            seen[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def apply_compile(model: nn.Module, options: CompileConfig) -> None:
@@ -102,3 +134,39 @@ def apply_ddp(module: nn.Module, options: DDPStrategy, group: dist.ProcessGroup)
     # Its own clocks around each step's communication; 1 = every step.
     wrapped._set_ddp_runtime_logging_sample_rate(1)
     return wrapped
+
+
+def apply_dp(module: nn.Module, device: str) -> nn.Module:
+    """nn.DataParallel: a module like `module` (a ForwardWithObjective on the first GPU) whose forward uses all GPUs of the machine from one
+    process; on a CPU it does all rows itself. DDP is faster; this is for where only one process may be had.
+
+    The rows of a batch are cut over the GPUs in equal runs, the weights copied to each, the sums added on the first. Where there are
+    fewer rows than GPUs, some GPUs idle.
+    """
+    rows = _Rows(module)
+    return _Scattered(nn.DataParallel(rows) if device == "cuda" else rows)
+
+
+class _Scattered(nn.Module):
+    """Batch in, sums out. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors."""
+
+    def __init__(self, over_devices: nn.Module) -> None:
+        super().__init__()
+        self.over_devices = over_devices
+
+    def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
+        loss_sums, sums = self.over_devices(tensors, batch, objective)
+        return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
+
+
+class _Rows(nn.Module):
+    """What each GPU does: its rows of the batch (`batch` gives what is not a tensor). Sums of shape [1], which are put end to end."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss_sum, sums = self.module(replace(batch, **tensors), objective)
+        return loss_sum[None], {name: value[None] for name, value in sums.items()}

@@ -34,7 +34,6 @@ from drumline.strategies.several import Several
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.train.rollouts import Readers, Rollouts
-from drumline.train.scoring import Scoring
 from drumline.train.state import TrainState
 
 
@@ -59,7 +58,6 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
     width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
     reading = Reading(plan, plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank), device, pad_token_id(tokenizer), width)
-    rewards = Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers)
     return Rollouts(
         plan=plan,
         algorithm=algorithm,
@@ -68,7 +66,7 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
         kl=kl,
         sample=Sampling(plan, engine, tokenizer, device),
-        scoring=Scoring(rewards, ranks.rank, ranks.world_size, device),
+        rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
         readers=build_readers(plan, engine, reading, device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
@@ -123,7 +121,7 @@ class Sampling:
             self._generator, self._refresh = self._make(live)
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
-        return generate_together(greedy(self._generator) if greedily else self._generator, requests, step, self.device)
+        return generate_together(greedy(self._generator) if greedily else self._generator, requests, step)
 
     def _make(self, live: Any) -> tuple[Generator, Callable[[Any], None] | None]:
         plan, algorithm = self.plan, self.plan.config.algorithm

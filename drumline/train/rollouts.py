@@ -27,11 +27,11 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.plan.plan import Plan
-from drumline.rollout.rewards import Item
+from drumline.rollout.rewards import Item, Rewards
 from drumline.rollout.sampling import Completion, Request
+from drumline.rollout.split import score_together
 from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading
-from drumline.train.scoring import Failures, Scoring
 
 Score = Callable[[Episodes], torch.Tensor]
 MOST_REASONS = 3  # of failed rewards, in the line that stops a run
@@ -56,8 +56,8 @@ class Sampled:
     episodes: list[tuple[list[int], Completion]] = field(default_factory=list)  # tokens of the prompt, and the completion
     rewards: list[float] = field(default_factory=list)
     domains: list[str] = field(default_factory=list)  # of each episode
-    parts: dict[str, float | None] = field(default_factory=dict)
-    failures: Failures = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)  # mean of each reward's values, NaN where there was none
+    failures: dict[str, Counter[str]] = field(default_factory=dict)  # reward → reason → episodes
 
     def groups(self, size: int) -> torch.Tensor:
         """Rewards fp32[P, size]."""
@@ -96,7 +96,7 @@ class Rollouts:
     curriculum: Curriculum
     kl: KLController
     sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
-    scoring: Scoring
+    rewards: Rewards
     reading: Reading
     readers: Readers
     decode: Callable[[list[int]], str]
@@ -208,10 +208,16 @@ class Rollouts:
         ]
         episodes = _episodes(sampled)
         given = {name: read(episodes).tolist() for name, read in self.readers.rewards.items()}
-        scores = self.scoring.score(items, given)
+        scored = score_together(self.rewards, items, given)
         penalty = self.algorithm.missing_stop_penalty
-        rewards = [reward - penalty * (not said.ended) for reward, (_, said) in zip(scores.rewards, sampled.episodes, strict=True)]
-        return replace(sampled, rewards=rewards, domains=[meta["domain"] for meta in metas], parts=scores.parts, failures=scores.failures)
+        rewards = [
+            math.nan if one.failures else one.value - penalty * (not said.ended)
+            for one, (_, said) in zip(scored, sampled.episodes, strict=True)
+        ]
+        parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
+        reasons = {name: Counter(one.failures[name] for one in scored if name in one.failures) for name in self.rewards.names}
+        failures = {name: found for name, found in reasons.items() if found}
+        return replace(sampled, rewards=rewards, domains=[meta["domain"] for meta in metas], parts=parts, failures=failures)
 
     # ---------------------------------------------------------------------------------------------------------- advantages
 
@@ -250,7 +256,7 @@ class Rollouts:
 
     def close(self) -> None:
         """End the processes that compute rewards."""
-        self.scoring.rewards.close()
+        self.rewards.close()
 
     # ---------------------------------------------------------------------------------------------------------- report
 

@@ -16,7 +16,7 @@ from drumline.config.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.data_parallel import apply_dp
+from drumline.strategies.transforms import apply_dp
 from tests.tiny import tiny_model_dir
 
 
