@@ -22,7 +22,8 @@ class LossOut:
 
 
 class Algorithm(Protocol):
-    """One way of learning. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by."""
+    """One way of learning. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. What a subclass does not say
+    of held-out data is as in training."""
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """The loss of a training micro-batch."""
@@ -30,12 +31,12 @@ class Algorithm(Protocol):
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         """The same with the sums that held-out figures need; runs without gradients."""
-        ...
+        return self.objective(outputs, batch)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Figures for the eval event from sums over the whole held-out set."""
-        ...
+        return self.figures(sums)
 
     def figures(self, sums: dict[str, float]) -> dict[str, float]:
         """Further figures for a step's event from the training objective's sums over the whole global batch."""
-        ...
+        return {}

@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from drumline.algorithms.base import LossOut
+from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.pairs import means, pair_sums, sides
 
 IGNORE = -100
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Algorithm):
     """Losses are summed over pairs. `batch.reference_B` holds the reference's log-probabilities: what `score` gives for it."""
 
     beta: float
@@ -59,9 +59,6 @@ class DPO:
             log_prob_rejected=rejected_P,
         )
         return LossOut((loss_P * batch.real_P).sum().float(), sums)
-
-    def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
-        return self.objective(outputs, batch)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.figures(sums)}

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.kl import KLController
-from drumline.algorithms.policy import movement, movement_figures, old_log_probs, reference_kl, surrogate
+from drumline.algorithms.policy import PolicyGradient, movement, reference_kl, surrogate
 from drumline.data.episodes import EpisodeBatch
 
 
 @dataclass(frozen=True)
-class GRPO:
+class GRPO(PolicyGradient):
     """Σ w (c · surrogate + β · KL) over tokens; advantages and weights w come with the batch, which is where the kin differ.
 
     c is `importance`: 1, or min(π_old/π_sampler, `cap`) of the token or of the whole completion, for a generator that is not quite the
-    policy (truncated importance sampling, Yao et al. 2025). β is `kl.coefficient`; 0 takes no reference. `temperature`: of sampling.
+    policy (truncated importance sampling, Yao et al. 2025). β is `kl.coefficient`; 0 takes no reference.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl: KLController = field(default_factory=lambda: KLController(0.0))
-    estimator: Literal["k1", "k2", "k3"] = "k3"
     importance: Literal["none", "token", "sequence"] = "none"
     importance_cap: float = 2.0
-    temperature: float = 1.0
-    chunk: int = 1024
-    on_policy: bool = False
 
     def objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
-        old_BT = old_log_probs(log_probs_BT, batch, self.on_policy)
+        log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
         log_ratio_BT = log_probs_BT - old_BT
         loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.clip_low, self.clip_high)
         sums = movement(log_ratio_BT, clipped_BT, entropy_BT, batch)
@@ -50,19 +43,10 @@ class GRPO:
             sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
         return LossOut(loss_sum, sums)
 
-    def eval_objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        return self.objective(outputs, batch)
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return self.figures(sums)
-
     def figures(self, sums: dict[str, float]) -> dict[str, float]:
-        figures = movement_figures(sums)
-        tokens = max(1.0, sums["tokens"])
-        if "kl" in sums:
-            figures |= {"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient}
+        figures = super().figures(sums)
         if "importance" in sums:
-            figures |= {"importance_mean": sums["importance"] / tokens, "importance_max": sums["max_importance"]}
+            figures |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
         return figures
 
 

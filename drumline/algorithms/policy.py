@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
-from drumline.algorithms.kl import divergence
+from drumline.algorithms.base import Algorithm
+from drumline.algorithms.kl import KLController, divergence
 from drumline.data.batches import IGNORE
 from drumline.data.episodes import EpisodeBatch
 
 Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Algorithm):
+    """`temperature`: of sampling. `on_policy`: no step was taken since the rollout. `estimator`: of the divergence from the reference."""
+
+    kl: KLController = field(default_factory=lambda: KLController(0.0))
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    temperature: float = 1.0
+    chunk: int = 1024
+    on_policy: bool = False
+
+    def log_probs(self, outputs: Any, batch: EpisodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs, those of the rollout, and entropies. `on_policy`, those of the rollout are of this very forward, which need not be
+        computed twice."""
+        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
+        return log_probs_BT, log_probs_BT.detach() if self.on_policy else batch.old_log_probs_BT, entropy_BT
+
+    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+        """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
+        rollout's policy, and from the reference where there is one."""
+        tokens = max(1.0, sums["tokens"])
+        figures = {
+            "policy_loss": sums["policy"] / max(1.0, sums["weight"]),
+            "ratio_mean": sums["ratio"] / tokens,
+            "ratio_max": sums["max_ratio"],
+            "clip_fraction": sums["clipped"] / tokens,
+            "entropy": sums["entropy"] / tokens,
+            "approx_kl": sums["approx_kl"] / tokens,
+        }
+        return figures | ({"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient} if "kl" in sums else {})
 
 
 def surrogate(
@@ -23,13 +56,8 @@ def surrogate(
     return -torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
 
 
-def old_log_probs(log_probs_BT: torch.Tensor, batch: EpisodeBatch, on_policy: bool) -> torch.Tensor:
-    """Those of the rollout; `on_policy`, where no step was taken since, those of this very forward, which need not be computed twice."""
-    return log_probs_BT.detach() if on_policy else batch.old_log_probs_BT
-
-
 def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
-    """Sums over the tokens that count, for `movement_figures`. A key that starts with `max_` is a maximum."""
+    """Sums over the tokens that count, for `PolicyGradient.figures`. A key that starts with `max_` is a maximum."""
     counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
     log_ratio_BT = log_ratio_BT.detach()
     ratio_BT = log_ratio_BT.exp()
@@ -41,20 +69,6 @@ def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: t
         "clipped": (clipped_BT & counts_BT).sum(),
         "entropy": entropy_BT.detach()[counts_BT].sum(),
         "approx_kl": divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")[counts_BT].sum(),
-    }
-
-
-def movement_figures(sums: dict[str, float]) -> dict[str, float]:
-    """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
-    rollout's policy."""
-    tokens = max(1.0, sums["tokens"])
-    return {
-        "policy_loss": sums["policy"] / max(1.0, sums["weight"]),
-        "ratio_mean": sums["ratio"] / tokens,
-        "ratio_max": sums["max_ratio"],
-        "clip_fraction": sums["clipped"] / tokens,
-        "entropy": sums["entropy"] / tokens,
-        "approx_kl": sums["approx_kl"] / tokens,
     }
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.kl import KLController
-from drumline.algorithms.policy import Sums, movement, movement_figures, old_log_probs, reference_kl, surrogate
+from drumline.algorithms.policy import PolicyGradient, Sums, movement, reference_kl, surrogate
 from drumline.data.episodes import EpisodeBatch
 
 
 @dataclass(frozen=True)
-class PPO:
+class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
     The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it stands in the batch's advantages and returns;
@@ -26,11 +25,7 @@ class PPO:
     value_clip: float | None = 0.2
     value_weight: float = 0.1
     entropy_weight: float = 0.0
-    kl: KLController = field(default_factory=lambda: KLController(0.0))
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    temperature: float = 1.0
-    chunk: int = 1024
-    on_policy: bool = False
     value_apart: bool = False
 
     @property
@@ -44,8 +39,8 @@ class PPO:
         return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
 
     def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
-        log_ratio_BT = log_probs_BT - old_log_probs(log_probs_BT, batch, self.on_policy)
+        log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
+        log_ratio_BT = log_probs_BT - old_BT
         loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.clip, self.clip)
         policy = (loss_BT * batch.weights_BT).sum()
         sums = {**movement(log_ratio_BT, clipped_BT, entropy_BT, batch), "policy": policy.detach()}
@@ -67,19 +62,9 @@ class PPO:
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
         return LossOut(self.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
 
-    def eval_objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        return self.both(outputs, batch)
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return self.figures(sums)
-
     def figures(self, sums: dict[str, float]) -> dict[str, float]:
-        figures = movement_figures(sums)
-        figures["value_loss"] = sums["value"] / max(1.0, sums["weight"])
-        figures["explained_variance"] = _explained(sums)
-        if "kl" in sums:
-            figures |= {"kl": sums["kl"] / max(1.0, sums["tokens"]), "kl_coefficient": self.kl.coefficient}
-        return figures
+        value = {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": _explained(sums)}
+        return super().figures(sums) | value
 
 
 def _fit(values_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from drumline.algorithms.base import LossOut
+from drumline.algorithms.base import Algorithm, LossOut
 
 
-class NextToken:
+class NextToken(Algorithm):
     """Cross-entropy summed over the targets that carry loss; divided by their count it is the mean negative log-likelihood.
 
     `exact` counts the sequences (documents inside packs) whose every learned token is the model's first choice: greedy decoding
@@ -38,9 +38,6 @@ class NextToken:
         if self.answers:
             figures["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
         return figures
-
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
-        return {}
 
 
 def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
