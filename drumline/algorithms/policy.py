@@ -15,7 +15,7 @@ from drumline.data.episodes import EpisodeBatch
 Sums = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Algorithm):
     """`temperature`: of sampling. `on_policy`: no step was taken since the rollout. `estimator`: of the divergence from the reference."""
 

@@ -58,6 +58,15 @@ class Asked(Signals):
             self.number = signal.SIGTERM if number == signal.SIGHUP else number
 
 
+class StopFlag(Signals):
+    """Signals to a rank: they set `requested`, for the loop to find between two steps."""
+
+    requested = 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = number
+
+
 class Interrupted(BaseException):
     """A signal came while there was nothing to save. No Exception, so that nobody takes it for a failure to try again after."""
 

@@ -53,7 +53,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
     notes = [f"model: {policy.how}"] if policy.how else []
     length, data = config.data.max_length, None
     if config.images_alone:
-        from drumline.train.labelled import image_side
+        from drumline.train.streams import image_side
 
         length = image_side(config, policy.path, policy.hf_config)
     else:

@@ -39,9 +39,8 @@ from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchn
 from drumline.strategies.engine import Read, Sums, reader, total
 from drumline.strategies.forward import LOW_PRECISION
 from drumline.strategies.optimizer import new_optimizer
-from drumline.strategies.owners import share
 from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
-from drumline.strategies.zero_fill import InTurn, filled, part
+from drumline.strategies.zero_fill import InTurn, filled, part, share
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

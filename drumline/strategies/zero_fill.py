@@ -52,3 +52,13 @@ def part(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     size = -(-full.numel() // ranks)
     piece = full.flatten()[rank * size : (rank + 1) * size]
     return torch.cat([piece, piece.new_zeros(size - piece.numel())])
+
+
+def share(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Name → rank that keeps it whole: the largest first, to the least loaded. Every rank comes to the same answer by itself."""
+    load = [0] * ranks
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += sizes[name]
+    return owner

@@ -11,12 +11,12 @@ from typing import Any
 
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
+from drumline.launch.asked import StopFlag
 from drumline.plan.explain import plan_line, strategy_name
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
-from drumline.train.signals import StopFlag
 from drumline.train.state import Asked, Goodput
 
 Emit = Callable[..., object]

@@ -25,9 +25,9 @@ from drumline.plan.plan import Plan
 from drumline.plan.resolve import resolve
 from drumline.report.events import EventLog
 from drumline.train.auto import cluster_here
-from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
 from drumline.train.setup import predict
+from drumline.train.streams import image_side
 
 MOST_REPLANS = 4
 

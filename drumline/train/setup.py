@@ -37,10 +37,10 @@ from drumline.report.redact import plain
 from drumline.rollout import rewards
 from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
-from drumline.train.labelled import image_side
 from drumline.train.roles import find_roles
 from drumline.train.sinks import check_installed
 from drumline.train.state import fallback_folder
+from drumline.train.streams import image_side
 
 CHECKPOINTS = "checkpoints"
 EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run

@@ -80,10 +80,10 @@ def share_groups() -> None:
 def main(arguments: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.dist.traffic import Traffic
+    from drumline.launch.asked import StopFlag
     from drumline.plan.plan import Plan
     from drumline.report.events import EventLog
     from drumline.train.entry import silent, train_on
-    from drumline.train.signals import StopFlag
     from drumline.train.state import Goodput
 
     share_groups()

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from drumline.dist.start import start, stop
 from drumline.errors import Preempted
+from drumline.launch.asked import StopFlag
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog
 from drumline.train.failure import note, recording
-from drumline.train.signals import StopFlag
 
 SAVE_EVERY = 5
 STEP_SECONDS = 0.02

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from drumline.dist.start import start, stop
 from drumline.errors import TrainingStopped
+from drumline.launch.asked import StopFlag
 from drumline.plan.plan import Plan
 from drumline.report.events import EventLog
 from drumline.train.failure import note, recording
-from drumline.train.signals import StopFlag
 
 
 def main() -> None:

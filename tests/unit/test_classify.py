@@ -15,8 +15,8 @@ from drumline.errors import DrumlineError
 from drumline.models.classifier import grey_image
 from drumline.plan.plan import Plan
 from drumline.train.entry import run
-from drumline.train.labelled import labelled_collator
 from drumline.train.setup import Request, TokenCache, make_plan
+from drumline.train.streams import labelled_collator
 from tests.harness import events, labelled_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir
 

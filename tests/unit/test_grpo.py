@@ -65,7 +65,7 @@ def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]])
 def test_losses_and_gradients_equal_trl(name: str, cuts: list[list[int]]) -> None:
     case = TRL["cases"][name]
     algorithm = GRPO(
-        0.2, case["clip_high"], KLController(case["beta"]), importance=case["importance"], importance_cap=TRL["cap"], estimator="k3"
+        clip_high=case["clip_high"], kl=KLController(case["beta"]), importance=case["importance"], importance_cap=TRL["cap"], estimator="k3"
     )
     loss, gradient_NMV, figures = loss_and_gradient(algorithm, episodes(case["normalize"]), cuts)
     assert abs(loss - case["loss"]) < 1e-5
