@@ -131,11 +131,11 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
 def train(path: Path) -> None:
     """The worker: a few steps of the plan, and the `measured` event; no checkpoint."""
     from drumline.dist.start import start, stop
+    from drumline.launch.asked import StopFlag
     from drumline.plan.plan import Plan
     from drumline.report.events import EventLog
     from drumline.train.build import build
     from drumline.train.exhausted import watched
-    from drumline.train.signals import StopFlag
     from drumline.train.state import Goodput
 
     plan = Plan.load(path)

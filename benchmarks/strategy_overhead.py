@@ -184,10 +184,10 @@ def rank_main(plan: str, name: str, sides: list[str], steps: int) -> None:
 
 
 def drumline_loop(plan: Any, ranks: Any) -> Any:
+    from drumline.launch.asked import StopFlag
     from drumline.report.events import EventLog
     from drumline.train.build import build
     from drumline.train.entry import silent
-    from drumline.train.signals import StopFlag
     from drumline.train.state import Goodput
 
     emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else silent
