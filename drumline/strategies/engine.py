@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -107,19 +107,11 @@ def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
     return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
 
 
-@dataclass(frozen=True)
-class _Nothing:
-    """The loss of an objective that only reads."""
-
-    loss_sum: torch.Tensor
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
     """An objective for `Engine.evaluate` that notes in `kept` what `read` gives for each micro-batch."""
 
     def objective(outputs: Any, batch: Any) -> Any:
         kept.append(read(outputs, batch))
-        return _Nothing(torch.zeros((), device=kept[-1].device))
+        return SimpleNamespace(loss_sum=torch.zeros((), device=kept[-1].device), sums={})
 
     return objective

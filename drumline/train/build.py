@@ -153,7 +153,7 @@ class Start:
             tensors = engine.tensors()
             load(self.path, tensors, optional=OPTIONAL)
             saved = read_state(self.path)
-            state = TrainState.load(saved["trainer"])
+            state = TrainState(**saved["trainer"])
             engine.load_state({**saved["engine"], "step": state.step}, tensors)
             if state.step < 0 or state.position < 0:
                 raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -135,15 +135,9 @@ def export(run: Path, to: Path, which: str, dtype: str, adapter: bool, trust: bo
     from drumline.models.export import Which
     from drumline.models.export import export as write
 
-    choice: Which
-    if which == "last":
-        choice = "last"
-    elif which == "best":
-        choice = "best"
-    elif which.isdecimal():
-        choice = int(which)
-    else:
+    if which not in ("last", "best") and not which.isdecimal():
         raise UserError(f"no checkpoint {which!r}", where="--which", fix="last, best, or the number of a step")
+    choice = cast(Which, int(which) if which.isdecimal() else which)
     with bars(Console(stderr=True)) as on_progress:
         result = write(run, to, choice, on_progress, dtype=dtype, adapter=adapter, trust=trust)
     print(f"wrote {result.path} in {result.seconds:.1f} s; reloaded, largest difference of logits {result.max_logit_difference:g}")

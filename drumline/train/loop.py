@@ -6,8 +6,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
@@ -22,18 +22,11 @@ from drumline.strategies.engine import Engine
 from drumline.train.measure import Measure
 from drumline.train.state import Asked, Goodput, Patience, TrainState, fallback_folder
 
+if TYPE_CHECKING:
+    from drumline.train.rollouts import Rollouts  # what generates takes a second to import
+
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
-
-
-class Rollouts(Protocol):
-    """What a stream of rollouts can do besides."""
-
-    def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
-        """Figures over the held-out prompts, and how many these are; None where there are none. Collective."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -134,41 +127,29 @@ class Loop:
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
             figures = self.algorithm.figures(total) | router_figures(total, denominator)
-            self._log_step(batch, loss, lr, grad_norm, figures, agreed["tokens"], seconds + data_s, sent, *clocks)
+            told = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": int(agreed["tokens"]), "sent_bytes": sent, **figures}
+            self._log_step(batch, seconds + data_s, told, *clocks)
         if not finite:
             self._not_finite(batch, loss, grad_norm)
 
     def _log_step(
-        self,
-        batch: GlobalBatch,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        figures: dict[str, Any],
-        tokens: float,
-        seconds: float,
-        sent: int | None,
-        waits_data: list[float],
-        waits_comm: list[float],
-        memory: list[float],
+        self, batch: GlobalBatch, seconds: float, told: dict[str, Any], data: list[float], comm: list[float], memory: list[float]
     ) -> None:
-        """`waits_…`: seconds of each rank, of which the mean is shown (NaN: not measured); `memory`: bytes of each."""
+        """`told`: fields of the event as they are; `data` and `comm`: seconds that each rank waited, of which the mean is shown (NaN: not
+        measured); `memory`: bytes of each."""
         world = self.gather.world_size
         samples = int((batch.sample_ids >= 0).sum())
         predicted = self.plan.predicted
-        rate = tokens / seconds
+        rate = told["tokens"] / seconds
         mfu = None
         if predicted.flops_per_token and predicted.peak_flops_per_device:
             mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
-        data_s, comm_s = sum(waits_data) / world, sum(waits_comm) / world
-        data = self.plan.data
+        data_s, comm_s = sum(data) / world, sum(comm) / world
+        total = self.plan.data.train_samples if self.plan.data else 0
         self.emit(
             "step",
             step=self.state.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=int(tokens),
+            **told,
             samples=samples,
             tokens_per_s=rate,
             samples_per_s=samples / seconds,
@@ -177,10 +158,8 @@ class Loop:
             data_s=data_s,
             compute_s=max(0.0, seconds - data_s - (0.0 if math.isnan(comm_s) else comm_s)),
             comm_s=comm_s,
-            sent_bytes=sent,
             memory_bytes=[int(m) for m in memory],
-            epoch=self.state.position / data.train_samples if data and data.train_samples else 0.0,
-            **figures,
+            epoch=self.state.position / total if total else 0.0,
         )
 
     def _not_finite(self, batch: GlobalBatch, loss: float, grad_norm: float) -> None:
@@ -251,7 +230,7 @@ class Loop:
         """What a checkpoint holds besides tensors."""
         data = self.plan.data
         return {
-            "trainer": self.state.dump(),
+            "trainer": asdict(self.state),
             "engine": self.engine.state(),
             "config": self.plan.config.model_dump(mode="json"),
             "world_size": self.gather.world_size,

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,13 +24,6 @@ class TrainState:
     best: float | None = None
     skips: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
-
-    def dump(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> TrainState:
-        return cls(**values)
 
 
 class Asked(Protocol):

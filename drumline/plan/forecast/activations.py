@@ -148,7 +148,7 @@ def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attent
     else:
         kept = twice = 0.0
         if recomputes == "selective":
-            # Of attention the result, of matrix products every second one (strategies.recompute).
+            # Of attention the result, of matrix products every second one (strategies.transforms).
             outs = sum(out / (tp if cut else 1) for out, cut in block.products[::2])
             kept = width * (outs + queries) + 4 * block.heads / tp
             # What a block keeps anyhow: attention's result, and where no adapter adds to them, its values and the gate.
