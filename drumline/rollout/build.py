@@ -13,8 +13,7 @@ from drumline.config import algorithms as c
 from drumline.errors import PlanError
 from drumline.rollout.colocated import VLLMEngine
 from drumline.rollout.continuous import ContinuousGenerator
-from drumline.rollout.copy import InferenceCopy, Weights
-from drumline.rollout.generate import WHERE, Generator, HFGenerator
+from drumline.rollout.generate import WHERE, Generator, HFGenerator, InferenceCopy, Weights
 from drumline.rollout.sampling import Sampler
 from drumline.rollout.vllm import VLLMServer, WeightFolder
 

@@ -13,22 +13,19 @@ from typing import Any
 
 from drumline.config.algorithms import VLLMGenerator as Config
 from drumline.config.secret import reveal
-from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
-from drumline.rollout.copy import Weights
-from drumline.rollout.generate import WHERE, require_room
-from drumline.rollout.sampling import Completion, Request, request_seed
-from drumline.rollout.vllm import require_whole
+from drumline.rollout.generate import WHERE, Weights, require_room
+from drumline.rollout.sampling import Completion, Request
+from drumline.rollout.vllm import Asking, require_whole
 
 
-class VLLMEngine:
+class VLLMEngine(Asking):
     """`generate` by `vllm.LLM` of the model at `model_path`, computing in `dtype` (bfloat16, float16 or float32)."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int, model_path: str, dtype: str) -> None:
         """Raises EnvironmentFault where vLLM is missing or cannot start."""
         require_installed(config)
-        self.config, self.seed = config, seed
-        self.end_tokens = sorted(end_ids(tokenizer))
+        super().__init__(config, tokenizer, seed)
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed)
@@ -39,8 +36,11 @@ class VLLMEngine:
         require_room(requests, self.config.max_new_tokens, self.positions)
         if not requests:
             return []
+        from vllm import SamplingParams
+
         prompts = [{"prompt_token_ids": request.tokens} for request in requests]
-        outputs = self.llm.generate(prompts, [self._parameters(request, step) for request in requests], use_tqdm=False)
+        parameters = [SamplingParams(**self.parameters(request, step)) for request in requests]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [self._completion(output.outputs[0]) for output in outputs]
 
     def refresh(self, weights: Weights) -> None:
@@ -60,22 +60,6 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()
         if wrong:
             raise wrong[0]
-
-    def _parameters(self, request: Request, step: int) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            n=1,
-            max_tokens=self.config.max_new_tokens,
-            seed=request_seed(self.seed, step, request.key),
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            top_k=self.config.top_k,
-            stop=list(self.config.stop),
-            stop_token_ids=self.end_tokens,
-            include_stop_str_in_output=True,
-            logprobs=0,
-        )
 
     def _completion(self, made: Any) -> Completion:
         tokens = list(made.token_ids)

@@ -51,9 +51,7 @@ class Server:
             return json.loads(text) if text.strip() else None
         except urllib.error.HTTPError as error:
             raise self.fault(f"{what} was answered {error.code}: {_reason(error)}", (fixes or {}).get(error.code)) from None
-        except TimeoutError:
-            raise self.fault(f"{what} took longer than {self.timeout_seconds:g} s", "raise timeout_seconds") from None
-        except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:
             cause = error.reason if isinstance(error, urllib.error.URLError) else error
             if isinstance(cause, TimeoutError):
                 raise self.fault(f"{what} took longer than {self.timeout_seconds:g} s", "raise timeout_seconds") from None

@@ -19,8 +19,7 @@ from drumline.config.algorithms import VLLMGenerator as Config
 from drumline.config.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
-from drumline.rollout.copy import Weights
-from drumline.rollout.generate import WHERE, require_room
+from drumline.rollout.generate import WHERE, Weights, require_room
 from drumline.rollout.http import Server
 from drumline.rollout.sampling import Completion, Request, request_seed
 
@@ -29,15 +28,41 @@ TOKEN = "token_id:"
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 
 
-class VLLMServer:
+class Asking:
+    """What vLLM is asked for, of its server or in this process."""
+
+    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.end_tokens = sorted(end_ids(tokenizer))
+
+    def parameters(self, request: Request, step: int) -> dict[str, Any]:
+        """Everything that has a default is said: vLLM's may be those of the model's generation config."""
+        return {
+            "n": 1,
+            "max_tokens": self.config.max_new_tokens,
+            "seed": request_seed(self.seed, step, request.key),
+            "temperature": self.config.temperature,
+            "top_p": self.config.top_p,
+            "top_k": self.config.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(self.config.stop),
+            "stop_token_ids": self.end_tokens,
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+        }
+
+
+class VLLMServer(Asking):
     """`generate` by POST /v1/completions, one request a prompt, `config.batch` at once. The first one finds out how the server tells
     log-probs, for the completions' are those of softmax(logits / temperature)."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
         """Raises EnvironmentFault where no healthy server answers at `config.url`."""
         assert config.url is not None
-        self.config, self.seed = config, seed
-        self.end_tokens = sorted(end_ids(tokenizer))
+        super().__init__(config, tokenizer, seed)
         self.server = Server(reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url")
         self.server.get("/health")
         served = self.server.get("/v1/models")
@@ -63,26 +88,8 @@ class VLLMServer:
                 raise
 
     def _asked(self, request: Request, step: int) -> dict[str, Any]:
-        """Everything that has a default is said: the server's may be those of the model's generation config."""
-        return {
-            "model": self.model,
-            "prompt": request.tokens,
-            "n": 1,
-            "max_tokens": self.config.max_new_tokens,
-            "seed": request_seed(self.seed, step, request.key),
-            "temperature": self.config.temperature,
-            "top_p": self.config.top_p,
-            "top_k": self.config.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": list(self.config.stop),
-            "stop_token_ids": self.end_tokens,
-            "include_stop_str_in_output": True,
-            "logprobs": 0,
-            "return_tokens_as_token_ids": True,
-        }
+        own = {"model": self.model, "prompt": request.tokens, "return_tokens_as_token_ids": True}
+        return self.parameters(request, step) | own
 
     def _complete(self, body: dict[str, Any]) -> Completion:
         answer = self.server.post("/v1/completions", body)

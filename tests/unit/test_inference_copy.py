@@ -13,7 +13,7 @@ from drumline.config.schema import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.rollout.build import generator
-from drumline.rollout.copy import InferenceCopy
+from drumline.rollout.generate import InferenceCopy
 from drumline.rollout.sampling import Request
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
