@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks outlive their launcher", "cluster/process.py",
-        "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)", "pass",
+        "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)", "pass",
         ("tests/faults/test_launch.py::test_no_rank_outlives_its_launcher",),
     ),
     Mutation(

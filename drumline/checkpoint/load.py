@@ -37,12 +37,10 @@ class Found:
 
 def newest(root: Path, verify: bool, alone: bool = False) -> Found:
     """The newest checkpoint under `root` that `check` finds nothing against. Collective unless `alone`."""
-    root = Path(root)
-    ranks = Ranks.alone() if alone else Ranks.all()
-    candidates, skipped = ranks.first(lambda: _by_age(root))
+    candidates, skipped = Ranks.all(alone).first(lambda: _by_age(root))
     for path in candidates:
         try:
-            _check(path, verify, ranks)
+            check(path, verify, alone)
         except CheckpointError as error:
             skipped.append((path, error.line()))
         else:
@@ -53,10 +51,10 @@ def newest(root: Path, verify: bool, alone: bool = False) -> Found:
 def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
     """The folder that a pointer file names; None when there is no such pointer or folder."""
     try:
-        name = (Path(root) / pointer).read_text().strip()
+        name = (root / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
-    path = Path(root) / name
+    path = root / name
     return path if step_of(name) is not None and path.is_dir() else None
 
 
@@ -66,12 +64,19 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     The state and the index are always hashed; `verify` hashes the shards too. Collective unless `alone`. Raises CheckpointError
     naming the file and the reason.
     """
-    return _check(Path(path), verify, Ranks.alone() if alone else Ranks.all())
+    ranks = Ranks.all(alone)
+    try:
+        manifest = ranks.first(lambda: _structure(path))
+        if verify:
+            shares = _share(manifest, ranks.size)
+            ranks.each(lambda: _require_files(path, shares[ranks.rank], manifest))
+    except RanksError as failure:
+        raise CheckpointError(str(failure)) from failure
+    return manifest
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The run's own state, as it was given to `save`. Not collective. Raises CheckpointError."""
-    path = Path(path)
     _require_file(path, STATE, read_manifest(path))
     with open_regular(path / STATE) as file:
         state = json.load(file)
@@ -87,8 +92,7 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
     Tensors of an `optional` section that the checkpoint does not have are left as they are. Collective unless `alone`. Raises
     CheckpointError on every rank: before anything is read when names, shapes or dtypes differ; after that, `tensors` is not to be used.
     """
-    path = Path(path)
-    ranks = Ranks.alone() if alone else Ranks.all()
+    ranks = Ranks.all(alone)
     wanted: dict[str, Tensor] = {}
 
     def fit() -> list[str]:
@@ -116,17 +120,6 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         ranks.each(read)
     except RanksError as failure:
         raise CheckpointError(str(failure)) from failure
-
-
-def _check(path: Path, verify: bool, ranks: Ranks) -> Manifest:
-    try:
-        manifest = ranks.first(lambda: _structure(path))
-        if verify:
-            shares = _share(manifest, ranks.size)
-            ranks.each(lambda: _require_files(path, shares[ranks.rank], manifest))
-    except RanksError as failure:
-        raise CheckpointError(str(failure)) from failure
-    return manifest
 
 
 def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -31,13 +31,9 @@ class Ranks:
         self.size = dist.get_world_size(group) if group else 1
 
     @staticmethod
-    def alone() -> Ranks:
-        return Ranks(None)
-
-    @staticmethod
-    def all() -> Ranks:
-        """All ranks over the default group, or this process alone."""
-        return Ranks(dist.group.WORLD if dist.is_initialized() else None)
+    def all(alone: bool = False) -> Ranks:
+        """All ranks over the default group; this process by itself where there is none, or where it is to act `alone`."""
+        return Ranks(dist.group.WORLD if dist.is_initialized() and not alone else None)
 
     @staticmethod
     def all_apart() -> Ranks:

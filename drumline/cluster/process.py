@@ -109,28 +109,28 @@ def is_suspended(pid: int) -> bool:
     return found is not None and found[1] in "Tt"
 
 
-def die_with_parent(parent: int) -> None:
-    """Have this process killed when its parent `parent` (process id) dies, however it dies.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent the signal `number`, when its parent `parent` (process id) dies, however it dies.
 
     On Linux by the kernel, which means the thread that started this process; the launcher starts ranks from the thread that then waits for
     them. Elsewhere, as on macOS, by a thread that looks every now and then.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     else:
-        die_with([process(parent)])
+        die_with([process(parent)], number)
     if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
-def die_with(others: Sequence[ProcessId]) -> None:
-    """Have this process killed soon after one of `others` has gone; they need not be its parents, nor have started it from a thread that
-    lives on."""
+def die_with(others: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent the signal `number`, soon after one of `others` has gone; they need not be its parents, nor have
+    started it from a thread that lives on."""
 
     def look() -> None:
         while all(other.alive() is not False for other in others):
             time.sleep(LOOK_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     if others:
         threading.Thread(target=look, daemon=True, name="drumline-die-with").start()

@@ -29,18 +29,15 @@ class Channel:
         self.end.settimeout(seconds)
         self.end.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """The next message; None where none came within `seconds`. Raises EOFError or OSError where the other end is gone, Garbled."""
+    def receive(self, seconds: float | None = None) -> dict[str, Any]:
+        """The next one. Raises TimeoutError where none comes within `seconds`, EOFError or OSError where the other end is gone, Garbled."""
         until = None if seconds is None else time.monotonic() + seconds
         while (size := self._rest.find(b"\n")) < 0:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
-                return None
+                raise TimeoutError
             self.end.settimeout(left)
-            try:
-                more = self.end.recv(2**16)
-            except TimeoutError:
-                return None
+            more = self.end.recv(2**16)
             if not more:
                 raise EOFError
             self._rest += more

@@ -13,14 +13,13 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 
 import psutil
 
-# linux/prctl.h
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+from drumline.cluster.process import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main() -> None:
@@ -28,12 +27,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     if sys.platform == "linux":
-        _control(PR_SET_CHILD_SUBREAPER, 1)
-        _control(PR_SET_PDEATHSIG, signal.SIGTERM)
-    else:
-        threading.Thread(target=_look_after, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died before the call
-        return
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(parent, signal.SIGTERM)
     guard, child = os.getpid(), os.fork()
     if child == 0:
         _become_rewards(guard, fd)
@@ -59,24 +54,11 @@ def _leave(number: int, frame: object) -> None:
 
 def _become_rewards(guard: int, fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        _control(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
-            os._exit(1)
+    die_with_parent(guard)
     from drumline.rollout.reward_worker import main as serve
 
     serve(fd)
     sys.exit(0)
-
-
-def _control(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value)
-
-
-def _look_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait_for(child: int) -> int:

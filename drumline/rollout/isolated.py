@@ -73,13 +73,13 @@ class Isolated:
         try:
             self.channel.send(told, seconds)
             said = self.channel.receive(seconds)
+        except TimeoutError:
+            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
+            raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there") from None
         except (EOFError, OSError, Garbled) as error:
             how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(self._own_end(END_SECONDS))
             fix = "look for the reason in the rank's log, or above"
             raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
-        if said is None:
-            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
-            raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there")
         if wrong := said.get("wrong"):
             kind: type[DrumlineError] = getattr(errors, wrong["kind"])
             raise kind(wrong["what"], where=wrong["where"], fix=wrong["fix"])
@@ -94,26 +94,21 @@ class Isolated:
         token = secrets.token_hex(8)
         request = {"token": token, "index": index, "prompt": prompt, "completion": completion, "meta": meta}
         began = time.monotonic()
-        said: dict[str, Any] | None = None
-        failure: str | None = None
         try:
             self.channel.send(request, timeout_seconds)
             said = self.channel.receive(timeout_seconds)
-            failure = f"timed out after {timeout_seconds:g} s" if said is None else None
+            if said.get("token") != token:
+                raise Garbled
+            return Answer(said.get("value"), said.get("failure"), time.monotonic() - began)
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            code = self._own_end(1.0)
-            failure = NOT_ITS_OWN if code is None else ending(code)
+            failure = ending(self._own_end(1.0))
         except Garbled:
             failure = NOT_ITS_OWN
-        if said is not None and said.get("token") != token:
-            failure = NOT_ITS_OWN
         seconds = time.monotonic() - began
-        if failure is not None or said is None:
-            self.kill()
-            return Answer(None, failure, seconds)
-        return Answer(said.get("value"), said.get("failure"), seconds)
+        self.kill()
+        return Answer(None, failure, seconds)
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""

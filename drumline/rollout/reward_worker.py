@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,15 @@ def _serve(fd: int) -> None:
     channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
     try:
         told = channel.receive()
-        assert told is not None, "it waits without a limit"
         scorers = {int(index): _build(reward, int(index), told) for index, reward in told["rewards"].items()}
     except DrumlineError as error:
         channel.send({"wrong": {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}})
         return
     channel.send({"ready": True})
-    while (request := _next(channel)) is not None:
-        channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
-
-
-def _next(channel: Channel) -> dict[str, Any] | None:
-    try:
-        return channel.receive()
-    except EOFError:  # the parent closed its end
-        return None
+    with suppress(EOFError):  # the parent closed its end
+        while True:
+            request = channel.receive()
+            channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
 
 
 def _build(reward: dict[str, Any], index: int, told: dict[str, Any]) -> Scorer:

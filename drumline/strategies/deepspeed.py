@@ -243,7 +243,8 @@ class DeepSpeedEngine:
             if self.counts_steps:
                 self.steps = int(self._from_owner(name, tensors.get(f"optim.{name}.step"), torch.Size(())))
         self._set_steps(self.steps)
-        self._refresh()
+        if not self.sharded:  # the weights that forward uses, from the fp32 ones
+            self.zero.update_lp_params()
         saved = state.get("scaler", {})
         if self.rescales() and "good_steps" in saved:
             self.zero.loss_scale = saved["scale"]
@@ -347,11 +348,6 @@ class DeepSpeedEngine:
             safe_set_local_fp32_param(parameter, own)
         else:
             safe_set_local_optimizer_state(parameter, own, slot)
-
-    def _refresh(self) -> None:
-        """The weights that forward uses, from the fp32 ones."""
-        if not self.sharded:
-            self.zero.update_lp_params()
 
 
 def _plain(kept: Any) -> Any:

@@ -29,10 +29,10 @@ from drumline.plan.plan import Plan
 from drumline.strategies.engine import Sums
 from drumline.strategies.forward import Around
 from drumline.strategies.native import NativeEngine
-from drumline.strategies.spread import Spread
+from drumline.strategies.spread import Spread, buckets
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
 
-CHUNK = 2**24  # entries averaged by one collective
+CHUNK = 2**26  # bytes averaged by one collective
 
 
 class LocalEngine(NativeEngine):
@@ -66,7 +66,7 @@ class LocalEngine(NativeEngine):
 
     def grad_norm(self) -> float:
         self.own_norm = super().grad_norm()
-        (squares,) = sum_over_ranks([self.own_norm**2], self._tensor_device())
+        (squares,) = sum_over_ranks([self.own_norm**2], str(next(iter(self.named.values())).device))
         self.told_norm = math.sqrt(squares / self.ranks)
         return self.told_norm
 
@@ -123,9 +123,6 @@ class LocalEngine(NativeEngine):
             if self.outer:
                 self.outer.step()
 
-    def _tensor_device(self) -> str:
-        return str(next(iter(self.named.values())).device)
-
 
 class Outer:
     """DiLoCo's outer optimizer (Douillard et al. 2023, algorithm 1): SGD with Nesterov momentum on how far the ranks have come.
@@ -165,14 +162,8 @@ def average(tensors: list[torch.Tensor], ranks: int) -> None:
     """Replace each tensor by its mean over all ranks, in flat pieces; the same bits on every rank. Collective."""
     if ranks == 1:
         return
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        pending: list[torch.Tensor] = []
-        for tensor in [*(t for t in tensors if t.dtype == dtype), None]:
-            if pending and (tensor is None or sum(t.numel() for t in pending) + tensor.numel() > CHUNK):
-                flat = torch.cat([t.flatten() for t in pending])
-                dist.all_reduce(flat.div_(ranks))
-                parts = flat.split([t.numel() for t in pending])
-                foreach_copy_(pending, [part.view_as(t) for part, t in zip(parts, pending, strict=True)])
-                pending = []
-            if tensor is not None:
-                pending.append(tensor)
+    for bucket in buckets(sorted(tensors, key=lambda t: str(t.dtype)), CHUNK):
+        flat = torch.cat([t.flatten() for t in bucket])
+        dist.all_reduce(flat.div_(ranks))
+        parts = flat.split([t.numel() for t in bucket])
+        foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])

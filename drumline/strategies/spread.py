@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,48 +17,41 @@ from drumline.strategies.compress import Compressor
 from drumline.strategies.norms import local
 
 BUCKET_BYTES = 25 * 2**20
+T = TypeVar("T", bound=torch.Tensor)
 
 
-class Spread(Protocol):
+class Spread:
     """One way of spreading. `module` runs a training forward, `inner` one without gradients, `reads` one whose objective is called
     once with all rows of the batch."""
 
-    module: nn.Module
-    inner: nn.Module
-    reads: nn.Module
+    def __init__(self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None) -> None:
+        self.module = module
+        self.inner = module if inner is None else inner
+        self.reads = self.inner if reads is None else reads
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
-        ...
+        return contextlib.nullcontext()
 
     def exposed_communication(self) -> float | None:
         """Seconds of the last step in which backward had ended and gradients were still on their way; None where it is not known."""
-        ...
+        return None
 
 
-class Alone:
+class Alone(Spread):
     """One process."""
-
-    def __init__(self, module: nn.Module, reads: nn.Module | None = None) -> None:
-        self.module = self.inner = module
-        self.reads = reads or module
-
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def exposed_communication(self) -> float:
         return 0.0
 
 
-class Replicated:
+class Replicated(Spread):
     """DDP. Evaluation runs below it: nothing is to be reduced there."""
 
     def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
+        super().__init__(module, inner=module.module)
         self.ddp, self.compressor = module, compressor
         self.learns_graph = module.static_graph
-        self.module: nn.Module = module
-        self.inner: nn.Module = module.module
-        self.reads = self.inner
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -76,16 +69,15 @@ class Replicated:
         return max(0, nanoseconds) / 1e9 + (self.compressor.take_seconds() if self.compressor else 0.0)
 
 
-class Sharded:
-    """FSDP2. Evaluation gathers weights too, so it goes through the same module."""
+class Sharded(Spread):
+    """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits in the middle of forward and backward, and has no
+    clocks there: how long is not known."""
 
     def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, others: Iterable[FSDPModule] = ()) -> None:
         """`casts`: weights are gathered in a lower precision than they are kept in. `others`: further roots (stages of one rank)."""
         assert isinstance(module, nn.Module)
+        super().__init__(module)
         self.casts = casts
-        self.module: nn.Module = module
-        self.inner: nn.Module = module
-        self.reads: nn.Module = module
         roots = nn.ModuleList([module, *others])  # type: ignore[list-item]
         self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
@@ -100,17 +92,13 @@ class Sharded:
         for unit in self.units:
             unit.reshard()
 
-    def exposed_communication(self) -> float | None:
-        # It waits in the middle of forward and backward, and has no clocks there.
-        return None
 
-
-class Averaged:
+class Averaged(Spread):
     """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
     of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.module = self.inner = self.reads = module
+        super().__init__(module)
         self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
         self.clock = _Clock()
 
@@ -130,7 +118,7 @@ class Averaged:
             return
         with self.clock.measure(parameters[0].device.type), torch.no_grad():
             under_way: list[_Bucket] = []
-            for bucket in _buckets(parameters, self.bucket_bytes):
+            for bucket in buckets(parameters, self.bucket_bytes):
                 under_way.append(_Bucket(bucket, self.group))
                 # One is on its way while the next is packed: more would only take memory.
                 if len(under_way) > 1:
@@ -165,18 +153,19 @@ class _Bucket:
             local(parameter.grad).copy_(part.view(shape)).div_(ranks)
 
 
-def _buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
     """Neighbours of one dtype, up to `bucket_bytes` together (one larger than that goes by itself)."""
-    bucket: list[nn.Parameter] = []
+    bucket: list[T] = []
     held = 0
-    for parameter in parameters:
-        size = local(parameter).numel() * parameter.element_size()
-        if bucket and (held + size > bucket_bytes or parameter.dtype != bucket[0].dtype):
+    for tensor in tensors:
+        size = local(tensor).numel() * tensor.element_size()
+        if bucket and (held + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, held = [], 0
-        bucket.append(parameter)
+        bucket.append(tensor)
         held += size
-    yield bucket
+    if bucket:
+        yield bucket
 
 
 class _Clock:

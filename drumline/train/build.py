@@ -32,6 +32,7 @@ from drumline.plan.plan import Plan
 from drumline.report.events import series
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import OPTIONAL, Engine
+from drumline.train.host import process_bytes
 from drumline.train.loop import Loop
 from drumline.train.measure import Measure
 from drumline.train.references import Reference
@@ -94,7 +95,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         emit=emit,
         gather=gather,
         asked=asked,
-        memory_bytes=lambda: memory_in_use(plan.device),
+        # The peak that the allocator handed out on a GPU, the resident set on a CPU.
+        memory_bytes=lambda: torch.cuda.max_memory_allocated() if plan.device == "cuda" else process_bytes()["VmRSS"],
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
@@ -170,12 +172,3 @@ def set_kernels(plan: Plan) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
     rolls_out = getattr(plan.config.algorithm, "generator", None) is not None
     torch.backends.cuda.enable_cudnn_sdp(fixed_width(plan) is not None and not rolls_out)
-
-
-def memory_in_use(device: str) -> int:
-    """Bytes: the peak that the allocator handed out on a GPU, the resident set on a CPU."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    import psutil
-
-    return psutil.Process().memory_info().rss

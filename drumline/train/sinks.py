@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run: its id, how to write figures of one group at a step, go back to a step, and end."""
+    """A tracker's run: its id, how to write figures (GROUP/NAME → number) of one group at a step, go back to a step, and end."""
 
     id: str
     write: Callable[[str, dict[str, float], int], None]
@@ -61,7 +61,9 @@ class Sink:
         if event["kind"] == "restore":
             self._guard(lambda tracker: tracker.rewind(event["step"]))
         elif event["kind"] in GROUPS:
-            self._guard(lambda tracker: tracker.write(GROUPS[event["kind"]], figures(event), event["step"]))
+            group = GROUPS[event["kind"]]
+            named = {f"{group}/{key}": value for key, value in figures(event).items()}
+            self._guard(lambda tracker: tracker.write(group, named, event["step"]))
 
     def close(self) -> None:
         self._guard(lambda tracker: tracker.close())
@@ -147,8 +149,8 @@ def _tensorboard(run: Run) -> Tracker:
     writer = make(folder)
 
     def write(group: str, numbers: dict[str, float], step: int) -> None:
-        for key, value in numbers.items():
-            writer.add_scalar(f"{group}/{key}", value, step)
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
         writer.flush()
 
     def rewind(step: int) -> None:
@@ -166,11 +168,7 @@ def _wandb(run: Run) -> Tracker:
     for group in GROUPS.values():
         began.define_metric(f"{group}/step", hidden=True)
         began.define_metric(f"{group}/*", step_metric=f"{group}/step")
-
-    def write(group: str, numbers: dict[str, float], step: int) -> None:
-        began.log({f"{group}/step": step, **{f"{group}/{key}": value for key, value in numbers.items()}})
-
-    return Tracker(str(began.id), write, began.finish)
+    return Tracker(str(began.id), lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}), began.finish)
 
 
 def _mlflow(run: Run) -> Tracker:
@@ -178,19 +176,11 @@ def _mlflow(run: Run) -> Tracker:
     mlflow = importlib.import_module("mlflow")
     began = mlflow.start_run(run_id=run.known) if run.known else mlflow.start_run(run_name=run.name)
     mlflow.log_dict(run.config, "config.json")
-
-    def write(group: str, numbers: dict[str, float], step: int) -> None:
-        mlflow.log_metrics({f"{group}/{key}": value for key, value in numbers.items()}, step=step)
-
-    return Tracker(str(began.info.run_id), write, mlflow.end_run)
+    return Tracker(str(began.info.run_id), lambda _, numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
 
 
 def _trackio(run: Run) -> Tracker:
     """trackio's local store (or a Space, as its own variables say)."""
     trackio = importlib.import_module("trackio")
     trackio.init(project="drumline", name=run.known or run.name, config=run.config, resume="must" if run.known else "never")
-
-    def write(group: str, numbers: dict[str, float], step: int) -> None:
-        trackio.log({f"{group}/{key}": value for key, value in numbers.items()}, step=step)
-
-    return Tracker(run.known or run.name, write, trackio.finish)
+    return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish)
