@@ -122,13 +122,6 @@ class Endings:
         text = self.tokenizer.decode(tokens[-self.tail :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(stop in text for stop in self.stop)
 
-    def cut(self, tokens: list[int]) -> tuple[int, bool]:
-        """(how many of `tokens` there are up to the end, whether there is one)."""
-        for count in range(1, len(tokens) + 1):
-            if self.after(tokens[:count]):
-                return count, True
-        return len(tokens), False
-
 
 class AtEndings(StoppingCriteria):
     """Endings for one call of `generate`. `lengths`: tokens of each row's completion, None while it goes on."""

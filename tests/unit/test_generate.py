@@ -128,14 +128,20 @@ def test_a_completion_ends_at_an_end_token_or_a_stop_text(model: Any) -> None:
     assert any(c.ended for c in ended)
 
 
+def cut(endings: Endings, tokens: list[int]) -> tuple[int, bool]:
+    """(how many of `tokens` there are up to the end, whether there is one)."""
+    ends = [count for count in range(1, len(tokens) + 1) if endings.after(tokens[:count])]
+    return (ends[0], True) if ends else (len(tokens), False)
+
+
 def test_a_stop_text_ends_where_it_is_complete() -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer.encode("What is two plus three? Two plus three is five.")
     endings = Endings(frozenset({2}), ("ee? T", "</answer>"), tokenizer)
-    count, ended = endings.cut(tokens)
+    count, ended = cut(endings, tokens)
     assert ended and "ee? T" in tokenizer.decode(tokens[:count]) and "ee? T" not in tokenizer.decode(tokens[: count - 1])
-    assert endings.cut(tokens[: count - 1]) == (count - 1, False)
-    assert endings.cut([5, 2, 7]) == (2, True)
+    assert cut(endings, tokens[: count - 1]) == (count - 1, False)
+    assert cut(endings, [5, 2, 7]) == (2, True)
 
 
 def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
@@ -143,7 +149,7 @@ def test_stop_texts_end_generation_of_a_model(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
     stop = tokenizer.decode(free[3].tokens[6:8])
     stopped = hf(model, stop=(stop,)).generate(prompts(), 0)
-    expected = [Endings(frozenset({2}), (stop,), tokenizer).cut(c.tokens) for c in free]
+    expected = [cut(Endings(frozenset({2}), (stop,), tokenizer), c.tokens) for c in free]
     assert [(len(c.tokens), c.ended) for c in stopped] == expected and expected[3][1]
     assert all(now.tokens == was.tokens[: len(now.tokens)] for was, now in zip(free, stopped, strict=True))
 
