@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from drumline.algorithms.base import LossOut
+from drumline.data.batches import IGNORE
 
-IGNORE = -100
 TOP = 5  # top-5 accuracy says something from twice as many classes on
 
 

@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.pairs import means, pair_sums, sides
-
-IGNORE = -100
+from drumline.data.batches import IGNORE
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
+from drumline.data.batches import IGNORE
 
 
 class NextToken(Algorithm):
@@ -27,7 +28,7 @@ class NextToken(Algorithm):
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         loss_sum, correct_BT = outputs.cross_entropy(batch.targets_BT, self.chunk)
         targets_N, correct_N = batch.targets_BT.reshape(-1), correct_BT.reshape(-1)
-        sums = {"tokens": (targets_N != -100).sum(), "correct": correct_N.sum()}
+        sums = {"tokens": (targets_N != IGNORE).sum(), "correct": correct_N.sum()}
         if self.answers:
             sums |= _exact(correct_N, targets_N, batch.position_ids_BT)
         return LossOut(loss_sum, sums)
@@ -43,7 +44,7 @@ class NextToken(Algorithm):
 def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sequences with targets, and those of them with no wrong one. A sequence starts wherever positions start again at 0."""
     sequence_N = (position_ids_BT == 0).reshape(-1).cumsum(0) - 1
-    learned_N = targets_N != -100
+    learned_N = targets_N != IGNORE
     number = int(sequence_N[-1]) + 1
     learned_S = torch.zeros(number, dtype=torch.long, device=targets_N.device).index_add_(0, sequence_N, learned_N.long())
     wrong_S = torch.zeros_like(learned_S).index_add_(0, sequence_N, (learned_N & ~correct_N).long())

@@ -102,7 +102,7 @@ class Rewards:
     """The rewards of a run, on one rank. Processes start at once, while the caller goes on; they end with `close`, or with the caller."""
 
     def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
-        """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most 4."""
+        """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most MOST_WORKERS."""
         require_secrets(configs)
         self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
         self.isolated: dict[int, Reward] = {
@@ -110,7 +110,7 @@ class Rewards:
         }
         self.seconds = dict.fromkeys(self.names, 0.0)
         # A thread for each worker: it starts the process, asks it, and replaces it.
-        processes = workers or _usual_workers()
+        processes = workers or max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
         self._own = threading.local()
         self._workers: set[Isolated] = set()
@@ -192,7 +192,3 @@ class Rewards:
 def overlong(tokens: int, free: int, limit: int) -> float:
     """0 up to `free` tokens, then linearly down to −1 at `limit` (DAPO, Yu et al. 2025, equation 13)."""
     return -min(max(tokens - free, 0) / (limit - free), 1.0)
-
-
-def _usual_workers() -> int:
-    return max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

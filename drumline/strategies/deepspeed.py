@@ -169,7 +169,7 @@ class DeepSpeedEngine:
             if name in self.learned:
                 yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
             else:
-                with self._gathered(tensor):
+                with self._whole(tensor):
                     full = tensor.detach().to(self.engine.device, copy=self.sharded)
                 yield name, full
 
@@ -237,7 +237,7 @@ class DeepSpeedEngine:
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.learned.items():
-            with self._open(parameter):
+            with self._whole(parameter, modifier_rank=0):  # written on all ranks alike
                 for key, slot in self._keys(name):
                     self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
             if self.counts_steps:
@@ -328,13 +328,9 @@ class DeepSpeedEngine:
         dist.broadcast(full, self.owner[name])
         return full
 
-    def _gathered(self, tensor: Any) -> contextlib.AbstractContextManager[Any]:
-        """Within, what ZeRO 3 has cut is whole."""
-        return deepspeed.zero.GatheredParameters([tensor]) if hasattr(tensor, "ds_id") else contextlib.nullcontext()
-
-    def _open(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-        """Within, the weights that forward uses may be written: whole, and the same on all ranks."""
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if self.sharded else contextlib.nullcontext()
+    def _whole(self, tensor: Any, **options: int) -> contextlib.AbstractContextManager[Any]:
+        """Within, what ZeRO 3 has cut is whole. `modifier_rank`: it may be written, and that rank's is taken."""
+        return deepspeed.zero.GatheredParameters([tensor], **options) if hasattr(tensor, "ds_id") else contextlib.nullcontext()
 
     def _set(self, parameter: Any, full: torch.Tensor, slot: str | None) -> None:
         """Put a whole fp32 tensor, the same on all ranks, into what this rank holds of it."""

@@ -11,13 +11,6 @@ from torch.distributed.tensor import DTensor
 from drumline.config.schema import OptimizerConfig
 
 
-def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD, with its state. The learning rate is set at each step."""
-    optimizer = new_optimizer(named, options)
-    _materialise(optimizer)
-    return optimizer
-
-
 def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
     """What learns, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
 
@@ -44,25 +37,25 @@ def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> t
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state as it likes it (a step of zero gradients at rate zero), then set it back to before any step.
+def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD, with its state. The learning rate is set at each step, and is zero before.
 
-    So a checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what
-    SGD's first step starts from.
+    The optimizer makes its state as it likes it (a step of zero gradients at rate zero), and is set back to before any step: so a
+    checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what SGD's first
+    step starts from.
     """
+    optimizer = new_optimizer(named, options)
     for group in optimizer.param_groups:
+        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-        rate, group["lr"] = group["lr"], torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        group["restore"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group in optimizer.param_groups:
-        group["lr"] = group.pop("restore")
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+    return optimizer
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
 
     name, predicted = candidate.name, candidate.estimate
     config = short(candidate, run_dir, rows)
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     try:
         plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
         plan_path = _write(plan, run_dir)
@@ -100,7 +100,8 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
         on_progress(f"probe {name}", 0, plan.steps)
         code = launch(plan, plan_path, None, follow, trial=True)
     finally:
-        _set_back("OMP_NUM_THREADS", threads)  # the launcher's choice was for this candidate's processes
+        os.environ.pop("OMP_NUM_THREADS", None)  # the launcher's choice was for this candidate's processes
+        os.environ.update(threads)
     events = read(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
     measured = Measurement.last(events)
     if code or measured is None:
@@ -134,10 +135,3 @@ def _write(plan: Plan, run_dir: Path) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     plan.model_copy(update={"saves": False, "data": data}).save(run_dir / "plan.json")
     return run_dir / "plan.json"
-
-
-def _set_back(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value

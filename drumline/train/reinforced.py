@@ -35,30 +35,23 @@ from drumline.train.curriculum import Curriculum
 from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
 from drumline.train.rollouts import Readers, Rollouts
 from drumline.train.state import TrainState
+from drumline.train.streams import fixed_width
 
 
 def reinforced(
     plan: Plan, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., object]
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
-    """The objective, the rollouts, and their stream from `state` on. Collective."""
-    config = plan.config.algorithm
-    assert isinstance(config, PPOConfig | GRPOConfig)
-    kl = KLController(config.kl.coefficient, config.kl.target, config.kl.horizon)
-    rollouts = build_rollouts(plan, ranks, engine, kl, device, emit)
-    return build_objective(config, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
-
-
-def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, device: str, emit: Callable[..., object]) -> Rollouts:
-    """Collective: models besides the policy are built here."""
+    """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data
     algorithm = config.algorithm
     assert isinstance(algorithm, PPOConfig | GRPOConfig) and data is not None
     tokenizer = load_tokenizer(config.model.tokenizer or plan.model_path or "", config.model)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
-    width = config.data.max_length if config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1 else None
-    reading = Reading(plan, plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank), device, pad_token_id(tokenizer), width)
-    return Rollouts(
+    place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
+    reading = Reading(plan, *place, device, pad_token_id(tokenizer), fixed_width(plan))
+    kl = KLController(algorithm.kl.coefficient, algorithm.kl.target, algorithm.kl.horizon)
+    rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
         prompts=prompts,
@@ -72,6 +65,7 @@ def build_rollouts(plan: Plan, ranks: Ranks, engine: Engine, kl: KLController, d
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
     )
+    return build_objective(algorithm, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
 
 
 def build_readers(plan: Plan, engine: Engine, reading: Reading, device: str) -> Readers:
