@@ -48,41 +48,31 @@ class Readers:
     rewards: Mapping[str, Score] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
+class Sample:
+    """An answer to a prompt, and what it is worth: NaN where no reward could be had."""
+
+    prompt: int  # its number in the cache
+    episode: tuple[list[int], Completion]  # tokens of the prompt, and the completion
+    domain: str
+    reward: float
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """Groups of episodes as they were sampled and scored, prompt by prompt."""
+    """Groups of samples, prompt by prompt."""
 
-    ids: list[int] = field(default_factory=list)  # of the prompts
-    episodes: list[tuple[list[int], Completion]] = field(default_factory=list)  # tokens of the prompt, and the completion
-    rewards: list[float] = field(default_factory=list)
-    domains: list[str] = field(default_factory=list)  # of each episode
-    parts: dict[str, float] = field(default_factory=dict)  # mean of each reward's values, NaN where there was none
-    failures: dict[str, Counter[str]] = field(default_factory=dict)  # reward → reason → episodes
+    samples: list[Sample]
+    parts: dict[str, float]  # mean of each reward's values in the last draw, NaN where there was none
+    failures: dict[str, Counter[str]]  # in the last draw: reward → reason → episodes
 
-    def groups(self, size: int) -> torch.Tensor:
-        """Rewards fp32[P, size]."""
-        return torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for sample in self.samples]
 
-    def take(self, prompts: list[int], size: int) -> Sampled:
-        """The groups with these numbers."""
-        rows = [prompt * size + k for prompt in prompts for k in range(size)]
-        return replace(
-            self,
-            ids=[self.ids[prompt] for prompt in prompts],
-            episodes=[self.episodes[row] for row in rows],
-            rewards=[self.rewards[row] for row in rows],
-            domains=[self.domains[row] for row in rows],
-        )
-
-    def join(self, other: Sampled) -> Sampled:
-        """Both; parts and failures are those of the later."""
-        return replace(
-            other,
-            ids=self.ids + other.ids,
-            episodes=self.episodes + other.episodes,
-            rewards=self.rewards + other.rewards,
-            domains=self.domains + other.domains,
-        )
+    def differ(self, size: int) -> list[bool]:
+        """Of each group of `size` whether it has something to learn from."""
+        return differs(torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)).tolist()
 
 
 @dataclass
@@ -136,7 +126,7 @@ class Rollouts:
         """The optimizer steps of a rollout: passes over all its episodes, shuffled anew."""
         algorithm, batch = self.algorithm, self.plan.batch
         size = batch.global_samples
-        ids = np.repeat(np.asarray(sampled.ids, np.int64), algorithm.group_size)
+        ids = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
         state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient}
         for epoch in range(algorithm.epochs):
             order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
@@ -167,63 +157,60 @@ class Rollouts:
         as long as it may roll out again."""
         algorithm, size = self.algorithm, self.algorithm.group_size
         again = algorithm.dynamic_sampling if isinstance(algorithm, GRPOConfig) else 0
-        kept, spare = Sampled(), Sampled()
+        wanted = self.per_rollout * size
+        kept, spare = list[Sample](), list[Sample]()
         for _ in range(1 + again):
-            fresh = self._sample(self.curriculum.draw(self.per_rollout - len(kept.ids)), step, position)
-            position += len(fresh.ids)
-            good = differs(fresh.groups(size)).tolist() if again else [True] * len(fresh.ids)
-            kept = kept.join(fresh.take([i for i, different in enumerate(good) if different], size))
-            spare = spare.join(fresh.take([i for i, different in enumerate(good) if not different], size))
-            if len(kept.ids) == self.per_rollout:
+            fresh = self._sample(self.curriculum.draw((wanted - len(kept)) // size), step, position)
+            position += len(fresh.samples) // size
+            for group, different in enumerate(fresh.differ(size)):
+                (kept if different or not again else spare).extend(fresh.samples[group * size : (group + 1) * size])
+            if len(kept) == wanted:
                 break
-        missing = self.per_rollout - len(kept.ids)
-        return kept.join(spare.take(list(range(missing)), size)) if missing else kept, position
+        return replace(fresh, samples=[*kept, *spare][:wanted]), position
 
     def _sample(self, ids: list[int], step: int, position: int) -> Sampled:
         """A group of scored episodes for each of these prompts."""
         size = self.algorithm.group_size
-        keys = [(position + place, k) for place in range(len(ids)) for k in range(size)]
+        rows, keys = np.repeat(ids, size).tolist(), [(position + place, k) for place in range(len(ids)) for k in range(size)]
         with self._spend("generate"):
-            sampled = self._complete(self.prompts, [sample for sample in ids for _ in range(size)], keys, step)
-        sampled = replace(sampled, ids=ids)
+            episodes = self._complete(self.prompts, rows, keys, step)
         with self._spend("reward"):
-            sampled = self._score(self.prompts, [sample for sample in ids for _ in range(size)], sampled)
+            sampled = self._score(self.prompts, rows, episodes)
         by_domain: dict[str, list[float]] = {}
-        for domain, reward in zip(sampled.domains, sampled.rewards, strict=True):
-            by_domain.setdefault(domain, []).extend([] if math.isnan(reward) else [reward])
+        for sample in sampled.samples:
+            by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
         self.curriculum.learn(by_domain)
         return sampled
 
-    def _complete(self, cache: TokenCache, samples: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False) -> Sampled:
-        prompts = [cache.segments(sample)[0][0].tolist() for sample in samples]
+    def _complete(
+        self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False
+    ) -> list[tuple[list[int], Completion]]:
+        prompts = [cache.segments(prompt)[0][0].tolist() for prompt in ids]
         requests = [Request(tokens, key) for tokens, key in zip(prompts, keys, strict=True)]
-        completions = self.sample(requests, step, greedy)
-        return Sampled(episodes=list(zip(prompts, completions, strict=True)))
+        return list(zip(prompts, self.sample(requests, step, greedy), strict=True))
 
-    def _score(self, cache: TokenCache, samples: list[int], sampled: Sampled) -> Sampled:
-        metas = [cache.meta(sample) for sample in samples]
+    def _score(self, cache: TokenCache, ids: list[int], episodes: list[tuple[list[int], Completion]]) -> Sampled:
+        metas = [cache.meta(prompt) for prompt in ids]
         items = [
-            Item(meta["prompt"], self.decode(said.tokens), len(said.tokens), meta)
-            for meta, (_, said) in zip(metas, sampled.episodes, strict=True)
+            Item(meta["prompt"], self.decode(said.tokens), len(said.tokens), meta) for meta, (_, said) in zip(metas, episodes, strict=True)
         ]
-        episodes = _episodes(sampled)
-        given = {name: read(episodes).tolist() for name, read in self.readers.rewards.items()}
+        asked = _episodes(episodes)
+        given = {name: read(asked).tolist() for name, read in self.readers.rewards.items()}
         scored = score_together(self.rewards, items, given)
         penalty = self.algorithm.missing_stop_penalty
-        rewards = [
-            math.nan if one.failures else one.value - penalty * (not said.ended)
-            for one, (_, said) in zip(scored, sampled.episodes, strict=True)
+        samples = [
+            Sample(prompt, episode, meta["domain"], math.nan if one.failures else one.value - penalty * (not episode[1].ended))
+            for prompt, episode, meta, one in zip(ids, episodes, metas, scored, strict=True)
         ]
         parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
         reasons = {name: Counter(one.failures[name] for one in scored if name in one.failures) for name in self.rewards.names}
-        failures = {name: found for name, found in reasons.items() if found}
-        return replace(sampled, rewards=rewards, domains=[meta["domain"] for meta in metas], parts=parts, failures=failures)
+        return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
 
     # ---------------------------------------------------------------------------------------------------------- advantages
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
         """Episodes with all that the objective needs, and figures."""
-        episodes, figures = _episodes(sampled), {}
+        episodes, figures = _episodes([sample.episode for sample in sampled.samples]), {}
         if self.readers.policy is not None:
             said = self.readers.policy(episodes)
             episodes = replace(episodes, log_probs_NM=said[0], values_NM=said[1] if len(said) > 1 else episodes.values_NM)
@@ -249,10 +236,9 @@ class Rollouts:
         """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts; None where there are none."""
         if self.held_out is None:
             return None
-        samples = list(range(len(self.held_out)))
-        sampled = self._complete(self.held_out, samples, [(sample, 0) for sample in samples], step, greedy=True)
-        sampled = self._score(self.held_out, samples, sampled)
-        return {"reward": _mean(sampled.rewards), **_means("reward", sampled), **_lengths(sampled)}, len(samples)
+        ids = list(range(len(self.held_out)))
+        sampled = self._score(self.held_out, ids, self._complete(self.held_out, ids, [(prompt, 0) for prompt in ids], step, greedy=True))
+        return {"reward": _mean(sampled.rewards), **_means(sampled), **_lengths(sampled)}, len(ids)
 
     def close(self) -> None:
         """End the processes that compute rewards."""
@@ -268,20 +254,21 @@ class Rollouts:
 
     def _report(self, step: int, sampled: Sampled, drawn: int, figures: dict[str, float]) -> None:
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
-        shares = {domain: sampled.domains.count(domain) / len(sampled.domains) for domain in sorted(set(sampled.domains))}
+        drawn_of = Counter(sample.domain for sample in sampled.samples)
+        differ = sampled.differ(self.algorithm.group_size)
         self.emit(
             "rollout",
             step=step,
-            prompts=len(sampled.ids),
+            prompts=len(differ),
             drawn=drawn,
-            episodes=len(sampled.rewards),
+            episodes=len(sampled.samples),
             reward=_mean(known),
             reward_std=statistics.pstdev(known) if known else 0.0,
-            groups_differ=float(differs(sampled.groups(self.algorithm.group_size)).float().mean()),
+            groups_differ=sum(differ) / len(differ),
             rewards=sampled.parts,
-            shares=shares,
+            shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
-            **_means("reward", sampled),
+            **_means(sampled),
             **_lengths(sampled),
             **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
             **figures,
@@ -305,13 +292,10 @@ def ppo_episodes(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Ten
     return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
 
 
-def _episodes(sampled: Sampled) -> Episodes:
-    episodes = Episodes.start(
-        [np.asarray(prompt, np.int64) for prompt, _ in sampled.episodes],
-        [np.asarray(said.tokens, np.int64) for _, said in sampled.episodes],
-    )
+def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
+    episodes = Episodes.start([np.asarray(prompt, np.int64) for prompt, _ in made], [np.asarray(said.tokens, np.int64) for _, said in made])
     said_NM = torch.zeros_like(episodes.log_probs_NM)
-    for row, (_, said) in enumerate(sampled.episodes):
+    for row, (_, said) in enumerate(made):
         said_NM[row, : len(said.tokens)] = torch.tensor(said.log_probs)
     return replace(episodes, sampler_log_probs_NM=said_NM)
 
@@ -322,18 +306,17 @@ def _mean(values: list[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _means(name: str, sampled: Sampled) -> dict[str, float]:
-    """`name/DOMAIN` → mean reward, where there are several domains or one that has a name."""
-    return {
-        f"{name}/{domain}": _mean([r for r, d in zip(sampled.rewards, sampled.domains, strict=True) if d == domain])
-        for domain in sorted(set(sampled.domains))
-    }
+def _means(sampled: Sampled) -> dict[str, float]:
+    """reward/DOMAIN → mean reward."""
+    domains = sorted({sample.domain for sample in sampled.samples})
+    return {f"reward/{domain}": _mean([s.reward for s in sampled.samples if s.domain == domain]) for domain in domains}
 
 
 def _lengths(sampled: Sampled) -> dict[str, float]:
-    sizes = [len(said.tokens) for _, said in sampled.episodes]
+    completions = [said for _, said in (sample.episode for sample in sampled.samples)]
+    sizes = [len(said.tokens) for said in completions]
     return {
         "length": sum(sizes) / len(sizes),
         "length_max": float(max(sizes)),
-        "ended": sum(said.ended for _, said in sampled.episodes) / len(sizes),
+        "ended": sum(said.ended for said in completions) / len(sizes),
     }
