@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Literal
 
 from drumline.cluster.cluster import Cluster
@@ -36,18 +36,8 @@ def settle(
         return config, []
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, launched))
-    chosen, reason = choose(
-        Question(
-            config,
-            cluster,
-            facts,
-            data,
-            roles,
-            role_facts,
-            processes=launched is not None or config.launch.nproc is not None,
-            deepspeed=importlib.util.find_spec("deepspeed") is not None,
-        )
-    )
+    said, deepspeed = launched is not None or config.launch.nproc is not None, find_spec("deepspeed") is not None
+    chosen, reason = choose(Question(config, cluster, facts, data, roles, role_facts, processes=said, deepspeed=deepspeed))
     return chosen, [reason, *why] if reason else why
 
 

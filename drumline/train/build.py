@@ -132,20 +132,17 @@ class Start:
     @classmethod
     def find(cls, plan: Plan, resume: str) -> Start:
         """`resume`: a checkpoint folder, or `newest` for the newest whole one. Collective."""
-        verify = plan.config.checkpoint.verify
-        path, skipped = Path(resume), []
+        verify, skipped = plan.config.checkpoint.verify, []
+        path: Path | None = Path(resume)
         if resume == "newest":
             found = newest(Path(plan.run_dir) / "checkpoints", verify)
-            skipped = [{"path": str(p), "reason": reason} for p, reason in found.skipped]
-            if found.path is None and skipped:
+            path, skipped = found.path, [{"path": str(p), "reason": reason} for p, reason in found.skipped]
+            if path is None and skipped:
                 what = "no checkpoint is whole: " + "; ".join(s["reason"] for s in skipped)
                 raise CheckpointError(what, where=plan.run_dir, fix="start again in another folder with run.dir=…")
-            if found.path is None:
-                return cls(None, skipped, frozenset())
-            path = found.path
         else:
-            check(path, verify)
-        names = read_manifest(path).tensors
+            check(Path(resume), verify)
+        names = read_manifest(path).tensors if path else ()
         return cls(path, skipped, frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name)))
 
     def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
