@@ -96,7 +96,7 @@ MUTATIONS = [
         ("tests/unit/test_grpo.py::test_losses_and_gradients_equal_trl", "tests/unit/test_ppo.py"),
     ),
     Mutation(
-        "k3 with a wrong sign", "algorithms/kl.py",
+        "k3 with a wrong sign", "algorithms/policy.py",
         "return torch.expm1(-log_ratio) + log_ratio", "return torch.expm1(-log_ratio) - log_ratio",
         ("tests/unit/test_grpo.py::test_divergence_estimators",),
     ),

@@ -8,7 +8,7 @@ from drumline.algorithms.base import Algorithm
 from drumline.algorithms.classify import Classify
 from drumline.algorithms.dpo import DPO
 from drumline.algorithms.grpo import GRPO
-from drumline.algorithms.kl import KLController
+from drumline.algorithms.policy import KLController
 from drumline.algorithms.ppo import PPO
 from drumline.algorithms.reward import RewardModel
 from drumline.algorithms.tokens import NextToken

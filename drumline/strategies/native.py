@@ -22,8 +22,7 @@ from drumline.strategies.compress import compress_ddp
 from drumline.strategies.context_parallel import apply_context_parallel
 from drumline.strategies.engine import Sums, total
 from drumline.strategies.forward import Around, ForwardEngine
-from drumline.strategies.loss_scale import LossScale
-from drumline.strategies.norms import global_norm, local
+from drumline.strategies.norms import LossScale, global_norm, local
 from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
 from drumline.strategies.spread import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.strategies.tensor_parallel import apply_tp

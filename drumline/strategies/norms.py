@@ -1,13 +1,17 @@
-"""The global gradient norm, whatever holds the gradients: whole tensors, shards on one mesh, shards on several."""
+"""Gradients before a step: their global norm, whatever holds them (whole tensors, shards on one mesh, on several), and fp16's scale."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from drumline.vendor.torch import foreach_norm
+from drumline.vendor.torch import foreach_mul_, foreach_norm
 
+# As torch.amp.GradScaler: doubled after so many steps without an overflow, halved at one.
+GROWTH_INTERVAL = 2000
 Place = tuple[dist.ProcessGroup, ...]
 
 
@@ -47,3 +51,38 @@ def _spread_over(tensor: torch.Tensor) -> Place:
     for placement in tensor.placements:
         assert not placement.is_partial(), "a gradient must be reduced before it is measured"
     return tuple(mesh.get_group(i) for i, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(i) > 1)
+
+
+class LossScale:
+    """Loss scaling for fp16 (Micikevicius et al. 2018): small gradients are kept above fp16's zero while they are made.
+
+    torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would judge by its own part. Here the
+    global norm tells of an overflow, the same on all ranks, so the scale is one number on the host. 1 where it is not enabled."""
+
+    def __init__(self, initial: float, enabled: bool) -> None:
+        self.enabled, self.value, self.good_steps = enabled, initial if enabled else 1.0, 0
+
+    def unscale(self, gradients: list[torch.Tensor]) -> None:
+        """Bring this rank's parts of the gradients back, in place; once a step."""
+        if self.enabled and gradients:
+            foreach_mul_(gradients, 1.0 / self.value)
+
+    def good(self) -> None:
+        """A step was taken."""
+        self.good_steps += 1
+        if self.enabled and self.good_steps % GROWTH_INTERVAL == 0:
+            self.value *= 2.0
+
+    def overflow(self) -> None:
+        """A step was skipped."""
+        self.good_steps = 0
+        if self.enabled:
+            self.value /= 2.0
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.value, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Nothing where the state is of a run in another precision."""
+        if self.enabled and "good_steps" in state:
+            self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])

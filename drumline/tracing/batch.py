@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.build import build_algorithm, build_objective
-from drumline.algorithms.kl import KLController
+from drumline.algorithms.policy import KLController
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.schema import Config
 from drumline.data.batches import collate

@@ -10,7 +10,7 @@ from typing import Any
 
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.build import build_objective
-from drumline.algorithms.kl import KLController
+from drumline.algorithms.policy import KLController
 from drumline.config.algorithms import GRPOConfig, PPOConfig
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.advantages import at_last, differs, gae, group_advantages, whiten
-from drumline.algorithms.kl import KLController, divergence
+from drumline.algorithms.policy import KLController, divergence
 from drumline.config.algorithms import GRPOConfig, PPOConfig
 from drumline.data.cache import TokenCache
 from drumline.data.episodes import Episodes

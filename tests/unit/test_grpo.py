@@ -12,7 +12,7 @@ import torch
 
 from drumline.algorithms.advantages import differs, group_advantages, whiten
 from drumline.algorithms.grpo import GRPO
-from drumline.algorithms.kl import KLController, divergence
+from drumline.algorithms.policy import KLController, divergence
 from drumline.data.episodes import Episodes, collate_episodes
 from drumline.models.head import Outputs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drumline.algorithms.advantages import at_last, gae, whiten
-from drumline.algorithms.kl import KLController
+from drumline.algorithms.policy import KLController
 from drumline.algorithms.ppo import PPO
 from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs
