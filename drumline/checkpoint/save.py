@@ -143,11 +143,6 @@ class Checkpointer:
                 break
         return result, part is tensors
 
-    @property
-    def copies_bytes(self) -> int:
-        """Of host memory that copies take, from the first save in the background on."""
-        return self.staging.bytes_
-
     def poll(self) -> list[SaveResult]:
         """The saves that ended since the last call, oldest first. Does not wait."""
         if self._thread is None or not self._thread.is_alive():

@@ -43,7 +43,7 @@ class Staging:
 
     @property
     def bytes_(self) -> int:
-        """Of host memory that the buffers take."""
+        """Of host memory that the buffers take, from the first save in the background on."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -96,7 +96,8 @@ def find_function(path: str, base_dir: Path, where: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             there = [other for other, value in vars(found).items() if callable(value) and not other.startswith("__")]
-            raise ConfigError(f"{place} has no function {name!r}{_perhaps(part, there)}", where=where, fix=_there(there))
+            fix = f"it has {', '.join(sorted(there)[:8])}" if there else None
+            raise ConfigError(f"{place} has no function {name!r}{_perhaps(part, there)}", where=where, fix=fix)
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{path} is a {type(found).__name__}, not a function", where=where)
@@ -147,10 +148,6 @@ def _imported(load: Callable[[], Any], name: str, where: str) -> Any:
 def _perhaps(word: str, words: Iterable[str]) -> str:
     close = nearest(word, list(words))
     return f"; did you mean {close!r}?" if close else ""
-
-
-def _there(names: list[str]) -> str | None:
-    return f"it has {', '.join(sorted(names)[:8])}" if names else None
 
 
 # ------------------------------------------------------------------------------------------------------------ verifiers

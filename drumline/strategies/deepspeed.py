@@ -214,10 +214,7 @@ class DeepSpeedEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         self._make_state()
         agree_on_statistics(self.batch_norms)
-        buffers = {
-            name: tensor for name, tensor in canonical_tensors(self.model).items() if name.removeprefix("model.") not in self.learned
-        }
-        named = dict(buffers)
+        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.learned}
         for name, parameter in self.learned.items():
             mine = self.owner[name] == self.rank
             for key, slot in self._keys(name):

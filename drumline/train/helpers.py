@@ -45,7 +45,9 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
     Raises EnvironmentFault.
     """
     _require_compiler()
-    root = _build_root()
+    from drumline.vendor.torch import get_build_directory
+
+    root = Path(get_build_directory("drumline", verbose=False)).parent  # where torch keeps what it compiles
     root.mkdir(parents=True, exist_ok=True)
     if _is_newest(root):
         _clear(root)  # a rank that was killed while it looked at what is built leaves one, too
@@ -108,10 +110,3 @@ def _require_disk(path: Path, where: str) -> None:
         raise EnvironmentFault("NVMe offload needs libaio", where=where, fix="apt-get install libaio-dev, or offload to cpu")
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise EnvironmentFault(f"{path} is no folder that can be written to", where=f"{where}.path", fix="name one on the NVMe disk")
-
-
-def _build_root() -> Path:
-    """Where torch keeps what it compiles."""
-    from drumline.vendor.torch import get_build_directory
-
-    return Path(get_build_directory("drumline", verbose=False)).parent

@@ -122,7 +122,7 @@ class Loop:
         self.settled = batch.settled
         self.state.tokens += int(agreed["tokens"])
         seconds = time.time() - started
-        copies = self.checkpointer.copies_bytes
+        copies = self.checkpointer.staging.bytes_
         sent = self.measure.end_step(step, batch.micro_batches, copies, whole=finite, seconds=seconds, data=data_s, communication=comm_s)
         self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:

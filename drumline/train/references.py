@@ -70,7 +70,8 @@ class Reference:
             return lambda _: lambda batches: frozen.infer(batches, self.algorithm.score)
         caches = {"train": data.train_cache, "eval": data.eval_cache}
         tables = self._tables({role: folder for role, folder in caches.items() if folder})
-        return lambda folder: lambda batches: [_look_up(tables[folder], batch) for batch in batches]
+        # Of fillers (sample −1) those of the last pair, which weigh nothing.
+        return lambda folder: lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
         """fp64[N, 2] of each cache: log-probabilities of the chosen and the rejected answers of its N pairs. Collective."""
@@ -121,11 +122,6 @@ def with_reference(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalB
     for batch in batches:
         told = ask(batch.micro_batches)
         yield replace(batch, micro_batches=[replace(b, reference_B=r) for b, r in zip(batch.micro_batches, told, strict=True)])
-
-
-def _look_up(table_N2: torch.Tensor, batch: Any) -> torch.Tensor:
-    """fp64[2P] for a batch of P pairs; fillers (sample −1) get those of the last pair, and weigh nothing."""
-    return table_N2[batch.samples_P].T.flatten()
 
 
 def key(plan: Plan, folder: str) -> str:

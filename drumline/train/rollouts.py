@@ -96,11 +96,6 @@ class Rollouts:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
         self.failed = 0  # rollouts in a row, by `reward_failure`
 
-    @property
-    def per_rollout(self) -> int:
-        """Prompts of a rollout."""
-        return self.algorithm.minibatches * self.plan.batch.global_samples // self.algorithm.group_size
-
     # ---------------------------------------------------------------------------------------------------------- the stream
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
@@ -157,7 +152,7 @@ class Rollouts:
         as long as it may roll out again."""
         algorithm, size = self.algorithm, self.algorithm.group_size
         again = algorithm.dynamic_sampling if isinstance(algorithm, GRPOConfig) else 0
-        wanted = self.per_rollout * size
+        wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
         kept, spare = list[Sample](), list[Sample]()
         for _ in range(1 + again):
             fresh = self._sample(self.curriculum.draw((wanted - len(kept)) // size), step, position)

@@ -155,7 +155,8 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     """
     run_dir = Path(plan.run_dir)
     start = resume_from(run_dir, request, plan)
-    if request.resume is None and run_dir.is_dir() and any(not _is_ours(entry.name) for entry in run_dir.iterdir()):
+    there = {entry.name for entry in run_dir.iterdir() if not entry.name.startswith(lease.NAME)} if run_dir.is_dir() else set()
+    if request.resume is None and there - {EVAL_RESULTS}:
         fix = "add --resume to go on with it, or choose another with run.dir=…"
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
     needed, free = plan.checkpoint_bytes if plan.saves else 0, free_bytes(run_dir)  # a run keeps at least one while it writes the next
@@ -172,11 +173,6 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
         fix = "choose another with run.dir=…"
         raise EnvironmentFault(f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix=fix) from error
     return plan_path, start
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a file may be in a run folder before there is a run."""
-    return name == EVAL_RESULTS or name.startswith(lease.NAME)
 
 
 def _make_fallback(plan: Plan) -> None:
