@@ -23,7 +23,7 @@ from typing import Any
 from drumline.config.algorithms import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.config.secret import reveal
 from drumline.config.suggest import nearest
-from drumline.errors import ConfigError, EnvironmentFault
+from drumline.errors import ConfigError
 
 Scorer = Callable[[str, str, dict[str, Any]], Any]
 GROUP = "drumline.rewards"
@@ -34,13 +34,13 @@ TUPLES = ("arc_agi", "rearc")
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
     """`columns`: those that rows have, where that is known: a function that asks for others is refused.
 
-    Raises ConfigError for a function that cannot be found or called, EnvironmentFault for a package that is not there."""
+    Raises ConfigError for a function that cannot be found or called."""
     if isinstance(reward, FunctionReward):
         return _function(reward, base_dir, where, columns)
     if isinstance(reward, TaskReward):
-        return _task(reward, where)
+        return _task(reward)
     if isinstance(reward, MathReward):
-        return _math(reward, where)
+        return _math(reward)
     assert isinstance(reward, RegexReward), reward.kind
     pattern = re.compile(reward.pattern)
     find = pattern.fullmatch if reward.full else pattern.search
@@ -153,11 +153,9 @@ def _perhaps(word: str, words: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ verifiers
 
 
-def _task(reward: TaskReward, where: str) -> Scorer:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise EnvironmentFault("reasoning-gym is not installed", where=where, fix="pip install reasoning-gym") from error
+def _task(reward: TaskReward) -> Scorer:
+    import reasoning_gym
+
     pattern = re.compile(reward.pattern) if reward.pattern else None
 
     @lru_cache(maxsize=256)
@@ -190,11 +188,9 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _math(reward: MathReward, where: str) -> Scorer:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise EnvironmentFault("math-verify is not installed", where=where, fix="pip install math-verify") from error
+def _math(reward: MathReward) -> Scorer:
+    from math_verify import parse, verify
+
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of each call without its own alarm; ours is outside
 
     @lru_cache(maxsize=1024)

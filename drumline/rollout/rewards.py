@@ -60,33 +60,29 @@ def reward_names(configs: Sequence[Reward]) -> list[str]:
     return names
 
 
-def require_installed(configs: Sequence[Reward]) -> None:
-    """Raises EnvironmentFault for a package that is missing; nothing is imported."""
+def require(configs: Sequence[Reward]) -> None:
+    """Raises EnvironmentFault for a package that is missing (nothing is imported), ConfigError for a variable of their options that is not
+    set here; the values are redacted from now on: reasons name them."""
     for index, config in enumerate(configs):
+        where = f"algorithm.rewards[{index}]"
         if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
             package = PACKAGES[config.kind].replace("_", "-")
-            where = f"algorithm.rewards[{index}]"
             raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
+        reveal(getattr(config, "options", {}), f"{where}.options")
 
 
 def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None) -> None:
-    """Raises ConfigError or EnvironmentFault for rewards that cannot be computed, before anything is started for training.
+    """Raises ConfigError or EnvironmentFault for rewards that `require` lets pass and that cannot be computed, before anything is started
+    for training.
 
     Functions are imported in a process that is ended again: an import may hang or crash. `columns`: those that rows have, where known.
     """
-    require_secrets(configs)
     for index, config in enumerate(configs):
         if columns is not None:
             _check_columns(config, columns, f"algorithm.rewards[{index}]")
     functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
     if functions:
         Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
-
-
-def require_secrets(configs: Sequence[Reward]) -> None:
-    """Raises ConfigError for a variable of their options that is not set here; the values are redacted from now on: reasons name them."""
-    for index, config in enumerate(configs):
-        reveal(getattr(config, "options", {}), f"algorithm.rewards[{index}].options")
 
 
 def _check_columns(config: Reward, columns: Collection[str], where: str) -> None:
@@ -103,7 +99,7 @@ class Rewards:
 
     def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
         """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most MOST_WORKERS."""
-        require_secrets(configs)
+        require(configs)
         self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
         self.isolated: dict[int, Reward] = {
             index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)

@@ -67,7 +67,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if isinstance(config.algorithm, ROLLOUT):
         from drumline.rollout import colocated  # what generates takes a second to import
 
-        rewards.require_installed(config.algorithm.rewards)
+        rewards.require(config.algorithm.rewards)
         colocated.require_installed(config.algorithm.generator)
     model_path = resolve_model(config.model, on_progress)
     hf_config, length = models.load_config(model_path, config.model), config.data.max_length
