@@ -82,7 +82,6 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
             streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
-    losses = series(past, "loss")
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     return Loop(
         plan=plan,
@@ -101,7 +100,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
         measure=Measure(plan, engine, gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)),
-        seen_step=max(losses, default=0),
+        seen_step=max(series(past, "loss"), default=0),
         saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )
 
