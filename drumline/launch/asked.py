@@ -59,7 +59,7 @@ class Asked(Signals):
 
 
 class StopFlag(Signals):
-    """Signals to a rank: they set `requested`, for the loop to find between two steps."""
+    """Signals to a rank: they set `requested` (the number of the last one, or 0), for the loop to find between two steps."""
 
     requested = 0
 

@@ -27,6 +27,7 @@ from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
 from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError, DataError
+from drumline.launch.asked import StopFlag
 from drumline.plan.communication import step_kind
 from drumline.plan.plan import Plan
 from drumline.report.events import series
@@ -36,14 +37,14 @@ from drumline.train.host import process_bytes
 from drumline.train.loop import Loop
 from drumline.train.measure import Measure
 from drumline.train.references import Reference
-from drumline.train.state import Asked, Goodput, TrainState
+from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
 Emit = Callable[..., object]
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
-def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput) -> Loop:
+def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopFlag, past: list[dict[str, Any]], goodput: Goodput) -> Loop:
     """Everything of one rank, wired. `past`: the events of the run so far."""
     config = plan.config
     if config.run.deterministic:

@@ -17,7 +17,7 @@ from drumline.plan.plan import Plan
 from drumline.report.events import EventLog, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
-from drumline.train.state import Asked, Goodput
+from drumline.train.state import Goodput
 
 Emit = Callable[..., object]
 Listener = Callable[[dict[str, Any]], None]
@@ -61,7 +61,7 @@ def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> Non
 
 
 def train_on(
-    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: Asked, past: list[dict[str, Any]], goodput: Goodput
+    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: StopFlag, past: list[dict[str, Any]], goodput: Goodput
 ) -> None:
     """Build and run one plan in the process group that is there."""
     from drumline.train.build import build

@@ -15,12 +15,13 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
+from drumline.launch.asked import StopFlag
 from drumline.models.router import router_figures
 from drumline.plan.plan import Plan
 from drumline.plan.schedule import learning_rate
 from drumline.strategies.engine import Engine
 from drumline.train.measure import Measure
-from drumline.train.state import Asked, Goodput, Patience, TrainState, fallback_folder
+from drumline.train.state import Goodput, Patience, TrainState, fallback_folder
 
 if TYPE_CHECKING:
     from drumline.train.rollouts import Rollouts  # what generates takes a second to import
@@ -41,7 +42,7 @@ class Loop:
     checkpointer: Checkpointer
     emit: Callable[..., object]
     gather: Gather
-    asked: Asked
+    asked: StopFlag
     memory_bytes: Callable[[], int]
     state: TrainState
     goodput: Goodput

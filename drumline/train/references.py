@@ -24,11 +24,11 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
 from drumline.dist.start import Ranks
 from drumline.errors import Preempted
+from drumline.launch.asked import StopFlag
 from drumline.plan.plan import DataPlan, Plan
 from drumline.plan.roles import reference_kind
 from drumline.strategies.build import build_engine
 from drumline.strategies.engine import Engine
-from drumline.train.state import Asked
 from drumline.train.streams import Streams
 
 Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[2P] of each
@@ -47,7 +47,7 @@ class Reference:
     streams: Streams
     fresh: bool
     emit: Callable[..., object]
-    asked: Asked
+    asked: StopFlag
 
     def prepared(self) -> Streams:
         """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model is asked."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from drumline.config.schema import Config
+from drumline.launch.asked import StopFlag
 
 
 @dataclass
@@ -26,18 +27,11 @@ class TrainState:
     stream: dict[str, Any] = field(default_factory=dict)
 
 
-class Asked(Protocol):
-    """A flag that signal handlers set: the number of the signal, or 0."""
-
-    @property
-    def requested(self) -> int: ...
-
-
 class Patience:
     """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and once the run is asked to stop half
     of `launch.grace_seconds`: the other half is for another disk."""
 
-    def __init__(self, config: Config, asked: Asked) -> None:
+    def __init__(self, config: Config, asked: StopFlag) -> None:
         self.config, self.asked = config, asked
         self.began: float | None = None
         self.hurried = False

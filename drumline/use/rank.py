@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 from drumline.dist.start import start, stop
+from drumline.launch.asked import StopFlag
 from drumline.plan.plan import Plan
 from drumline.train.build import build
 from drumline.train.entry import Speaker, silent
 from drumline.train.failure import recording
-from drumline.train.signals import StopFlag
 from drumline.train.state import Goodput
 
 
