@@ -3,12 +3,15 @@
 `python -m tests.forks` reads one JSON object a line: {"module": NAME, "arguments": [...], "cwd": ..., "seconds": N, "processes": [{"env":
 {...}, "out": PATH, "err": PATH}, ...]}; each process runs the module as `python -m` would, in a session of its own. It answers with their
 exit codes, a signal's negative; null for those that were killed because the time was up. Nothing but imports happens in it before a fork.
+Ranks that such a process launches are forked from it, in place of a new interpreter: their modules, arguments, variables, streams, sessions
+and signals are as they would be there. Launchers that tests start by themselves start interpreters, as a user's do.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -21,10 +24,13 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-MODULES = ("torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
+# Where launchers start their ranks.
+HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+MODULES = (HANDLER, "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
            "drumline.cli", "drumline.train.command", "drumline.train.entry", "drumline.train.build", "drumline.train.setup")  # fmt: skip
 
 
@@ -70,22 +76,41 @@ class Forks:
 FORKS = Forks()
 
 
-def become(asked: dict[str, Any], mine: dict[str, Any], answers: IO[str]) -> NoReturn:
-    """The child: its own session, streams, variables and arguments, then the module to its end."""
+class RankFork(subprocess.Popen[bytes]):
+    """A rank of a forked launcher: in place of fork and exec, a fork that goes on as the module after `-m` of its command."""
+
+    def _execute_child(self, *given: Any) -> None:  # type: ignore[override]
+        command, env, (_, _, _, out, _, err) = list(map(str, given[0])), given[6], given[10:16]
+        pid = os.fork()
+        if pid == 0:
+            module = command.index("-m") + 1
+            become(command[module], command[module + 1 :], env, (0, out, err))
+        self.pid, self._child_created = pid, True
+
+
+def become(module: str, arguments: list[str], env: dict[str, str], streams: tuple[int, int, int], cwd: str | None = None) -> NoReturn:
+    """The child: its own session, streams, variables, signals and arguments, then the module to its end."""
     code = 1
     try:
         os.setsid()
-        os.close(answers.fileno())
-        streams = (os.open(os.devnull, os.O_RDONLY), *(os.open(mine[key], os.O_WRONLY | os.O_APPEND) for key in ("out", "err")))
         for number, target in enumerate(streams):
             os.dup2(target, number)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        os.closerange(3, 1024)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+        faulthandler.enable()
         os.environ.clear()
-        os.environ.update(mine["env"])
-        os.chdir(asked["cwd"])
-        sys.path[0] = asked["cwd"]
-        sys.argv = [asked["module"], *asked["arguments"]]
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        os.environ.update(env)
+        if cwd is not None:
+            os.chdir(cwd)
+            sys.path[0] = cwd
+        sys.argv = [module, *arguments]
+        handler = importlib.import_module(HANDLER)
+        handler.Popen = RankFork  # type: ignore[attr-defined]
+        warnings.filterwarnings("ignore", "'drumline.* found in sys.modules", RuntimeWarning)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -103,13 +128,15 @@ def become(asked: dict[str, Any], mine: dict[str, Any], answers: IO[str]) -> NoR
         os._exit(code)
 
 
-def fork_all(asked: dict[str, Any], answers: IO[str]) -> list[int | None]:
+def fork_all(asked: dict[str, Any]) -> list[int | None]:
     """The processes that are asked for, to their end or that of their time."""
     pids = []
     for mine in asked["processes"]:
         pid = os.fork()
         if pid == 0:
-            become(asked, mine, answers)
+            out, err = (os.open(mine[key], os.O_WRONLY | os.O_APPEND) for key in ("out", "err"))
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            become(asked["module"], asked["arguments"], mine["env"], (nothing, out, err), asked["cwd"])
         pids.append(pid)
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + asked["seconds"]
@@ -134,7 +161,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        answers.write(json.dumps(fork_all(json.loads(line), answers)) + "\n")
+        answers.write(json.dumps(fork_all(json.loads(line))) + "\n")
         answers.flush()
 
 

@@ -32,6 +32,8 @@ def same(run: Path, reference: Path) -> None:
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), name
+
+
 # Each step multiplies the weights by −999.
 EXPLODES = ("optimizer.lr=1000", "optimizer.weight_decay=1", "optimizer.max_grad_norm=null", "run.steps=20")
 
@@ -140,9 +142,7 @@ def test_one_rank_asked_to_stop_stops_all_at_the_same_step(config: Path, referen
 
 
 @pytest.mark.full  # at steps: the test before
-@pytest.mark.parametrize(
-    "moment", ["start-up", "evaluation", "save"]
-)
+@pytest.mark.parametrize("moment", ["start-up", "evaluation", "save"])
 def test_asked_to_stop_at_any_moment(config: Path, reference: Path, tmp_path: Path, moment: str) -> None:
     run = tmp_path / "run"
     process = start(config, run)
