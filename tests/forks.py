@@ -1,16 +1,17 @@
 """Processes that need not import torch: one that has forks them, so that what takes each seconds is paid once for many test files.
 
-`python -m tests.forks` reads one JSON object a line: {"module": NAME, "arguments": [...], "cwd": ..., "seconds": N, "processes": [{"env":
-{...}, "out": PATH, "err": PATH}, ...]}; each process runs the module as `python -m` would, in a session of its own. It answers with their
-exit codes, a signal's negative; null for those that were killed because the time was up. Nothing but imports happens in it before a fork.
-Ranks that such a process launches are forked from it, in place of a new interpreter: their modules, arguments, variables, streams, sessions
-and signals are as they would be there. Launchers that tests start by themselves start interpreters, as a user's do.
+`python -m tests.forks` reads one JSON object a line. {"start": [{"module": NAME, "arguments": [...], "cwd": ..., "env": {...}, "out": PATH,
+"err": PATH}, ...]} is answered with process ids: each process runs the module as `python -m` would, in a session of its own, and can be
+seen and killed as such. {"ended": [PID, ...]} is answered with their exit codes, a signal's negative, null for those that run. Nothing but
+imports happens in it before a fork. Ranks that such a process launches are forked from it in the same way. Tests that start
+interpreters, as a user does, say so.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -21,17 +22,21 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 # Where launchers start their ranks.
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-MODULES = (HANDLER, "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama",
-           "drumline.cli", "drumline.train.command", "drumline.train.entry", "drumline.train.build", "drumline.train.setup")  # fmt: skip
+MODULES = (HANDLER, "torch.distributed.run", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
+           "transformers.models.llama.modeling_llama", "drumline.cli", "drumline.train.command", "drumline.train.entry",
+           "drumline.train.build", "drumline.train.setup", "drumline.launch.agent")  # fmt: skip
+ROOM = "x" * 8192  # for a child's arguments, and for its variables, where other processes read them
 
 
 class Forks:
@@ -39,31 +44,34 @@ class Forks:
 
     process: subprocess.Popen[str] | None = None
 
-    def run(
-        self, module: str, arguments: list[str], processes: list[dict[str, Any]], seconds: float, cwd: str | None = None
-    ) -> list[int | None]:
-        """Exit codes of `processes`; None for those that ran over `seconds`."""
+    def start(self, processes: list[dict[str, Any]]) -> list[int]:
+        pids: list[int] = self._ask({"start": processes})
+        return pids
+
+    def ended(self, pids: list[int]) -> list[int | None]:
+        codes: list[int | None] = self._ask({"ended": pids})
+        return codes
+
+    def _ask(self, question: dict[str, Any]) -> Any:
         process = self.process
         if process is None or process.poll() is not None:
             from tests.harness import ENV, ROOT
 
-            command = [sys.executable, "-m", "tests.forks"]
+            command, env = [sys.executable, "-m", "tests.forks", ROOM], {**ENV, "ROOM": ROOM}
             process = self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV, cwd=ROOT, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT, start_new_session=True
             )
             atexit.register(self.end)
         assert process.stdin is not None and process.stdout is not None
-        asked = {"module": module, "arguments": arguments, "cwd": cwd or str(Path.cwd()), "seconds": seconds, "processes": processes}
-        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
         # It imports before its first answer.
-        if not select.select([process.stdout], [], [], seconds + 120)[0]:
+        if not select.select([process.stdout], [], [], 120)[0]:
             self.end()
-            raise AssertionError(f"{module} and what forks it gave no answer")
+            raise AssertionError("what forks gives no answer")
         answer = process.stdout.readline()
         assert answer, "what forks is gone"
-        codes: list[int | None] = json.loads(answer)
-        return codes
+        return json.loads(answer)
 
     def end(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -76,15 +84,58 @@ class Forks:
 FORKS = Forks()
 
 
-class RankFork(subprocess.Popen[bytes]):
+class Forked(subprocess.Popen[str]):
+    """`python -m MODULE ARGUMENTS` as a fork; its output goes to files."""
+
+    def __init__(self, module: str, *arguments: object, env: Mapping[str, str], cwd: str | Path | None = None) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.streams = [Path(self.folder.name) / name for name in ("out", "err")]
+        for path in self.streams:
+            path.touch()
+        out, err = map(str, self.streams)
+        self.args = [module, *map(str, arguments)]
+        asked = {"module": module, "arguments": self.args[1:], "cwd": str(cwd or Path.cwd()), "env": dict(env), "out": out, "err": err}
+        (self.pid,) = FORKS.start([asked])
+        self.returncode: Any = None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = False  # nothing for Popen itself to wait for
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            (self.returncode,) = FORKS.ended([self.pid])
+        code: int | None = self.returncode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 1e9)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (path.read_text(errors="replace") for path in self.streams)
+        return out, err
+
+    def end(self) -> None:
+        """All of its session, if it has not ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+class RankFork(subprocess.Popen[str]):
     """A rank of a forked launcher: in place of fork and exec, a fork that goes on as the module after `-m` of its command."""
 
-    def _execute_child(self, *given: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, *given: Any) -> None:
         command, env, (_, _, _, out, _, err) = list(map(str, given[0])), given[6], given[10:16]
         pid = os.fork()
         if pid == 0:
             module = command.index("-m") + 1
-            become(command[module], command[module + 1 :], env, (0, out, err))
+            become(command[module], command[module + 1 :], env, (0, out if out != -1 else 1, err if err != -1 else 2))
         self.pid, self._child_created = pid, True
 
 
@@ -96,20 +147,21 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         for number, target in enumerate(streams):
             os.dup2(target, number)
         os.closerange(3, 1024)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(sent) != signal.SIG_IGN:
+                signal.signal(sent, signal.default_int_handler if sent == signal.SIGINT else signal.SIG_DFL)
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
         faulthandler.enable()
         os.environ.clear()
         os.environ.update(env)
+        show([sys.executable, "-m", module, *arguments], [f"{name}={value}" for name, value in env.items()])
         if cwd is not None:
             os.chdir(cwd)
             sys.path[0] = cwd
         sys.argv = [module, *arguments]
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
-        warnings.filterwarnings("ignore", "'drumline.* found in sys.modules", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -128,29 +180,27 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         os._exit(code)
 
 
-def fork_all(asked: dict[str, Any]) -> list[int | None]:
-    """The processes that are asked for, to their end or that of their time."""
-    pids = []
-    for mine in asked["processes"]:
-        pid = os.fork()
-        if pid == 0:
-            out, err = (os.open(mine[key], os.O_WRONLY | os.O_APPEND) for key in ("out", "err"))
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            become(asked["module"], asked["arguments"], mine["env"], (nothing, out, err), asked["cwd"])
-        pids.append(pid)
-    codes: dict[int, int | None] = {}
-    deadline = time.monotonic() + asked["seconds"]
-    while len(codes) < len(pids):
-        over = time.monotonic() > deadline
-        for pid in [pid for pid in pids if pid not in codes]:
-            if over:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            ended, status = os.waitpid(pid, 0 if over else os.WNOHANG)
-            if ended:
-                codes[pid] = None if over else os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    return [codes[pid] for pid in pids]
+def show(arguments: list[str], variables: list[str]) -> None:
+    """What /proc tells others of this process: not those of the one that forked it. Both end where the room ends."""
+    fields = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))  # man 5 proc: arg_start to env_end
+    for words, start, end in zip((arguments, variables), fields[::2], fields[1::2], strict=True):
+        said = b"\0".join(map(os.fsencode, words))[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, said, len(said))
+
+
+def fork(asked: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        out, err = (os.open(asked[key], os.O_WRONLY | os.O_APPEND) for key in ("out", "err"))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        become(asked["module"], asked["arguments"], asked["env"], (nothing, out, err), asked["cwd"])
+    return pid
+
+
+def ended(pid: int) -> int | None:
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
 
 
 def main() -> None:
@@ -161,7 +211,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        answers.write(json.dumps(fork_all(json.loads(line))) + "\n")
+        asked = json.loads(line)
+        found = [fork(process) for process in asked["start"]] if "start" in asked else [ended(pid) for pid in asked["ended"]]
+        answers.write(json.dumps(found) + "\n")
         answers.flush()
 
 

@@ -8,13 +8,14 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.forks import Forked
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,24 +146,24 @@ class Finished:
 
 
 def drumline(*arguments: object, timeout: float = 150, cwd: Path | None = None) -> Finished:
-    """Run the command line to its end in a process that need not import torch anew; it is killed when the time is up. Its ranks, if it
-    starts some, are processes as a user's are."""
-    from tests.forks import FORKS
-
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = (Path(folder) / name for name in ("out", "err"))
-        out.touch()
-        err.touch()
-        (code,) = FORKS.run(
-            "drumline", list(map(str, arguments)), [{"env": ENV, "out": str(out), "err": str(err)}], timeout, cwd and str(cwd)
-        )
-        if code is None:
-            raise AssertionError(f"drumline {arguments} ran over {timeout} s:\n{out.read_text()}\n{err.read_text()}")
-        return Finished(code, out.read_text(), err.read_text())
+    """Run the command line to its end in a process that need not import torch anew, nor need its ranks; it is killed when the time is
+    up."""
+    process = start_drumline(*arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.end()
+        raise AssertionError(f"drumline {arguments} ran over {timeout} s:\n" + "\n".join(process.communicate())) from None
+    return Finished(process.returncode, out, err)
 
 
-def start_drumline(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """The same, in a process of its own, left running."""
+def start_drumline(*arguments: object, cwd: Path | None = None) -> Forked:
+    """The same, left running."""
+    return Forked("drumline", *arguments, env=ENV, cwd=cwd)
+
+
+def start_interpreter(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """The command line as a user starts it, left running."""
     command = [sys.executable, "-m", "drumline", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=cwd, start_new_session=True)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import random
 import socket
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.forks import FORKS
+from tests.forks import Forked
 from tests.harness import ENV
 
 UNCOUNTED = "--uncounted"
@@ -36,22 +36,21 @@ def run_module(name: str, arguments: Sequence[object], world_size: int, timeout:
 
     Raises AssertionError with the failed ranks' output.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder) / str(rank) for rank in range(world_size)]
-        processes = []
-        for rank, out in enumerate(outs):
-            out.touch()
-            env = {**ENV, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            processes.append({"env": env, "out": str(out), "err": str(out)})
-        codes = FORKS.run(name, list(map(str, arguments)), processes, timeout)
-        # All of them: most only tell that another rank went away.
-        failed = {rank: code for rank, code in enumerate(codes) if code != 0}
-        said = "\n".join(
-            f"rank {rank} {'ran out of time' if code is None else f'exited with {code}'}:\n{outs[rank].read_text()[-4000:]}"
-            for rank, code in failed.items()
-        )
+    usual = {**ENV, "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    usual |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [Forked(name, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world_size)]
+    deadline = time.monotonic() + timeout
+    failed = {}
+    for number, rank in enumerate(ranks):
+        try:
+            code: int | None = rank.wait(max(0.01, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+            rank.end()
+        if code != 0:
+            failed[number] = "ran out of time" if code is None else f"exited with {code}"
+    # All of them: most only tell that another rank went away.
+    said = "\n".join(f"rank {number} {how}:\n{''.join(ranks[number].communicate())[-4000:]}" for number, how in failed.items())
     assert not failed, said
 
 

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.ranks import free_port
 from tests.faults.live import gone, kill, wait_for
+from tests.forks import Forked
 from tests.harness import ENV, drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
 
-def torchrun(*arguments: object, nproc: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
-    command += ["-m", "drumline", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True)
+def torchrun(*arguments: object, options: Sequence[str] = ("--standalone", "--nproc-per-node=2")) -> Forked:
+    return Forked("torch.distributed.run", *options, "-m", "drumline", *arguments, env=ENV)
 
 
-def end(process: subprocess.Popen[str], timeout: float = 280) -> tuple[int, str]:
+def end(process: Forked, timeout: float = 280) -> tuple[int, str]:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, out + (err or "")
+        process.end()
+    return process.returncode, out + err
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +55,7 @@ def test_bad_input_is_one_line_there_too(config: Path, tmp_path: Path) -> None:
 @pytest.mark.full  # test_launch_join restarts under torchrun, too
 def test_restart_goes_on_from_the_newest_checkpoint(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = torchrun("train", config, f"run.dir={run}", restarts=1)
+    process = torchrun("train", config, f"run.dir={run}", options=["--standalone", "--nproc-per-node=2", "--max-restarts=1"])
     wait_for(run, "save", 10, process)
     rank_1 = [pid for pid in _children(process.pid) if _rank(pid) == "1"]
     kill(rank_1[0])
@@ -71,11 +68,12 @@ def test_restart_goes_on_from_the_newest_checkpoint(config: Path, tmp_path: Path
 
 def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = torchrun("train", config, f"run.dir={run}", "run.steps=5000")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "drumline", "train", str(config)]
+    process = subprocess.Popen([*command, f"run.dir={run}", "run.steps=5000"], env=ENV, start_new_session=True, stdout=subprocess.DEVNULL)
     wait_for(run, "save", 10, process)
     ranks = _children(process.pid)
     kill(process.pid)
-    process.communicate()
+    process.wait()
     assert len(ranks) >= 2 and gone(str(tmp_path), 3 * 1.0)
 
 
@@ -83,21 +81,18 @@ def test_ranks_die_with_a_launcher_that_is_killed(config: Path, tmp_path: Path) 
 def test_a_host_that_joins_does_not_end_the_run(config: Path, tmp_path: Path) -> None:
     """Two agents on one host: the second comes while the first one trains. Both count no restart."""
     run, port = tmp_path / "run", free_port()
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=beat"]
-    line += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m", "drumline", "train", str(config), f"run.dir={run}"]
-    line += ["run.steps=400"]
-    first = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
-    second = None
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=beat", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    line = ("train", config, f"run.dir={run}", "run.steps=400")
+    started = [torchrun(*line, options=[*options, "--local-addr=127.0.0.1"])]
     try:
-        wait_for(run, "save", 10, first)
-        second = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
-        code, said = end(first)
+        wait_for(run, "save", 10, started[0])
+        started.append(torchrun(*line, options=[*options, "--local-addr=127.0.0.1"]))
+        code, said = end(started[0])
         assert code == 0, said
-        assert end(second)[0] == 0
+        assert end(started[1])[0] == 0
     finally:
-        for process in (first, second):
-            if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        for process in started:
+            process.end()
     starts = events(run, "run_start")
     assert [start["world_size"] for start in starts] == [1, 2] and starts[1]["resumed_from"] == "newest"
     assert events(run, "restore")[-1]["step"] >= 10
@@ -106,17 +101,10 @@ def test_a_host_that_joins_does_not_end_the_run(config: Path, tmp_path: Path) ->
 
 def by_hand(folders: list[Path], *arguments: object) -> list[tuple[int, str]]:
     """One rank in each folder, as hosts of their own would start them; how each ended."""
-    usual = {**ENV, "WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "drumline", "train", *map(str, arguments)]
-    started = []
-    for rank, folder in enumerate(folders):
+    usual = {**ENV, "WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    for folder in folders:
         folder.mkdir(exist_ok=True)
-        env = {**usual, "RANK": str(rank), "LOCAL_RANK": "0"}
-        started.append(
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder, start_new_session=True
-            )
-        )
+    started = [Forked("drumline", "train", *arguments, env={**usual, "RANK": str(n)}, cwd=folder) for n, folder in enumerate(folders)]
     return [end(process) for process in started]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.faults.live import gone, kill, ranks_of, wait_for
 from tests.faults.test_train_faults import same
-from tests.harness import drumline, events, losses, start_drumline, write_config
+from tests.harness import drumline, events, losses, start_interpreter, write_config
 from tests.tiny import tiny_model_dir
 
 STEPS_A_KILL = 14
@@ -41,7 +41,7 @@ def chaos(folder: Path, kills: int, seed: int) -> int:
     )
     run, reference = folder / "hurt", folder / "reference"
     assert drumline("train", config, f"run.dir={reference}", timeout=300).code == 0
-    process = start_drumline("train", config, f"run.dir={run}")
+    process = start_interpreter("train", config, f"run.dir={run}")
     began = 0.0
     for number in range(kills):
         reached = max(losses(run), default=0) if (run / "events.jsonl").exists() else 0
@@ -55,7 +55,7 @@ def chaos(folder: Path, kills: int, seed: int) -> int:
             kill(process.pid)
             process.wait()
             assert gone(str(run), 5.0), "ranks outlived their launcher"
-            process = start_drumline("train", config, f"run.dir={run}", "--resume")
+            process = start_interpreter("train", config, f"run.dir={run}", "--resume")
         else:
             ranks = ranks_of(run)
             for pid in [ranks[int(target[-1])]] if target != "all ranks" else ranks.values():

@@ -14,7 +14,7 @@ import psutil
 
 
 def wait_for(
-    run_dir: Path, kind: str, at_least: int, process: subprocess.Popen[str] | None = None, after: float = 0.0, timeout: float = 240
+    run_dir: Path, kind: str, at_least: int, process: subprocess.Popen[Any] | None = None, after: float = 0.0, timeout: float = 240
 ) -> dict[str, Any]:
     """The first event of `kind` written after `after` (unix seconds) with step >= `at_least`; AssertionError if none comes."""
     deadline = time.time() + timeout

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,8 @@ from drumline.config.schema import Config
 from drumline.plan.mesh import Mesh
 from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.faults.live import gone, wait_for
+from tests.forks import Forked
 from tests.harness import ENV, ROOT, events
-
-LAUNCHER = """
-import sys
-from pathlib import Path
-from drumline.launch.local import launch
-from drumline.plan.plan import Plan
-path = Path(sys.argv[1])
-sys.exit(launch(Plan.load(path), path, None, lambda event: None, worker=sys.argv[2]))
-"""
 
 
 def toy(folder: Path, behave: str, **launch: Any) -> Path:
@@ -40,17 +29,15 @@ def toy(folder: Path, behave: str, **launch: Any) -> Path:
     return folder / "plan.json"
 
 
-def begin(plan: Path, worker: str = "tests.faults.toy_worker") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", LAUNCHER, str(plan), worker]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=ROOT, start_new_session=True)
+def begin(plan: Path, worker: str = "tests.faults.toy_worker") -> Forked:
+    return Forked("tests.faults.launcher", plan, worker, env=ENV, cwd=ROOT)
 
 
-def end(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str]:
+def end(process: Forked, timeout: float = 90) -> tuple[int, str]:
     try:
         _, err = process.communicate(timeout=timeout)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.end()
     return process.returncode, err
 
 
