@@ -33,6 +33,7 @@ _HINTS = ("token", "key", "secret", "passw", "passphrase", "credential", "databa
 SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordinary words
 SHORTEST_KEPT = 4  # of values that somebody said are secret: as words of their own
 _kept: set[str] = set()
+Secrets = list[tuple[str, bool]]
 
 
 def keep(name: str) -> None:
@@ -40,9 +41,9 @@ def keep(name: str) -> None:
     _kept.add(name)
 
 
-def redact(text: str) -> str:
-    """The text without NAME=value pairs, passwords in URLs, and the values of this environment's secrets."""
-    for value, known in _values():
+def redact(text: str, values: Secrets | None = None) -> str:
+    """The text without NAME=value pairs, passwords in URLs, and the values of this environment's secrets (`values`, if read already)."""
+    for value, known in _values() if values is None else values:
         if len(value) >= SHORTEST:
             text = text.replace(value, REDACTED)
         elif known and len(value) >= SHORTEST_KEPT and value in text:
@@ -53,13 +54,15 @@ def redact(text: str) -> str:
     return URL_PASSWORD.sub(rf"\1{REDACTED}", _NAMED.sub(rf"\1{REDACTED}", text))
 
 
-def _values() -> Iterator[tuple[str, bool]]:
+def _values() -> Secrets:
     """Secret values, and whether somebody said that they are."""
+    found: Secrets = []
     for name, value in os.environ.items():
         if name.startswith(OURS):
-            yield from ((text, True) for text in _texts(json.loads(value)))
+            found += ((text, True) for text in _texts(json.loads(value)))
         elif name in _kept or _named_so(name):
-            yield value, name in _kept
+            found.append((value, name in _kept))
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -75,27 +78,29 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def plain(value: Any, secret: bool = False) -> Any:
+def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
     """A value in JSON's own types, redacted, keys too; `secret`: texts altogether. NaN becomes null and inf a string; what JSON does not
-    know is written as its text."""
+    know is written as its text. `values`: the environment's secrets, read once for all that is in the value."""
+    if values is None:
+        values = _values()
     if isinstance(value, str):
-        return REDACTED if secret else redact(value)
+        return REDACTED if secret else redact(value, values)
     if isinstance(value, dict):
         made: dict[str, Any] = {}
         for key, inner in value.items():
             # Numbers stay whatever they are called: a figure may well be named loss_per_token.
-            name, given = redact(str(key)), plain(inner, secret or _named_so(str(key)))
+            name, given = redact(str(key), values), plain(inner, secret or _named_so(str(key)), values)
             # Counts by reason: two reasons that differ in a secret alone are one.
             made[name] = made[name] + given if name in made and isinstance(given, int) and isinstance(made[name], int) else given
         return made
     if isinstance(value, list | tuple | set):
-        return [plain(v, secret) for v in value]
+        return [plain(v, secret, values) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     # Numbers of numpy and torch are asked for Python's own.
-    return plain(value.item() if hasattr(value, "item") else str(value), secret)
+    return plain(value.item() if hasattr(value, "item") else str(value), secret, values)
 
 
 class _Redacting:
