@@ -119,6 +119,13 @@ class Forked(subprocess.Popen[str]):
         out, err = (path.read_text(errors="replace") for path in self.streams)
         return out, err
 
+    def told(self, timeout: float) -> tuple[int, str]:
+        """Its exit code and all that it said; it is killed when the time is up."""
+        try:
+            return self.wait(timeout), "".join(self.communicate())
+        finally:
+            self.end()
+
     def end(self) -> None:
         """All of its session, if it has not ended."""
         if self.poll() is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,37 +13,29 @@ from drumline.dist.start import Ranks, start
 from drumline.errors import EnvironmentFault
 from drumline.launch.environment import listen
 from tests.faults.live import gone
+from tests.forks import Forked
 from tests.harness import ENV, ROOT
 
-WORKER = ["-m", "tests.distributed.joining_worker"]
+WORKER = "tests.distributed.joining_worker"
 
 
 def torchrun(folder: Path, how: str, restarts: int = 0) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    process = popen([*command, *WORKER, str(folder), how], {})
-    return end(process)
+    options = ("--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}")
+    return end(Forked("torch.distributed.run", *options, "-m", WORKER, folder, how, env=ENV, cwd=ROOT))
 
 
-def by_hand(folder: Path, how: str, port: int, host: str = "127.0.0.1") -> list[subprocess.Popen[str]]:
+def by_hand(folder: Path, how: str, port: int, host: str = "127.0.0.1") -> list[Forked]:
     """Two ranks as mpirun or a batch system would start them."""
-    usual = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return [popen([sys.executable, *WORKER, str(folder), how], {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    return two(WORKER, folder, how, port=port, host=host)
 
 
-def popen(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**ENV, **variables}, cwd=ROOT, start_new_session=True
-    )
+def two(module: str, *arguments: object, port: int, host: str = "127.0.0.1") -> list[Forked]:
+    usual = {**ENV, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return [Forked(module, *arguments, env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT) for rank in range(2)]
 
 
-def end(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
-    try:
-        out, _ = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.returncode, out
+def end(process: Forked, timeout: float = 120) -> tuple[int, str]:
+    return process.told(timeout)
 
 
 def free_port() -> int:
@@ -102,5 +93,6 @@ def test_a_port_that_is_held_is_one_line(tmp_path: Path) -> None:
         code = "from drumline.dist.start import rendezvous\nfrom drumline.errors import DrumlineError\n"
         code += "try:\n    rendezvous()\nexcept DrumlineError as error:\n    print(type(error).__name__, error.line())\n"
         usual = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        status, said = end(popen([sys.executable, "-c", code], usual))
+        told = subprocess.run([sys.executable, "-c", code], env={**ENV, **usual}, capture_output=True, text=True, timeout=120)
+        status, said = told.returncode, told.stdout
     assert status == 0 and said.startswith(f"{EnvironmentFault.__name__} MASTER_PORT: port {port} is taken"), said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,24 +10,23 @@ import torch.distributed as dist
 
 from drumline.dist.start import Ranks, _round, gpu
 from drumline.errors import EnvironmentFault
-from tests.distributed.test_launch_join import end, free_port, popen
+from tests.distributed.test_launch_join import end, free_port, two
 from tests.faults.live import kill
+from tests.forks import Forked
 
 
-def two(how: str) -> list[subprocess.Popen[str]]:
-    usual = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "tests.distributed.starting_worker", how]
-    return [popen(command, {**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+def ranks(how: str) -> list[Forked]:
+    return two("tests.distributed.starting_worker", how, port=free_port())
 
 
 def test_every_group_has_the_timeout_of_the_config() -> None:
-    for process in two("timeouts"):
+    for process in ranks("timeouts"):
         code, said = end(process)
         assert code == 0 and set(said.split()[-7:]) == {"41.0"}, said
 
 
 def test_an_error_is_the_end_though_a_peer_does_not_answer() -> None:
-    first, second = two("blocked")
+    first, second = ranks("blocked")
     try:
         # Its collective would wait for 41 s, and the end of the process group with it.
         code, said = end(first, timeout=38)

@@ -21,12 +21,8 @@ def torchrun(*arguments: object, options: Sequence[str] = ("--standalone", "--np
     return Forked("torch.distributed.run", *options, "-m", "drumline", *arguments, env=ENV)
 
 
-def end(process: Forked, timeout: float = 280) -> tuple[int, str]:
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.end()
-    return process.returncode, out + err
+def end(process: Forked) -> tuple[int, str]:
+    return process.told(280)
 
 
 @pytest.fixture(scope="module")
