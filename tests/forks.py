@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -161,6 +162,8 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         faulthandler.enable()
         os.environ.clear()
         os.environ.update(env)
+        tempfile.tempdir = None  # as the variables say
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # a launcher's temporary folders are not its ranks'
         show([sys.executable, "-m", module, *arguments], [f"{name}={value}" for name, value in env.items()])
         if cwd is not None:
             os.chdir(cwd)

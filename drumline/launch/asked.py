@@ -26,7 +26,7 @@ class Signals:
             self._old = {number: signal.signal(number, self._note) for number in heard}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -50,6 +50,13 @@ class Asked(Signals):
         self.at_once = False
         if trial:
             self.numbers = ()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        for handler in self._old.values():
+            if isinstance(around := getattr(handler, "__self__", None), Stoppable) and around.number:
+                self.number, around.number = around.number, 0  # what it heard, and Python swallowed, is asked of what is launched now
+        return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number:
@@ -76,13 +83,20 @@ class Interrupted(BaseException):
 
 class Stoppable(Signals):
     """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for
-    it and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that."""
+    it and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that.
+
+    Python swallows what is raised while it runs a finaliser or another callback; then Interrupted is raised at the end instead."""
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        super().__exit__(kind, *more)
+        if self.number and not (kind and issubclass(kind, Interrupted)):
+            raise Interrupted(self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number and number == signal.SIGINT:

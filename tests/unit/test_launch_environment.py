@@ -175,6 +175,27 @@ def test_signals_end_work_that_has_nothing_to_save() -> None:
         time.sleep(10)
 
 
+class Deaf:
+    """Python swallows what is raised while it is finalised."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_finaliser_is_not_lost() -> None:
+    went_on = []
+    with pytest.raises(Interrupted), Stoppable():
+        Deaf()
+        went_on.append(True)
+        raise EnvironmentFault("a consequence of killed children")
+    assert went_on
+    with Stoppable():  # what is launched after it takes it over
+        Deaf()
+        with Asked() as asked:
+            assert asked.number == signal.SIGTERM
+
+
 def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
