@@ -16,7 +16,19 @@ FILLER_WIDTH = 2
 
 
 @dataclass(frozen=True)
-class TokenBatch:
+class Batch:
+    """What all micro-batches can do. Each has a `weight`, what it adds to the number that the loss is divided by."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on `device`; copies do not block the host."""
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class TokenBatch(Batch):
     """One micro-batch; all tensors int64 [B, T].
 
     `targets_BT` is shifted already: the token that follows, or IGNORE where nothing is learned, at the end of a segment and in padding.
@@ -29,7 +41,7 @@ class TokenBatch:
     input_ids_BT: torch.Tensor
     targets_BT: torch.Tensor
     position_ids_BT: torch.Tensor
-    weight: int
+    weight: float
     lengths_B: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -43,13 +55,6 @@ class TokenBatch:
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a model is called with."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
-
-    def to(self, device: torch.device | str) -> Self:
-        """The batch on `device`; copies do not block the host."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
 
 
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:

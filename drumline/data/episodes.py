@@ -6,14 +6,14 @@ N episodes, M tokens of the longest completion; B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.data.batches import FILLER_WIDTH, IGNORE
+from drumline.data.batches import FILLER_WIDTH, IGNORE, TokenBatch
 
 Tokens = npt.NDArray[np.int64]
 
@@ -74,17 +74,13 @@ class Episodes:
 
 
 @dataclass(frozen=True)
-class EpisodeBatch:
-    """One micro-batch: a row is a prompt and its completion, padded on the right. Token tensors int64, numbers fp32, all [B, T].
+class EpisodeBatch(TokenBatch):
+    """A TokenBatch of which a row is a prompt and its completion, padded on the right. The numbers are fp32[B, T].
 
     Whatever is said about a token stands where it is predicted: at the place of the token before it, as `targets_BT` does, which is IGNORE
-    everywhere but for the tokens of completions. The numbers are 0 there. `weights_BT`: of a token in the loss. `weight`: what these rows
-    add to the number that the loss of the global batch is divided by. `lengths_B`: int64, tokens of each row without its padding.
+    everywhere but for the tokens of completions. The numbers are 0 there. `weights_BT`: of a token in the loss.
     """
 
-    input_ids_BT: torch.Tensor
-    targets_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
     old_log_probs_BT: torch.Tensor
     sampler_log_probs_BT: torch.Tensor
     reference_log_probs_BT: torch.Tensor
@@ -92,21 +88,10 @@ class EpisodeBatch:
     advantages_BT: torch.Tensor
     returns_BT: torch.Tensor
     weights_BT: torch.Tensor
-    weight: float
-    lengths_B: torch.Tensor
 
     def token_weights(self) -> torch.Tensor:
         """[B, T]: what each token weighs in the loss."""
         return self.weights_BT
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model is called with."""
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
-
-    def to(self, device: torch.device | str) -> EpisodeBatch:
-        """The batch on `device`; copies do not block the host."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weight"}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None) -> EpisodeBatch:

@@ -9,7 +9,7 @@ B samples, T tokens, C channels, H × W pixels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from drumline.config.algorithms import ClassifyConfig
 from drumline.config.data import DataConfig
-from drumline.data.batches import FILLER_WIDTH, IGNORE
+from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
 from drumline.data.cache import TokenCache
 from drumline.data.encode import Encoded
 from drumline.data.sources import Row
@@ -115,7 +115,7 @@ def _unlearned(tokens: list[int]) -> Example:
 
 
 @dataclass(frozen=True)
-class LabelledBatch:
+class LabelledBatch(Batch):
     """Texts, padded on the right. `labels_B` int64, IGNORE for a filler; `last_B` int64: place of each row's last token.
 
     `attention_mask_BT` int64 is there for models whose tokens look ahead; a filler's first token is in it, since attention to nothing
@@ -136,12 +136,9 @@ class LabelledBatch:
             return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
-    def to(self, device: torch.device | str) -> LabelledBatch:
-        return _on(self, device)
-
 
 @dataclass(frozen=True)
-class ImageBatch:
+class ImageBatch(Batch):
     """`pixels_BCHW` float32, zero for a filler; `labels_B` int64, IGNORE for a filler. `weight`: how many are images."""
 
     pixels_BCHW: torch.Tensor
@@ -151,15 +148,6 @@ class ImageBatch:
     def inputs(self) -> dict[str, torch.Tensor]:
         """What a model is called with."""
         return {"pixel_values": self.pixels_BCHW}
-
-    def to(self, device: torch.device | str) -> ImageBatch:
-        return _on(self, device)
-
-
-def _on(batch: Any, device: torch.device | str) -> Any:
-    """The batch on `device`; copies do not block the host."""
-    tensors = {name: value.to(device, non_blocking=True) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return replace(batch, **tensors)
 
 
 @dataclass(frozen=True)
@@ -198,7 +186,7 @@ class ImageCollator:
     labels: tuple[str, ...]
     processor: Any
     side: int
-    channels: int = field(default=3)
+    channels: int = 3
 
     def __call__(self, ids: list[int]) -> ImageBatch:
         tensor_BCHW = torch.zeros(len(ids), self.channels, self.side, self.side)

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from drumline.data.batches import FILLER_WIDTH, collate
+from drumline.data.batches import FILLER_WIDTH, TokenBatch, collate
 from drumline.data.cache import Segment, TokenCache
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """One micro-batch; row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
+class PairBatch(TokenBatch):
+    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
 
-    `input_ids_BT`, `targets_BT`, `position_ids_BT`: int64, as in TokenBatch; targets are the answers' tokens. `last_B`: int64, place of
-    each row's last token. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the data
-    says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
+    Targets are the answers' tokens. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the
+    data says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
     int64, numbers of the pairs in their cache, −1 for fillers. `weight`: how many pairs are real.
     """
 
-    input_ids_BT: torch.Tensor
-    targets_BT: torch.Tensor
-    position_ids_BT: torch.Tensor
-    last_B: torch.Tensor
     real_P: torch.Tensor
     samples_P: torch.Tensor
     margin_P: torch.Tensor
-    weight: int
     reference_B: torch.Tensor | None = None
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model is called with."""
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
-
     @property
-    def lengths_B(self) -> torch.Tensor:  # noqa: N802 - as the field of the other batches is called
-        """int64: tokens of each row without its padding."""
-        return self.last_B + 1
+    def last_B(self) -> torch.Tensor:  # noqa: N802 - as the field of other batches is called
+        """int64: place of each row's last token."""
+        return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
         """[B, T] that add up to a half for each answer, so that a pair is 1."""
         last_BT = self.position_ids_BT == self.last_B[:, None]
         return last_BT * self.real_P.repeat(2)[:, None] / 2
-
-    def to(self, device: torch.device | str) -> PairBatch:
-        """The batch on `device`; copies do not block the host."""
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None) -> PairBatch:
@@ -66,12 +51,11 @@ def pair_batch(
     """Of each pair the chosen and the rejected segment; None for a filler."""
     rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
     batch = collate(rows, pad_id, width)
-    last = [(FILLER_WIDTH if row is None else len(row[0][0])) - 1 for row in rows]
     return PairBatch(
         input_ids_BT=batch.input_ids_BT,
         targets_BT=batch.targets_BT,
         position_ids_BT=batch.position_ids_BT,
-        last_B=torch.tensor(last),
+        lengths_B=torch.tensor([FILLER_WIDTH if row is None else len(row[0][0]) for row in rows]),
         real_P=torch.tensor([float(pair is not None) for pair in pairs]),
         samples_P=torch.tensor(samples, dtype=torch.int64),
         weight=sum(pair is not None for pair in pairs),
