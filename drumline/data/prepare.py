@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,7 @@ from drumline.data.fingerprint import cache_key, kept_free, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
 from drumline.data.sources import Row, describe, expected_rows, forms_of, read_rows
-from drumline.data.workers import Chunk, Job, encode_all
+from drumline.data.workers import Chunk, Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
 
@@ -131,20 +130,11 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
 
 
 @dataclass
-class _Stage:
-    """All usable rows in flat files, in source order: `lengths` of their segments, `segments` of each row."""
+class _Stage(Counted):
+    """All usable rows in flat files, in source order."""
 
     folder: Path
     dtype: np.dtype[Any]
-    rows: int = 0
-    truncated: int = 0
-    too_long: int = 0
-    unlearned: int = 0
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    learned: array[int] = field(default_factory=lambda: array("q"))
-    segments: array[int] = field(default_factory=lambda: array("q"))
-    metas: list[bytes] = field(default_factory=list)
-    digests: bytearray = field(default_factory=bytearray)
 
     @property
     def hashes(self) -> npt.NDArray[np.uint64]:
@@ -154,15 +144,7 @@ class _Stage:
     def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
         tokens.write(chunk.tokens.astype(self.dtype).tobytes())
         learn.write(chunk.learn.tobytes())
-        self.rows += chunk.rows
-        self.truncated += chunk.truncated
-        self.too_long += chunk.too_long
-        self.unlearned += chunk.unlearned
-        self.lengths.extend(chunk.lengths)
-        self.learned.extend(chunk.learned)
-        self.segments.extend(chunk.segments)
-        self.metas.extend(chunk.metas)
-        self.digests += chunk.digests
+        self.count(chunk)
 
     def of_rows(self, rows: Picks) -> Picks:
         """Numbers of the segments of some rows, in their order."""

@@ -8,13 +8,15 @@ import multiprocessing
 import os
 import pickle
 import signal
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache, partial
 from itertools import chain, islice
+from operator import iadd
 from typing import Any
 
 import numpy as np
@@ -38,25 +40,33 @@ _CHUNK_ROWS = 256
 _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
-@dataclass
-class Chunk:
-    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end, and what became of the others.
+@dataclass(kw_only=True)
+class Counted:
+    """What became of `rows` rows. Of the usable ones `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON
+    of each row, empty without; `digests`: 16 bytes of each row."""
 
-    `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON of each row, empty without; `digests`: 16 bytes
-    of each row.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    learn: npt.NDArray[np.uint8]
     rows: int = 0
     truncated: int = 0
     too_long: int = 0
     unlearned: int = 0
-    lengths: list[int] = field(default_factory=list)
-    learned: list[int] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
+    lengths: array[int] = field(default_factory=partial(array, "q"))
+    learned: array[int] = field(default_factory=partial(array, "q"))
+    segments: array[int] = field(default_factory=partial(array, "q"))
     metas: list[bytes] = field(default_factory=list)
     digests: bytearray = field(default_factory=bytearray)
+
+    def count(self, more: Counted) -> None:
+        """Add the rows that come behind these."""
+        for each in fields(Counted):
+            setattr(self, each.name, iadd(getattr(self, each.name), getattr(more, each.name)))
+
+
+@dataclass
+class Chunk(Counted):
+    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end."""
+
+    tokens: npt.NDArray[np.int32]
+    learn: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,8 @@ class Job:
                 chunk.unlearned += 1
             else:
                 chunk.truncated += encoded.truncated
-                chunk.lengths += [len(segment.tokens) for segment in encoded.segments]
-                chunk.learned += [segment.learned for segment in encoded.segments]
+                chunk.lengths.extend(len(segment.tokens) for segment in encoded.segments)
+                chunk.learned.extend(segment.learned for segment in encoded.segments)
                 chunk.segments.append(len(encoded.segments))
                 chunk.metas.append(b"" if encoded.meta is None else json.dumps(encoded.meta, ensure_ascii=False).encode())
                 chunk.digests += digest(row)
