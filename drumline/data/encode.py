@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig
 from drumline.config.data import DataConfig
-from drumline.data.images import ImageEncoder
+from drumline.data.images import ImageRows
+from drumline.data.labelled import LabelledImages, LabelledTexts
+from drumline.data.pairs import PairRows
+from drumline.data.prompts import PromptRows
 from drumline.data.sources import Row, holds_images
-from drumline.data.templates import Encoder, Example, truncate
+from drumline.data.templates import Encoded, Encoder, truncate
 from drumline.errors import DataError
 from drumline.models.vision import Vision
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """`segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: what else the sample has to say, as JSON; a
-    sample with any is kept though it has no token to learn. `truncated`: something was cut off."""
-
-    segments: list[Example]
-    meta: dict[str, Any] | None = None
-    truncated: bool = False
 
 
 class RowEncoder(Protocol):
@@ -34,18 +26,12 @@ def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: 
     """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs, ConfigError for settings
     that mean nothing to it."""
     if algorithm.kind in ("reward", "dpo"):
-        from drumline.data.pairs import PairRows
-
         return PairRows(tokenizer, data)
     if vision is not None and algorithm.kind == "sft":
         return ImageRows(tokenizer, data, vision)
     if isinstance(algorithm, ROLLOUT):
-        from drumline.data.prompts import PromptRows
-
         return PromptRows(tokenizer, algorithm, data)
     if isinstance(algorithm, ClassifyConfig):
-        from drumline.data.labelled import LabelledImages, LabelledTexts
-
         return LabelledTexts(tokenizer, algorithm, data) if algorithm.modality == "text" else LabelledImages(algorithm)
     assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
     return TextRows(tokenizer, algorithm.kind, data)
@@ -65,14 +51,3 @@ class TextRows:
         full = self.encoder.encode(row)
         example = full if self.whole else truncate(full, self.data.max_length, self.data.truncation, row.origin)
         return None if example is None else Encoded([example], truncated=len(example.tokens) < len(full.tokens))
-
-
-class ImageRows:
-    """Conversations for a model that sees, with images or without."""
-
-    def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
-        self.encoder = ImageEncoder(tokenizer, data, vision)
-
-    def encode(self, row: Row) -> Encoded | None:
-        seen = self.encoder.encode(row)
-        return None if seen is None else Encoded([seen[0].example], seen[0].meta, truncated=seen[1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from drumline.config.data import DataConfig
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoder, Example, Messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, Messages, truncate
 from drumline.errors import DataError
 from drumline.models.vision import Grid, Vision
 
@@ -31,22 +31,19 @@ class Seen:
     images: list[tuple[str, Grid]]
     spans: list[tuple[int, int]]
 
-    @property
-    def meta(self) -> dict[str, Any] | None:
-        if not self.images or not self.example.learned:
-            return None
-        return {"images": [path for path, _ in self.images], "grid": [grid for _, grid in self.images]}
+    def encoded(self, truncated: bool) -> Encoded:
+        meta = {"images": [path for path, _ in self.images], "grid": [grid for _, grid in self.images]}
+        return Encoded([self.example], meta if self.images and self.example.learned else None, truncated)
 
 
-class ImageEncoder:
-    """Encodes conversations with and without images. Image tokens are never learned."""
+class ImageRows:
+    """Conversations for a model that sees, with images and without. Image tokens are never learned."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
         self.encoder, self.data, self.vision = Encoder(tokenizer, False, data), data, vision
 
-    def encode(self, row: Row) -> tuple[Seen, bool] | None:
-        """The row cut to data.max_length, and whether something was cut off; None where it is to be dropped. An image that does not fit
-        as a whole is cut off as a whole. Raises DataError that names the row."""
+    def encode(self, row: Row) -> Encoded | None:
+        """The row cut to data.max_length. An image that does not fit as a whole is cut off as a whole."""
         placed, paths = place_images(row)
         if paths and not self.encoder.has_template:
             fix = "set model.chat_template to a Jinja file"
@@ -59,8 +56,8 @@ class ImageEncoder:
         full = expand(short, images, self.vision)
         kept = truncate(full.example, self.data.max_length, self.data.truncation, row.origin)
         if kept is None or len(kept.tokens) == len(full.example.tokens):
-            return None if kept is None else (full, False)
-        return cut(full, len(kept.tokens), self.data.truncation == "left"), True
+            return None if kept is None else full.encoded(truncated=False)
+        return cut(full, len(kept.tokens), self.data.truncation == "left").encoded(truncated=True)
 
 
 def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Seen:

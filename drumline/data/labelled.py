@@ -20,9 +20,8 @@ from drumline.config.algorithms import ClassifyConfig
 from drumline.config.data import DataConfig
 from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
 from drumline.data.cache import TokenCache
-from drumline.data.encode import Encoded
 from drumline.data.sources import Row
-from drumline.data.templates import Example
+from drumline.data.templates import Encoded, Example
 from drumline.errors import DataError
 from drumline.models.images import pixels
 from drumline.models.vision import read_image

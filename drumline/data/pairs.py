@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from drumline.config.data import DataConfig
-from drumline.data.encode import Encoded
 from drumline.data.sources import Row
-from drumline.data.templates import Encoder, Example, Messages, as_messages
+from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages
 from drumline.errors import ConfigError, DataError
 
 Text = str | Messages

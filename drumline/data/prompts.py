@@ -8,9 +8,8 @@ import numpy as np
 
 from drumline.config.algorithms import GRPOConfig, PPOConfig
 from drumline.config.data import DataConfig
-from drumline.data.encode import Encoded
 from drumline.data.sources import Row, as_json
-from drumline.data.templates import Encoder, Example
+from drumline.data.templates import Encoded, Encoder, Example
 from drumline.errors import DataError
 
 

@@ -40,6 +40,16 @@ class Example:
         return int(self.learn[1:].sum())
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A row encoded. `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: what else the sample has to say, as
+    JSON; a sample with any is kept though it has no token to learn. `truncated`: something was cut off."""
+
+    segments: list[Example]
+    meta: dict[str, Any] | None = None
+    truncated: bool = False
+
+
 def truncate(example: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str) -> Example | None:
     """`example` cut to `max_length` tokens at its end (right) or start (left); None where it is dropped. Raises DataError
     under `error`."""
