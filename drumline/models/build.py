@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.draw import Drawn
 from drumline.models.load import from_hub, hub_options, load_config, quiet
 from drumline.models.scores import extra_heads, with_head
-from drumline.models.shards import Joined, Loaded, Source, Values, Whole, aliases, from_files
+from drumline.models.shards import Loaded, Source, Values, Whole, aliases, from_files
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def lay_out(
         files = from_files(pretrained, built, hub["local_files_only"], hub.get("revision"), fresh)
         if not draws:
             _require_heads(fresh - files.places.keys(), pretrained)
-        return built, Joined(files, Drawn(built, seed)) if fresh - files.places.keys() else files
+        return built, replace(files, rest=Drawn(built, seed)) if fresh - files.places.keys() else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     if pretrained is None:

@@ -79,31 +79,21 @@ class Values:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """safetensors files. `places`: where each tensor of the model is, those of tied weights under all of their names."""
+    """safetensors files. `places`: where each tensor of the model is, those of tied weights under all of their names. `rest`: a source
+    for what they lack."""
 
     places: dict[str, Stored] = field(repr=False)
+    rest: Source = field(default_factory=Loaded)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
-        for name, tensor in tensors.items():
-            by_file.setdefault(self.places[name].file, []).append((self.places[name].key, tensor))
+        for name in filter(self.places.__contains__, tensors):
+            by_file.setdefault(self.places[name].file, []).append((self.places[name].key, tensors[name]))
         for file, parts in by_file.items():
             with safe_open(file, framework="pt") as opened:
                 for key, tensor in parts:
                     copy_part(tensor, opened.get_slice(key))
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Files, and for what they lack another source."""
-
-    files: FromFiles
-    rest: Source
-
-    def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        there = {name: tensor for name, tensor in tensors.items() if name in self.files.places}
-        self.files.put(there, model)
-        self.rest.put({name: tensor for name, tensor in tensors.items() if name not in there}, model)
+        self.rest.put({name: tensor for name, tensor in tensors.items() if name not in self.places}, model)
 
 
 def materialise(
