@@ -11,9 +11,7 @@ from drumline.config.model import Head, ModelConfig
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.errors import DrumlineError, ModelError
-from drumline.foreign import first_line as _first_line
-from drumline.foreign import judged
-from drumline.foreign import read_text as _text
+from drumline.foreign import first_line, judged, read_text
 from drumline.models.classes import AUTO
 from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
@@ -33,6 +31,7 @@ STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "drop
 logger = logging.getLogger(__name__)
 # Keys that a model reads of its config, though the class of the config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
+_NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"
 
 
 def quiet() -> None:
@@ -72,7 +71,8 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
         raise ModelError(what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2") from None
     values = {key: value for key, value in written.items() if key != "model_type"}
     _require_known(config, values)
-    return _checked(lambda: AutoConfig.for_model(kind, **values))
+    with judged(*_NOT_TAKEN):
+        return AutoConfig.for_model(kind, **values)
 
 
 def _lay_over(config: Any, values: dict[str, Any]) -> Any:
@@ -84,7 +84,7 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
     width, heads, size = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     followed = bool(width and heads and size == width // heads)
 
-    def lay() -> Any:
+    with judged(*_NOT_TAKEN):
         for key, value in values.items():
             setattr(config, key, value)
         if followed and "head_dim" not in values:
@@ -94,9 +94,7 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
             config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
         if hasattr(config, "validate"):
             config.validate()
-        return config
-
-    return _checked(lay)
+    return config
 
 
 def _require_known(config: Any, values: dict[str, Any]) -> None:
@@ -106,16 +104,6 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
             fix = f"did you mean {guess}?" if guess else "see the model's config.json for its keys"
             raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}", fix=fix)
-
-
-def _checked(make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except DrumlineError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as in from_hub
-        what = f"transformers does not take this: {_first_line(error)}"
-        raise ModelError(what, where="model.config", fix="mend the values under model.config") from None
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
@@ -136,7 +124,8 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
         "its tokenizer_config.json or tokenizer.json",
     )
     if model.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(model.chat_template))
+        what = "model.chat_template is the path of a Jinja file"
+        tokenizer.chat_template = read_text(Path(model.chat_template), ModelError, what, MOST_SOURCE)
     return tokenizer
 
 
@@ -168,29 +157,24 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
     counted, `facts_of_module` says.
     """
-    place = getattr(config, "name_or_path", None) or "model.config"
-    with judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json"):
-        return _facts(config, length, adapter, head, frozen_names)
-
-
-def _facts(config: Any, length: int, adapter: Adapter | None, head: Head, frozen_names: Sequence[str]) -> ModelFacts:
     import torch
 
+    from drumline.models import adapters
     from drumline.models.classes import auto_class
     from drumline.models.scores import with_head
 
+    place = getattr(config, "name_or_path", None) or "model.config"
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
-    with torch.device("meta"):
-        make = auto_class(config, head).from_config
-        model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
-    model = with_head(model, head)
-    freeze(model, frozen_names)
-    if isinstance(adapter, LoRAConfig):
-        from drumline.models import adapters
-
-        adapters.inject(model, adapter, seed=0)
-    return facts_of_module(model, length, head)
+    with judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json"):
+        with torch.device("meta"):
+            make = auto_class(config, head).from_config
+            model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
+        model = with_head(model, head)
+        freeze(model, frozen_names)
+        if isinstance(adapter, LoRAConfig):
+            adapters.inject(model, adapter, seed=0)
+        return facts_of_module(model, length, head)
 
 
 def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
@@ -333,7 +317,7 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
             fix = "read that code, then add --trust-remote-code, or model.trust_remote_code: true to a YAML of your own"
             raise ModelError("this model brings code of its own and model.trust_remote_code is off", where=path, fix=fix) from None
         if model.attention != "auto" and any(word in text.lower() for word in ("attn_implementation", "attention", "flash")):
-            raise ModelError(_first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
+            raise ModelError(first_line(error), where=f"model.attention {model.attention}", fix="use attention: auto") from None
         for auto, what in AUTO.values():
             if auto in text:
                 kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
@@ -341,11 +325,7 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
                 raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
         if Path(path).is_dir() or path == "model.config":
             fix = f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
-            raise ModelError(f"cannot be loaded: {_first_line(error)}", where=path, fix=fix) from None
+            raise ModelError(f"cannot be loaded: {first_line(error)}", where=path, fix=fix) from None
         raise ModelError(
-            f"cannot be had: {_first_line(error)}", where=path, fix="check the id and the network, or give a local folder"
+            f"cannot be had: {first_line(error)}", where=path, fix="check the id and the network, or give a local folder"
         ) from None
-
-
-def _read_template(path: Path) -> str:
-    return _text(path, ModelError, "model.chat_template is the path of a Jinja file", MOST_SOURCE)

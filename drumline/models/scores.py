@@ -53,27 +53,17 @@ def score_head(model: Any) -> nn.Linear | None:
 
 
 def with_head(model: Any, head: Head) -> Any:
-    """A fresh model, with what transformers has no class for. Raises ModelError for one that cannot end in `head`."""
-    if head == "score":
-        _require_scores(model)
-    if head == "valued":
-        _add_value_head(model)
-    return model
-
-
-def _require_scores(model: Any) -> None:
-    """Raises ModelError for a sequence classifier that does not score each token by the hidden state of what comes up to it."""
-    if score_parts(model) is None or looks_ahead(model):
+    """A fresh model, with what transformers has no class for. Raises ModelError for one that cannot end in `head`, such as a sequence
+    classifier that does not score each token by the hidden state of what comes up to it."""
+    if head == "score" and (score_parts(model) is None or looks_ahead(model)):
         what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
-
-
-def _add_value_head(model: Any) -> None:
-    head = model.get_output_embeddings()
-    if head is None:
-        what = f"{type(model).__name__} has no output embedding to lay a value head beside"
-        raise ModelError(what, where="algorithm.value", fix="use value: separate")
-    setattr(model, VALUE, ValueHead(head.weight.shape[1], head.weight.dtype, head.weight.device))
+    if head == "valued":
+        if (to_words := model.get_output_embeddings()) is None:
+            what = f"{type(model).__name__} has no output embedding to lay a value head beside"
+            raise ModelError(what, where="algorithm.value", fix="use value: separate")
+        setattr(model, VALUE, ValueHead(to_words.weight.shape[1], to_words.weight.dtype, to_words.weight.device))
+    return model
 
 
 def language_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
