@@ -13,14 +13,11 @@ import torch
 from torch import nn
 
 from drumline.errors import ModelError
-from drumline.models.blocks import block_list
 from drumline.models.classes import reads_images
-from drumline.models.images import side_of_model
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
-from drumline.models.weights import buffer_bytes, weights_of
+from drumline.models.weights import counted
 from drumline.plan.facts import ModelFacts
-from drumline.vendor.torch import BatchNorm
 
 TRIED_SIDE = 64  # pixels, of models that take any size
 
@@ -69,6 +66,12 @@ class Image:
 
     def inputs(self) -> dict[str, torch.Tensor]:
         return {"pixel_values": self.pixels_BCHW}
+
+
+def side_of_model(config: Any) -> int | None:
+    """The one size of images that a model takes; None for any."""
+    size = getattr(config, "image_size", None)
+    return int(size[0] if isinstance(size, list | tuple) else size) if size else None
 
 
 def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
@@ -126,7 +129,7 @@ def first_position(model: Any) -> int | None:
     return found[0] if tried(model, "cpu", trial) else None
 
 
-def image_facts(model: Any, side: int, frozen: int = 0) -> ModelFacts:
+def image_facts(model: Any, side: int) -> ModelFacts:
     """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
 
     Its forward pass is counted by torch's FlopCounterMode (matrix products and convolutions, attention among them) on one image of
@@ -135,7 +138,6 @@ def image_facts(model: Any, side: int, frozen: int = 0) -> ModelFacts:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    parameters = sum(p.numel() for p in model.parameters())
     counter = FlopCounterMode(display=False)
     pixels = torch.empty(1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta")
     try:
@@ -144,22 +146,14 @@ def image_facts(model: Any, side: int, frozen: int = 0) -> ModelFacts:
     except (RuntimeError, ValueError) as error:
         what = f"{type(model).__name__} does not take images of {side} × {side}: {str(error).splitlines()[0]}"
         raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
-    found = block_list(model)
-    block_weights, end_weights = weights_of(model)
+    counts = counted(model)
     sizes = getattr(model.config, "hidden_sizes", None)
     return ModelFacts(
+        **counts,
         name=str(model.config.model_type),
-        parameters=parameters,
-        flops_per_token=counter.get_total_flops() * (3.0 - frozen / parameters),
+        flops_per_token=counter.get_total_flops() * (3.0 - counts["frozen"] / counts["parameters"]),
         vocab_size=0,
         max_positions=None,
-        layers=len(found[1]) if found else int(sum(getattr(model.config, "depths", ()))),
+        layers=len(counts["block_parameters"]) or int(sum(getattr(model.config, "depths", ()))),
         hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
-        batch_norms=sum(isinstance(module, BatchNorm) for module in model.modules()),
-        frozen=frozen,
-        block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
-        classes=frozenset(type(module).__name__ for module in model.modules()),
-        block_weights=block_weights,
-        end_weights=end_weights,
-        buffer_bytes=buffer_bytes(model),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from drumline.config.model import ModelConfig
 from drumline.errors import EnvironmentFault
+from drumline.models.classifier import side_of_model
 from drumline.models.load import from_hub, hub_options
 
 CONFIG = "preprocessor_config.json"
@@ -66,9 +67,3 @@ def _resized(processor: Any, side: int) -> Any:
         if size is not None:
             setattr(processor, name, {key: side for key, value in dict(size).items() if value is not None})
     return processor
-
-
-def side_of_model(config: Any) -> int | None:
-    """The one size of images that a model takes; None for any."""
-    size = getattr(config, "image_size", None)
-    return int(size[0] if isinstance(size, list | tuple) else size) if size else None

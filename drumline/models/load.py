@@ -7,20 +7,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from drumline.config.model import Head, ModelConfig
 from drumline.config.schema import Adapter, LoRAConfig
 from drumline.config.suggest import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
-from drumline.models.classes import AUTO
+from drumline.models import adapters
+from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder
+from drumline.models.classifier import first_position, image_facts, looks_ahead
 from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
 from drumline.models.package import tokenizer_folder
 from drumline.models.rendering import MOST_SOURCE, limit
+from drumline.models.router import trains_router
+from drumline.models.scores import score_head, with_head
 from drumline.models.shapes import written_out
-from drumline.models.tensor_plan import cuts_heads, tensor_plan
+from drumline.models.weights import counted, cuts_heads, tensor_plan
 from drumline.plan.facts import ModelFacts
-from drumline.vendor.torch import BatchNorm
 
 T = TypeVar("T")
 # What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
@@ -157,12 +162,6 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
     counted, `facts_of_module` says.
     """
-    import torch
-
-    from drumline.models import adapters
-    from drumline.models.classes import auto_class
-    from drumline.models.scores import with_head
-
     place = getattr(config, "name_or_path", None) or "model.config"
     # A class of the model's own code: whoever loaded this config has agreed to run that.
     remote = type(config).__module__.startswith("transformers_modules")
@@ -188,31 +187,21 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
 
     Raises ModelError for a module whose shapes cannot be found.
     """
-    from drumline.models.classes import LM, bidirectional, is_encoder
-    from drumline.models.classifier import image_facts
-
     config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     if head == "image":
-        return image_facts(model, length, frozen)
+        return image_facts(model, length)
     if head in LM and is_encoder(model):
         raise bidirectional(model)
-    return _facts_of_text(model, length, head, config, frozen)
+    return _facts_of_text(model, length, head, config)
 
 
-def _facts_of_text(model: Any, length: int, head: Head, config: Any, frozen: int) -> ModelFacts:
+def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFacts:
     """Of a model that reads tokens."""
-    from drumline.models.blocks import block_list
-    from drumline.models.classes import LM
-    from drumline.models.classifier import first_position, looks_ahead
-    from drumline.models.router import trains_router
-    from drumline.models.scores import score_head
     from drumline.models.tower import tower_flops, vision_tower
     from drumline.models.vision import is_vision_language
-    from drumline.models.weights import buffer_bytes, weights_of
 
-    text = config.get_text_config()
-    parameters = sum(p.numel() for p in model.parameters())
+    text, counts = config.get_text_config(), counted(model)
+    outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = model.get_input_embeddings().weight
     to_words = model.get_output_embeddings()
     tied = to_words is not None and to_words.weight is embedding
@@ -220,14 +209,11 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any, frozen: int
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
-    found = block_list(model)
-    blocks = tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else ()
     at_end = {id(p): p for module in (to_words, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and looks_ahead(model)
-    block_weights, end_weights = weights_of(model)
     return ModelFacts(
+        **counts,
         name=str(text.model_type),
-        parameters=parameters,
         flops_per_token=float(_product_flops(model, text, tower if tied else {*tower, id(embedding)}) + 12 * layers * width * length),
         vocab_size=int(text.vocab_size),
         max_positions=int(getattr(text, "max_position_embeddings", None) or 0) or None,
@@ -236,28 +222,21 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any, frozen: int
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=width // heads,
-        batch_norms=sum(isinstance(module, BatchNorm) for module in model.modules()),
-        frozen=frozen,
         tp_styles=frozenset(cut.values()),
         tp_cuts_heads=cuts_heads(cut),
-        block_parameters=blocks,
-        embedding_parameters=parameters - sum(blocks) - sum(p.numel() for p in at_end if p is not embedding),
+        embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),
         attention_flops=float(12 * width * length),
-        classes=frozenset(type(module).__name__ for module in model.modules()),
         looks_ahead=ahead,
         first_position=first_position(model) if ahead else 0,
         sees=bool(tower),
         trains_router=head in LM and trains_router(model),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
-        block_weights=block_weights,
-        end_weights=end_weights,
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
-        buffer_bytes=buffer_bytes(model),
     )
 
 

@@ -1,18 +1,38 @@
-"""Parameters of a model one by one, as the planner's arithmetic wants them: shape, who learns, how they may be cut."""
+"""Parameters of a model one by one, as the planner's arithmetic wants them: shape, who learns, how they may be cut.
+
+What a Hugging Face model says about cutting its matrices, the style of each module, stands in the plan that its class and config carry.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
 
-from drumline.models.blocks import blocks
+from drumline.models.blocks import block_list, blocks
 from drumline.models.classes import reads_images
-from drumline.models.tensor_plan import cut_layers, tensor_plan, whole_layer
 from drumline.plan.facts import Place, Weight
+from drumline.vendor.torch import BatchNorm
 
 
-def weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
+def counted(model: Any) -> dict[str, Any]:
+    """Those fields of ModelFacts that are counted alike in every model."""
+    found = block_list(model)
+    block_weights, end_weights = _weights_of(model)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "batch_norms": sum(isinstance(module, BatchNorm) for module in model.modules()),
+        "classes": frozenset(type(module).__name__ for module in model.modules()),
+        "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
+        "block_weights": block_weights,
+        "end_weights": end_weights,
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+    }
+
+
+def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
     """The weights of each block, and those outside of all blocks. Tied ones are there once. `model` may lie on the meta device."""
     found, styles = blocks(model), _styles(model)
     inside = {id(module): index for index, module in enumerate(found)}
@@ -37,11 +57,6 @@ def weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight
     return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)
 
 
-def buffer_bytes(model: nn.Module) -> int:
-    """Of all buffers, those too that are not saved."""
-    return sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-
-
 def _tied(model: Any) -> nn.Parameter | None:
     """The weight that embedding and head share."""
     embedding = getattr(whole_layer(model.get_input_embeddings()), "weight", None)
@@ -59,3 +74,36 @@ def _styles(model: Any) -> dict[int, str]:
     if head is not None:
         styles[id(whole_layer(head))] = "head"
     return styles | {id(whole_layer(model.get_input_embeddings())): "embedding"}
+
+
+def tensor_plan(model: Any) -> dict[str, str]:
+    """Name of a module (or of a parameter by itself) → style, for all that the plan names and the model has; {} without a plan.
+
+    Embedding and head are left out: they are cut by vocabulary, whatever the plan says.
+    """
+    plan = getattr(model, "_tp_plan", None) or {}
+    by_vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if module not in by_vocabulary]
+    names += [name for name, _ in model.named_parameters()]
+    styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
+    return {name: style for name, style in styles.items() if style is not None}
+
+
+def cuts_heads(plan: dict[str, str]) -> bool:
+    """Whether each rank holds some of the attention heads; False where attention's projections are gathered."""
+    return any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in plan.items())
+
+
+def whole_layer(module: nn.Module) -> nn.Module:
+    """The layer itself where LoRA's layer stands in its place."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
+    """The layers that a style cuts: the module, or where LoRA's stands in its place the layer inside of it. Of LoRA's two factors, the one
+    that meets the cut side is cut with it; the other is whole, and so is its gradient, since what lies between them is."""
+    factors = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    inner = getattr(module, factors, None) if factors else None
+    return [whole_layer(module), *(inner.values() if inner is not None else ())]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
-from drumline.models.tensor_plan import cut_layers, tensor_plan, whole_layer
+from drumline.models.weights import cut_layers, tensor_plan, whole_layer
 from drumline.plan.facts import TP_STYLES
 from drumline.vendor.torch import prepare_rowwise_input
 
