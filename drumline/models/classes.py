@@ -23,11 +23,16 @@ def auto_class(config: Any, head: Head = "lm") -> Any:
     """The Auto class, for `from_config` and `from_pretrained`. A language model may see images too."""
     import transformers
 
-    from drumline.models.vision import is_vision_language
-
     if head in LM and is_vision_language(config):
         return transformers.AutoModelForImageTextToText
     return getattr(transformers, AUTO[head][0])
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether transformers builds a model of images and text from this config."""
+    from drumline.vendor.transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
 
 def of_images_alone(model_type: str) -> bool:

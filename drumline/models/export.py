@@ -23,15 +23,15 @@ from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
-from drumline.models.classes import LM, auto_class, reads_images
+from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
 from drumline.models.classifier import grey_image
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
 from drumline.models.package import tokenizer_folder
 from drumline.models.scores import VALUE
-from drumline.models.tower import probe
-from drumline.models.vision import copy_processor, is_vision_language
+from drumline.models.small import probe
+from drumline.models.vision import copy_processor
 from drumline.plan.plan import Plan
 
 Which = Literal["last", "best"] | int

@@ -21,8 +21,7 @@ from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_e
 from drumline.models.router import router_of, trains_router
 from drumline.models.scores import score_head, score_parts
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, tried
-from drumline.models.tower import probe
+from drumline.models.small import close, probe, tried
 
 
 @dataclass(frozen=True)

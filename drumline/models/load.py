@@ -15,7 +15,7 @@ from drumline.config.suggest import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
-from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder
+from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.classifier import first_position, image_facts, looks_ahead
 from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
@@ -24,7 +24,7 @@ from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.router import trains_router
 from drumline.models.scores import score_head, with_head
 from drumline.models.shapes import written_out
-from drumline.models.weights import counted, cuts_heads, tensor_plan
+from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
 from drumline.plan.facts import ModelFacts
 
 T = TypeVar("T")
@@ -197,9 +197,6 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
 
 def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFacts:
     """Of a model that reads tokens."""
-    from drumline.models.tower import tower_flops, vision_tower
-    from drumline.models.vision import is_vision_language
-
     text, counts = config.get_text_config(), counted(model)
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = model.get_input_embeddings().weight

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,7 +79,10 @@ def router_of(model: Any) -> Router | None:
         assert router is not None
         theirs = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=True)
         without = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=False).loss
-        ours, _ = router.loss(theirs.router_logits, _Row(ids_BT))
+        length = ids_BT.shape[1]
+        document = SimpleNamespace(position_ids_BT=torch.arange(length)[None], lengths_B=torch.tensor([length]))
+        document.token_weights = lambda: torch.full((1, length), 1 / length)  # 1 together
+        ours, _ = router.loss(theirs.router_logits, document)
         added = abs(float(theirs.loss - without - ours)) <= 1e-6 * float(theirs.loss)
         return added and close(ours, router.coefficient * theirs.aux_loss)
 
@@ -100,14 +104,3 @@ def router_figures(sums: dict[str, float], denominator: float) -> dict[str, Any]
         return {}
     loads = [load for name, load in sums.items() if name.startswith(LOAD)]
     return {"router_loss": sums["router_loss"] / denominator, "expert_load": [load / max(1.0, sum(loads)) for load in loads]}
-
-
-class _Row:
-    """One document of weight 1."""
-
-    def __init__(self, ids_BT: torch.Tensor) -> None:
-        self.position_ids_BT = torch.arange(ids_BT.shape[1])[None]
-        self.lengths_B = torch.tensor([ids_BT.shape[1]])
-
-    def token_weights(self) -> torch.Tensor:
-        return torch.full(self.position_ids_BT.shape, 1 / self.position_ids_BT.numel())

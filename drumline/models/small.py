@@ -12,6 +12,7 @@ import torch
 
 from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
+from drumline.models.classes import is_vision_language
 
 VOCABULARY, WIDTH = 128, 64
 LAYERED = ("intermediate_size", "moe_intermediate_size")
@@ -32,6 +33,26 @@ class Tokens:
 
     def inputs(self) -> dict[str, torch.Tensor]:
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
+
+
+@dataclass(frozen=True)
+class _Seeing(Tokens):
+    """A trial's tokens, of which the second of each row is an image of one token."""
+
+    config: Any = None
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        eyes, device, ids_BT = self.config.vision_config, self.input_ids_BT.device, self.input_ids_BT.clone()
+        ids_BT[:, 1], merge = self.config.image_token_id, eyes.spatial_merge_size
+        grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
+        width = eyes.in_channels * eyes.temporal_patch_size * eyes.patch_size**2
+        pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
+        return {**super().inputs(), "input_ids": ids_BT, "pixel_values": pixels_PD, "image_grid_thw": grid_N3}
+
+
+def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
+    """A batch to try a model on, which all of it works for: with an image where the model sees."""
+    return _Seeing(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
 
 
 def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:

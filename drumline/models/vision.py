@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from drumline.config.model import ModelConfig
 from drumline.errors import DataError, ModelError
+from drumline.models.classes import is_vision_language
 from drumline.models.images import require_pillow
 from drumline.models.load import from_hub, hub_options
 
@@ -114,13 +115,6 @@ def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: i
             fix="use the preprocessor_config.json that belongs to the model",
         )
     return vision
-
-
-def is_vision_language(config: Any) -> bool:
-    """Whether transformers builds a model of images and text from this config."""
-    from drumline.vendor.transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and getattr(config, "vision_config", None) is not None
 
 
 def read_image(path: str, origin: str) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters of a model one by one, as the planner's arithmetic wants them: shape, who learns, how they may be cut.
+"""Parameters of a model one by one, as the planner's arithmetic wants them: shape, who learns, how they may be cut; a vision tower's cost.
 
 What a Hugging Face model says about cutting its matrices, the style of each module, stands in the plan that its class and config carry.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from drumline.errors import ModelError
 from drumline.models.blocks import block_list, blocks
 from drumline.models.classes import reads_images
 from drumline.plan.facts import Place, Weight
@@ -55,6 +56,33 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
             rest.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
     same: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)
+
+
+def vision_tower(model: Any) -> Any:
+    """The vision tower of a model. Raises ModelError where it has none of the names that transformers gives it."""
+    for part in (model.base_model, model):
+        for name in ("visual", "vision_tower", "vision_model"):
+            if hasattr(part, name):
+                return getattr(part, name)
+    what = f"the vision tower of {type(model).__name__} is not known"
+    raise ModelError(what, where="model", fix="use a Qwen3-VL, or a model of text alone")
+
+
+def tower_flops(model: Any) -> float:
+    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which a token takes several, or
+    behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
+    tower, total, eyes = vision_tower(model), 0.0, model.config.vision_config
+    if (merge := getattr(eyes, "spatial_merge_size", None)) is not None:
+        patches = merge**2
+    elif (tokens := getattr(model.config, "mm_tokens_per_image", None)) is not None:
+        patches = (eyes.image_size // eyes.patch_size) ** 2 // tokens
+    else:
+        patches = round(1 / getattr(eyes, "pixel_shuffle_ratio", 1.0) ** 2)
+    learns = any(p.requires_grad for p in tower.parameters())
+    for name, parameter in tower.named_parameters():
+        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
+        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
+    return total
 
 
 def _tied(model: Any) -> nn.Parameter | None:
