@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.models.files import beside
 from drumline.models.load import quiet
 
 # A temporary folder this old belongs to a conversion that was killed: one takes seconds.
@@ -29,24 +29,17 @@ def convert(source: Path, target: Path, on_progress: Callable[[str, int, int | N
     on_progress(phase, 0, 3)
     loaded, tokenizer = _read(source)
     on_progress(phase, 1, 3)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    try:
+    with beside(target, functools.partial(_cannot_write, target)) as temporary:
         _remove_abandoned(target)
         temporary.mkdir(parents=True)
         _plain(loaded).save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
-        with contextlib.suppress(FileExistsError):
-            _move(temporary, target)
-    except OSError as error:
-        raise _cannot_write(target, error.strerror or str(error)) from error
-    except Exception as error:
-        # safetensors reports a full disk by a class of its own, which is no OSError.
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise _cannot_write(target, str(error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.rename(target)
+        except OSError:  # another process was quicker: its folder is as good as ours
+            if not (target / "config.json").exists():
+                raise
     on_progress(phase, 3, 3)
 
 
@@ -112,16 +105,6 @@ def _plain(loaded: Any) -> Any:
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
     return plain
-
-
-def _move(temporary: Path, target: Path) -> None:
-    """Rename into place. Raises FileExistsError where another process was quicker (its folder is as good as ours)."""
-    try:
-        temporary.rename(target)
-    except OSError:
-        if (target / "config.json").exists():
-            raise FileExistsError(str(target)) from None
-        raise
 
 
 def _remove_abandoned(target: Path) -> None:

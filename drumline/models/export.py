@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
 from drumline.models.classifier import grey_image
+from drumline.models.files import beside
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id, quiet
 from drumline.models.names import canonical_tensors
@@ -84,7 +85,7 @@ def export(
         parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
-    with _beside(to) as temporary:
+    with beside(to, partial(_cannot_write, to)) as temporary:
         _require_space(to.parent, written)
         temporary.mkdir(parents=True)
         _save_reader(plan, source, model.config, temporary)
@@ -108,23 +109,6 @@ def export(
         _put(temporary, to)
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - began, difference)
-
-
-@contextlib.contextmanager
-def _beside(to: Path) -> Iterator[Path]:
-    """The path of a folder to write beside `to`; it is gone in the end. Raises EnvironmentFault where it cannot be written."""
-    temporary = to.parent / f".{to.name}-{secrets.token_hex(4)}"
-    try:
-        yield temporary
-    except OSError as error:
-        raise _cannot_write(to, error.strerror or str(error)) from error
-    except Exception as error:
-        # safetensors reports a full disk by a class of its own, which is no OSError.
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise _cannot_write(to, str(error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_run(run_dir: Path, which: Which = "best", trust: bool = False) -> tuple[Any, Any, Path]:

@@ -1,13 +1,22 @@
-"""A model's own files, looked at before transformers reads them: nothing in their folder that never ends, no config that never ends."""
+"""A model's own files, looked at before transformers reads them: nothing in their folder that never ends, no config that never ends.
+
+And new ones, which are written beside their place.
+"""
 
 from __future__ import annotations
 
 import re
+import secrets
+import shutil
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import ModelError
+from safetensors import SafetensorError
+
+from drumline.errors import EnvironmentFault, ModelError
 from drumline.foreign import first_line, read_object
 
 # JSON that transformers reads whole. Of the tokenizer's own (tokenizer.json, vocab.json) its Rust library is the judge.
@@ -20,6 +29,18 @@ SIZES = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
     r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
 )
+
+
+@contextmanager
+def beside(folder: Path, fault: Callable[[str], EnvironmentFault]) -> Iterator[Path]:
+    """The path of a folder to write beside `folder`; it is gone in the end. Raises `fault` of the reason where it cannot be written."""
+    temporary = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
+    try:
+        yield temporary
+    except (OSError, SafetensorError) as error:  # a full disk is a class of safetensors' own, which is no OSError
+        raise fault(getattr(error, "strerror", None) or str(error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_folder(folder: Path) -> None:
