@@ -32,6 +32,7 @@ from drumline.data.files import Raw, find, read_file
 from drumline.data.tools import TableRow, read_calls, read_tools
 from drumline.data.wrong import wrong_answer
 from drumline.errors import DataError, EnvironmentFault
+from drumline.foreign import first_line, judged
 
 Forms = tuple[tuple[str, ...], ...]
 TEXT: Forms = (("messages",), ("prompt", "completion"), ("text",))
@@ -274,11 +275,8 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]
     import datasets
 
     folder = base_dir / Path(source.path).expanduser()
-    try:
+    with judged("not a saved dataset", str(folder), DataError, "give a folder written by save_to_disk"):
         loaded = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
-        fix = "give a folder written by save_to_disk"
-        raise DataError(f"not a saved dataset: {_first_line(error)}", where=str(folder), fix=fix) from error
     return iter(_one_split(loaded, source.split, str(folder)))
 
 
@@ -300,10 +298,8 @@ def load_hub(source: HubSource) -> Iterator[dict[str, Any]]:
     import datasets
 
     rows = call_hub(source, datasets.load_dataset, split=source.split, streaming=source.streaming)
-    try:
+    with judged("the hub dataset broke off", describe(source), DataError):  # a stream reads and parses remote files as it goes
         yield from rows
-    except Exception as error:  # a stream reads and parses remote files as it goes
-        raise DataError(f"the hub dataset broke off: {_first_line(error)}", where=describe(source)) from error
 
 
 def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
@@ -316,13 +312,13 @@ def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
         return function(source.id, name=source.name, revision=source.revision, **arguments)
     except datasets.exceptions.DatasetNotFoundError as error:
         fix = "check the id; for a private or gated dataset accept its terms and run `hf auth login`"
-        raise DataError(f"the hub dataset cannot be had: {_first_line(error)}", where=where, fix=fix) from error
+        raise DataError(f"the hub dataset cannot be had: {first_line(error)}", where=where, fix=fix) from error
     except (ConnectionError, TimeoutError) as error:
         fix = "check the id and the connection, or use a local copy: kind: file or saved"
-        state = "this machine is offline and the dataset is not in its cache" if offline else _first_line(error)
+        state = "this machine is offline and the dataset is not in its cache" if offline else first_line(error)
         raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
     except Exception as error:  # a boundary: data files of strangers fail in any way (their parsers, their columns, their splits)
-        raise DataError(f"the hub dataset cannot be loaded: {_first_line(error)}", where=where) from error
+        raise DataError(f"the hub dataset cannot be loaded: {first_line(error)}", where=where) from error
 
 
 def _go_offline_when_cut_off() -> bool:
@@ -341,7 +337,3 @@ def _go_offline_when_cut_off() -> bool:
         datasets.config.HF_HUB_OFFLINE = True
         return True
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
