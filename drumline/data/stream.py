@@ -133,9 +133,8 @@ class BatchStream:
         assert order.size == len(cache) and 0 <= data_rank < data_ranks and start >= 0
         self.cache, self.order, self.batch = cache, order, batch
         self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.start, self.stop = start, stop
-        self.collate = collate
-        self._batches: Iterator[GlobalBatch] = self._generate()
+        self.stop, self.collate = stop, collate
+        self._batches = (self._at(position) for position in range(start, stop, batch.global_samples))
         self._ahead = _Ahead(self._batches, prefetch) if prefetch else None
 
     def __iter__(self) -> BatchStream:
@@ -154,10 +153,6 @@ class BatchStream:
         """End the thread. May be called twice."""
         if self._ahead is not None:
             self._ahead.close()
-
-    def _generate(self) -> Iterator[GlobalBatch]:
-        for position in range(self.start, self.stop, self.batch.global_samples):
-            yield self._at(position)
 
     def _at(self, position: int) -> GlobalBatch:
         """The global batch that starts at `position`: a pure function of it."""
