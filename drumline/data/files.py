@@ -10,6 +10,7 @@ import csv
 import glob
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +160,13 @@ def _parquet(path: Path, name: str) -> Iterator[Raw]:
 def _text(path: Path, name: str) -> Iterator[Raw]:
     """Documents parted by blank lines."""
     start, document = 0, ""
-    for number, line in _lines(path, name):
+    for number, line in chain(_lines(path, name), [(0, "")]):
         if line.strip():
             start = start if document else number
             document += line
         elif document:
             yield f"{name}:{start}", {"text": document.strip("\n")}
             document = ""
-    if document:
-        yield f"{name}:{start}", {"text": document.strip("\n")}
 
 
 _READERS = {
