@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from fnmatch import fnmatch
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,7 @@ from drumline.models.vision import Vision
 
 MOST_FILE = 2**38  # bytes: it is read whole before its first row is (minutes), and a hole in a sparse file looks like any other bytes
 # Files that decide what a tokenizer does, in any of the formats transformers loads.
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-)
+_TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template).*|(special_tokens_map|added_tokens)\.json|merges\.txt|.*\.(model|tiktoken)")
 
 
 def hash_file(path: Path) -> str:
@@ -114,7 +105,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
         assert found is not None
         folder = Path(found).parent
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    files = {name: hash_file(folder / name) for name in names if any(fnmatch(name, pattern) for pattern in _TOKENIZER_FILES)}
+    files = {name: hash_file(folder / name) for name in names if _TOKENIZER_FILES.fullmatch(name)}
     template = template_path(config, base_dir)
     return {"files": files, "chat_template": hash_file(template) if template else None}
 
