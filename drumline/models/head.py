@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,7 +187,12 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     inputs |= {"output_router_logits": True} if trains_router(model) else {}
     score, parts = score_head(model), parts or score_parts(model)
     if parts is None:
-        with _input_of(model.get_output_embeddings() if score is not None else None) as seen:
+        # What the head is called with: of a model whose logits are more than its head over its trunk, the hidden states.
+        seen: list[torch.Tensor] = []
+        with contextlib.ExitStack() as hooks:
+            if score is not None:  # ahead of tensor parallelism's own hook, behind which the input is no plain tensor
+                note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
+                hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
             made = model(**inputs, use_cache=False)
         hidden_BTD = seen[0] if seen else None
         return Outputs(logits_BTV=made.logits, hidden_BTD=hidden_BTD, score=score, sequence=sequence, router_logits=_routers(made))
@@ -200,29 +205,11 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     if not isinstance(weight, DTensor):
         return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
-    return replace(known, weight_VD=_rows_here(weight), bias_V=_rows_here(bias), part=part)
+    return replace(known, weight_VD=weight.to_local(), bias_V=bias.to_local() if isinstance(bias, DTensor) else bias, part=part)
 
 
 def _routers(made: Any) -> Sequence[torch.Tensor]:
     return getattr(made, "router_logits", None) or ()
-
-
-@contextlib.contextmanager
-def _input_of(head: nn.Module | None) -> Iterator[list[torch.Tensor]]:
-    """What `head` is called with, once it was: of a model whose logits are more than its head over its trunk, the hidden states."""
-    seen: list[torch.Tensor] = []
-    note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
-    # Ahead of tensor parallelism's own hook, behind which the input is no plain tensor.
-    hook = None if head is None else head.register_forward_pre_hook(note, prepend=True)
-    try:
-        yield seen
-    finally:
-        if hook is not None:
-            hook.remove()
-
-
-def _rows_here(tensor: Any) -> Any:
-    return None if tensor is None else tensor.to_local()
 
 
 class ForwardWithObjective(nn.Module):
