@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.files import beside
@@ -81,14 +82,9 @@ def _read_once() -> Iterator[None]:
                 self.data: Any = self.data.view(np.ndarray)
             return super()._get(*args, **kwargs)
 
-    kept = {"GGUFReader": gguf.GGUFReader, "get_tensor_name_map": gguf.get_tensor_name_map}
-    gguf.GGUFReader = functools.cache(PlainReader)  # type: ignore[misc, assignment]
-    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    try:
+    names = functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.multiple(gguf, GGUFReader=functools.cache(PlainReader), get_tensor_name_map=names):
         yield
-    finally:
-        for name, value in kept.items():
-            setattr(gguf, name, value)
 
 
 def _plain(loaded: Any) -> Any:
