@@ -79,13 +79,11 @@ def _on_hub(name: str, revision: str | None) -> str:
         raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
     except HfHubHTTPError as error:
         return _cached(name, revision, f"the hub refuses: {str(error).splitlines()[0]}")
-    except OSError as error:
-        return _cached(name, revision, str(error) if "offline mode" in str(error) else f"the hub cannot be reached ({error})")
     except Exception as error:
         # What cannot connect raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
-        if not type(error).__module__.startswith("httpx"):
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("httpx")):
             raise
-        return _cached(name, revision, f"the hub cannot be reached ({error})")
+        return _cached(name, revision, str(error) if "offline mode" in str(error) else f"the hub cannot be reached ({error})")
 
 
 def _cached(name: str, revision: str | None, reason: str) -> str:
