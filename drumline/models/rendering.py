@@ -212,15 +212,8 @@ def _operated(self: Sandbox, context: Any, operator: str, left: Any, right: Any)
 
 def limit() -> None:
     """Let every sandbox of this process count; it may be said again."""
-    for name, part in (
-        ("code_generator_class", _Counting),
-        ("template_class", _Limited),
-        ("intercepted_binops", frozenset(["*", "**", "+", "%"])),
-        ("from_string", _compile),
-        ("call", _called),
-        ("call_binop", _operated),
-        ("step", staticmethod(step)),
-        ("written", staticmethod(written)),
-        ("sized", staticmethod(sized)),
-    ):
+    parts: dict[str, Any] = {"code_generator_class": _Counting, "template_class": _Limited}
+    parts |= {"from_string": _compile, "call": _called, "call_binop": _operated, "intercepted_binops": frozenset(["*", "**", "+", "%"])}
+    parts |= {function.__name__: staticmethod(function) for function in (step, written, sized)}
+    for name, part in parts.items():
         setattr(Sandbox, name, part)
