@@ -15,10 +15,9 @@ from drumline.config.load import Loaded, differences, to_yaml
 from drumline.config.schema import Config
 from drumline.config.secret import write_private
 from drumline.data import prepare as data_prepare
-from drumline.data.cache import TokenCache
+from drumline.data.cache import TokenCache, left_out
 from drumline.data.identity import identify, what_changed
 from drumline.data.labelled import classes
-from drumline.data.left_out import left_out
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.launch import lease
 from drumline.models import adapters
