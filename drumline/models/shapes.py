@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,47 +41,35 @@ def _rows(text: str) -> dict[str, Known]:
     return made
 
 
-def _gemma3(name: str, *sizes: int) -> Known:
+def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Values of a config: as many of SIZES as there are, and `more`."""
+    return {**dict(zip(SIZES, sizes, strict=False)), **more}
+
+
+def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
     """With a SigLIP tower for images of 896 pixels."""
-    text: dict[str, Any] = dict(zip((*SIZES, "head_dim"), sizes, strict=True))
-    text |= {"model_type": "gemma3_text", "vocab_size": 262208, "max_position_embeddings": 131072}
-    eyes: dict[str, Any] = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
-    eyes |= {"model_type": "siglip_vision_model", "patch_size": 14, "image_size": 896, "vision_use_head": False}
+    text = _sized(sizes, model_type="gemma3_text", head_dim=head_dim, vocab_size=262208, max_position_embeddings=131072)
+    eyes = _sized((1152, 4304, 27, 16), model_type="siglip_vision_model", patch_size=14, image_size=896, vision_use_head=False)
     return Known(f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": eyes})
 
 
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """`small`: with the smaller tower, and a head tied to the embedding."""
-    text: dict[str, Any] = dict(zip(SIZES, sizes, strict=True)) | {
-        "model_type": "qwen3_vl_text",
-        "head_dim": 128,
-        "tie_word_embeddings": small,
-    }
-    text |= {"vocab_size": 151936, "max_position_embeddings": 262144}
+    text = _sized(sizes, model_type="qwen3_vl_text", head_dim=128, vocab_size=151936, max_position_embeddings=262144)
     tower = (24, 1024, 4096, [5, 11, 17]) if small else (27, 1152, 4304, [8, 16, 24])
     eyes = dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True))
     eyes |= {"model_type": "qwen3_vl", "num_heads": 16, "out_hidden_size": sizes[0], "patch_size": 16}
-    return Known(name, {"model_type": "qwen3_vl", "tie_word_embeddings": small, "text_config": text, "vision_config": eyes})
+    ends = {"tie_word_embeddings": small}
+    return Known(name, {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": eyes})
 
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     """`each`: of so many layers one is a mixture of experts."""
-    text: dict[str, Any] = dict(zip(SIZES, (5120, 8192, 48, 40, 8), strict=True)) | {
-        "model_type": "llama4_text",
-        "head_dim": 128,
-        "vocab_size": 202048,
-    }
+    text = _sized((5120, 8192, 48, 40, 8), model_type="llama4_text", head_dim=128, vocab_size=202048, max_position_embeddings=positions)
     text |= {"intermediate_size_mlp": 16384, "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": each}
-    text |= {"use_qk_norm": each == 1, "max_position_embeddings": positions}
-    eyes: dict[str, Any] = {
-        "hidden_size": 1408,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 16,
-        "image_size": 336,
-    }
-    eyes |= {"model_type": "llama4_vision_model", "patch_size": 14, "vision_output_dim": 4096}
-    eyes |= {"projector_input_dim": 4096, "projector_output_dim": 4096}
+    text |= {"use_qk_norm": each == 1}
+    eyes = _sized((1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14)
+    eyes |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
     return Known(f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": eyes})
 
 
@@ -161,9 +150,9 @@ KNOWN: dict[str, Known] = {
     },
     # Brown et al. 2020, table 2.1: its weights are nowhere to be had.
     "gpt3-175b": Known("gpt3-175b", {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}),
-    "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, 256),
-    "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, 256),
-    "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, 128),
+    "gemma-3-4b": _gemma3("gemma-3-4b", 2560, 10240, 34, 8, 4, head_dim=256),
+    "gemma-3-12b": _gemma3("gemma-3-12b", 3840, 15360, 48, 16, 8, head_dim=256),
+    "gemma-3-27b": _gemma3("gemma-3-27b", 5376, 21504, 62, 32, 16, head_dim=128),
     "qwen3-vl-2b": _qwen3_vl("Qwen/Qwen3-VL-2B-Instruct", 2048, 6144, 28, 16, 8, small=True),
     "qwen3-vl-4b": _qwen3_vl("Qwen/Qwen3-VL-4B-Instruct", 2560, 9728, 36, 32, 8, small=True),
     "qwen3-vl-8b": _qwen3_vl("Qwen/Qwen3-VL-8B-Instruct", 4096, 12288, 36, 32, 8, small=False),
