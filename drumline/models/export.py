@@ -278,16 +278,12 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
             return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=plan.labels), str(folder))
     config = load_config(str(folder), model.model_copy(update={"config": {}}))
-    _require_labels(config, plan.labels, folder)
+    found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))
+    if found != plan.labels:
+        raise DrumlineError(f"the folder names the classes otherwise: {list(found)}", where=str(folder))
     return auto_class(config, head).from_pretrained(
         str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=model.trust_remote_code
     )
-
-
-def _require_labels(config: Any, labels: tuple[str, ...], folder: Path) -> None:
-    found = [config.id2label.get(index) for index in range(len(labels))]
-    if found != list(labels):
-        raise DrumlineError(f"the folder names the classes otherwise: {found}", where=str(folder))
 
 
 def _logits(model: Any, plan: Plan) -> Any:
