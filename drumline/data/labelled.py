@@ -23,8 +23,7 @@ from drumline.data.cache import TokenCache
 from drumline.data.sources import Row
 from drumline.data.templates import Encoded, Example
 from drumline.errors import DataError
-from drumline.models.images import pixels
-from drumline.models.vision import read_image
+from drumline.models.vision import pixels, read_image
 
 
 def label_of(row: Row, labels: list[str] | None) -> str:

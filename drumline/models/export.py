@@ -172,7 +172,7 @@ def _take_value_head(model: Any) -> dict[str, Any]:
 def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
     """What a reader of the folder turns its texts or images into tokens or pixels with."""
     if plan.config.images_alone:
-        from drumline.models.images import load_processor
+        from drumline.models.vision import load_processor
 
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return

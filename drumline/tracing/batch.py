@@ -12,11 +12,10 @@ from drumline.algorithms.build import build_algorithm, build_objective
 from drumline.algorithms.policy import KLController
 from drumline.config.algorithms import ROLLOUT, ClassifyConfig
 from drumline.config.schema import Config
-from drumline.data.batches import collate
+from drumline.data.batches import collate, pair_batch
 from drumline.data.cache import Segment
 from drumline.data.episodes import Episodes, collate_episodes
 from drumline.data.labelled import ImageBatch, LabelledBatch
-from drumline.data.pair_batch import pair_batch
 from drumline.plan.plan import Plan
 
 

@@ -9,16 +9,14 @@ from typing import Any
 
 from drumline.config.algorithms import ClassifyConfig
 from drumline.config.schema import Config
-from drumline.data.batches import collate
+from drumline.data.batches import collate, collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.labelled import ImageCollator, TextCollator
-from drumline.data.pair_batch import collate_pairs
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
 from drumline.data.vision import collate_vision
 from drumline.dist.seeds import derive
-from drumline.models.images import load_processor, require_pillow, side_of
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
-from drumline.models.vision import find_vision
+from drumline.models.vision import find_vision, load_processor, require_pillow, side_of
 from drumline.plan.plan import BatchPlan, Plan
 from drumline.plan.resolve import total_samples
 

@@ -13,8 +13,8 @@ import torch
 
 from drumline.config.data import DataConfig, TasksSource
 from drumline.config.schema import Config
+from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
-from drumline.data.pair_batch import collate_pairs
 from drumline.data.pairs import PairRows
 from drumline.data.prepare import prepare
 from drumline.data.sources import PAIRS, Row, read_rows

@@ -9,8 +9,7 @@ import pytest
 
 from drumline.config.algorithms import GRPOConfig, HFGenerator
 from drumline.config.data import DataConfig, FileSource, TasksSource
-from drumline.data.encode import row_encoder
-from drumline.data.prompts import PromptRows
+from drumline.data.encode import PromptRows, row_encoder
 from drumline.data.sources import PROMPTS, Row, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows

@@ -12,10 +12,9 @@ import pytest
 
 from drumline.config.algorithms import GRPOConfig
 from drumline.config.data import Columns, DataConfig, FileSource
-from drumline.data.encode import TextRows
+from drumline.data.encode import PromptRows, TextRows
 from drumline.data.files import find
 from drumline.data.pairs import PairRows
-from drumline.data.prompts import PromptRows
 from drumline.data.sources import FORMS, TEXT, Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer

@@ -17,8 +17,7 @@ from drumline.algorithms.dpo import DPO
 from drumline.algorithms.reward import RewardModel
 from drumline.algorithms.tokens import NextToken
 from drumline.config.data import DataConfig
-from drumline.data.batches import collate
-from drumline.data.pair_batch import PairBatch, pair_batch
+from drumline.data.batches import PairBatch, collate, pair_batch
 from drumline.data.pairs import PairRows
 from drumline.data.sources import Row
 from drumline.models.head import ForwardWithObjective
