@@ -83,19 +83,17 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
                 raise DataError(what, where=f"{name}:{number}", fix="save the file as UTF-8") from error
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
-    """One JSON object from `text`."""
-    value = parse_json(text, where, DataError, fix="each line must be one JSON object", once=True)
+def _row(value: Any, where: str) -> Raw:
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
-    return value
+    return where, value
 
 
 def _jsonl(path: Path, name: str) -> Iterator[Raw]:
     for number, line in _lines(path, name):
         if line.strip():
             where = f"{name}:{number}"
-            yield where, _object(line, where)
+            yield _row(parse_json(line, where, DataError, fix="each line must be one JSON object", once=True), where)
 
 
 def _json(path: Path, name: str) -> Iterator[Raw]:
@@ -109,10 +107,7 @@ def _json(path: Path, name: str) -> Iterator[Raw]:
     text = "".join(line for _, line in _lines(path, name))
     values = parse_json(text, name, DataError, lines=True, once=True)
     for number, value in enumerate(values, 1):
-        where = f"{name} row {number}"
-        if not isinstance(value, dict):
-            raise DataError(f"a row must be a JSON object, this is a {type(value).__name__}", where=where)
-        yield where, value
+        yield _row(value, f"{name} row {number}")
 
 
 def _table(path: Path, name: str, delimiter: str) -> Iterator[Raw]:
