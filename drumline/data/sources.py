@@ -261,9 +261,8 @@ def as_json(value: Any) -> Any:
 def _require_verifier(dataset: Any, where: str) -> None:
     """Raises DataError for a task whose verifier does not know its own entries again once they were written to disk."""
     item = dataset[0]
-    if isinstance(item["answer"], str) and dataset.score_answer(item["answer"], as_json(item)) != dataset.score_answer(
-        item["answer"], item
-    ):
+    own = item["answer"]
+    if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
         raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
 
 

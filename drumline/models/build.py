@@ -141,10 +141,5 @@ def _require_heads(lacking: frozenset[str], path: str) -> None:
 def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
     if missing:
         first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"has no weights for {first}{more}",
-            where=path,
-            fix="model.config asks for a larger model than this: take it back, or set model.init: random"
-            if model.config
-            else "name a whole model",
-        )
+        larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
+        raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")

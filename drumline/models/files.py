@@ -55,10 +55,9 @@ def check_folder(folder: Path) -> None:
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise ModelError("it is a device, pipe or socket, a file is wanted", where=str(entry), fix="take it out of the model's folder")
         if any(entry.match(pattern) for pattern in READ):
-            said = read_object(
-                entry, ModelError, "it is one JSON object, as save_pretrained writes it", numbers=entry.name == "config.json"
-            )
-            if entry.name == "config.json":
+            is_config, wanted = entry.name == "config.json", "it is one JSON object, as save_pretrained writes it"
+            said = read_object(entry, ModelError, wanted, numbers=is_config)
+            if is_config:
                 check_counts(said, str(entry))
             if entry.name == "tokenizer_config.json" and not isinstance(said.get("chat_template"), str | list | dict | None):
                 raise ModelError("chat_template is no text", where=str(entry), fix="take the key out, or write a Jinja template")
@@ -66,7 +65,7 @@ def check_folder(folder: Path) -> None:
 
 def check_counts(values: Any, where: str) -> None:
     """Raises ModelError for a size that is none, and a count of parts beyond all models: building them would not come to an end."""
-    left = [("", values)]
+    left, fix = [("", values)], "write the number that is meant"
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
@@ -75,11 +74,9 @@ def check_counts(values: Any, where: str) -> None:
         elif isinstance(value, list):
             left += [(key, inside) for inside in value]
         elif value is not None and SIZES.fullmatch(key) and not _is_size(value):
-            raise ModelError(
-                f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted", where=where, fix="write the number that is meant"
-            )
+            raise ModelError(f"{key} is {str(value)[:40]}, a whole number from 1 on is wanted", where=where, fix=fix)
         elif isinstance(value, int | float) and COUNTS.fullmatch(key) and value > MOST_PARTS:
-            raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix="write the number that is meant")
+            raise ModelError(f"{key} is {value:g}: no model has more than {MOST_PARTS}", where=where, fix=fix)
 
 
 def _is_size(value: Any) -> bool:

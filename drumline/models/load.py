@@ -122,12 +122,8 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     source = tokenizer_folder(source)
     check_folder(Path(source))
     limit()
-    tokenizer = from_hub(
-        source,
-        model,
-        lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))),
-        "its tokenizer_config.json or tokenizer.json",
-    )
+    files = "its tokenizer_config.json or tokenizer.json"
+    tokenizer = from_hub(source, model, lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
     if model.chat_template is not None:
         what = "model.chat_template is the path of a Jinja file"
         tokenizer.chat_template = read_text(Path(model.chat_template), ModelError, what, MOST_SOURCE)

@@ -112,12 +112,9 @@ def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: i
     vision = Vision(place, model, int(config.image_token_id), int(config.vision_config.spatial_merge_size), max_pixels)
     processor = vision.processor
     if (processor.patch_size, processor.merge_size) != (config.vision_config.patch_size, vision.merge):
-        raise ModelError(
-            f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, the model takes"
-            f" {config.vision_config.patch_size} and {vision.merge}",
-            where=place,
-            fix="use the preprocessor_config.json that belongs to the model",
-        )
+        wanted = f"the model takes {config.vision_config.patch_size} and {vision.merge}"
+        what = f"its image processor cuts patches of {processor.patch_size} and merges {processor.merge_size}, {wanted}"
+        raise ModelError(what, where=place, fix="use the preprocessor_config.json that belongs to the model")
     return vision
 
 
