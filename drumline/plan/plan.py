@@ -139,27 +139,12 @@ class Plan(Frozen):
         write_private(path, self.model_dump_json(indent=2) + "\n")
 
     def of_role(self, name: str) -> Plan:
-        """The plan of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
-        engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
+        """The plan of one of `roles` by itself, as `as_role` spreads it."""
         role = self.roles[name]
-        config: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
-        plan: dict[str, Any] = {"model_path": role.model_path, "roles": {}}
-        if self.pipeline is not None:
-            plan["pipeline"] = self.pipeline.model_copy(update={"layers": role.layers})
-        if role.learns:
-            plan["deepspeed"] = _apart_on_disk(self.deepspeed, name)
-        else:
-            config["memory"] = MemoryConfig()
-            plan |= {"activation_checkpointing": "none", "deepspeed": None}
-            plan["data_parallel"] = self.data_parallel if self.data_parallel in ("dp", "fsdp2") else "none"
-        if not role.learns and isinstance(self.config.strategy, ZeroStrategy):
-            plan["engine"] = "native"
-            config["strategy"] = SingleStrategy()
-            if isinstance(self.config.strategy, Zero3Strategy):
-                plan["data_parallel"] = "fsdp2"
-                offload = "none" if self.config.strategy.offload_parameters.kind == "none" else "cpu"
-                config["strategy"], plan["offload"] = FSDP2Strategy(offload=offload), offload
-        return self.model_copy(update={**plan, "config": self.config.model_copy(update=config)})
+        values = as_role(role, self.config, self.data_parallel, self.pipeline)
+        values["offload"] = getattr(values["config"].strategy, "offload", self.offload)
+        values["deepspeed"] = _apart_on_disk(self.deepspeed, name) if role.learns else None
+        return self.model_copy(update={**values, "model_path": role.model_path})
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -170,6 +155,22 @@ class Plan(Frozen):
             raise CheckpointError(
                 f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"
             ) from None
+
+
+def as_role(role: RolePlan, config: Config, data_parallel: str, pipeline: PipelinePlan | None) -> dict[str, Any]:
+    """What differs in the plan (and the layout) of a role by itself: it is spread like the policy, without adapter. A frozen one under
+    DeepSpeed runs on the native engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
+    said: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+    values: dict[str, Any] = {"roles": {}, "pipeline": pipeline and pipeline.model_copy(update={"layers": role.layers})}
+    if not role.learns:
+        said["memory"] = MemoryConfig()
+        values |= {"activation_checkpointing": "none", "data_parallel": data_parallel if data_parallel in ("dp", "fsdp2") else "none"}
+        if isinstance(config.strategy, ZeroStrategy):
+            said["strategy"], values["engine"] = SingleStrategy(), "native"
+        if isinstance(config.strategy, Zero3Strategy):
+            offload = "none" if config.strategy.offload_parameters.kind == "none" else "cpu"
+            said["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+    return {**values, "config": config.model_copy(update=said)}
 
 
 def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:

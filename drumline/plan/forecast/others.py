@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from drumline.config.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerator
-from drumline.config.schema import MemoryConfig, NoAdapter
-from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.config.strategies import FSDP2Strategy
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.activations import block_of, formula, kind_of
 from drumline.plan.forecast.states import ends, held, native_state, part_of, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, zero_state
 from drumline.plan.layout import Layout
-from drumline.plan.plan import PipelinePlan, RolePlan
+from drumline.plan.plan import RolePlan, as_role
 from drumline.plan.roles import reference_kind
 
 
@@ -35,7 +34,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
         sizes = layout.role_facts.get(name)
         if sizes is None:
             continue
-        own = role_layout(layout, role)
+        own = replace(layout, role_facts={}, **as_role(role, layout.config, layout.data_parallel, layout.pipeline))
         mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.learns:
             state = zero_state(own, sizes) if own.data_parallel == "zero" else native_state(own, sizes, mine)
@@ -66,23 +65,6 @@ def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, rank: int, role: Rol
         return LOW * has.entries
     in_blocks = has.matrices - ends(sizes, mine, own.mesh.tp, shards).matrices
     return FULL * has.entries - (FULL - LOW) * (has.matrices if casts else in_blocks)
-
-
-def role_layout(layout: Layout, role: RolePlan) -> Layout:
-    """As Plan.of_role: spread like the policy, without adapter; a frozen one under DeepSpeed whole, under ZeRO 3 by FSDP2."""
-    update: dict[str, object] = {"model": role.model, "adapter": NoAdapter()}
-    pipeline = None if layout.pipeline is None else PipelinePlan(**{**layout.pipeline.model_dump(), "layers": role.layers})
-    fields: dict[str, object] = {"pipeline": pipeline, "roles": {}, "role_facts": {}}
-    if not role.learns:
-        update["memory"] = MemoryConfig()
-        fields |= {"activation_checkpointing": "none"}
-        fields["data_parallel"] = layout.data_parallel if layout.data_parallel in ("dp", "fsdp2") else "none"
-        if isinstance(layout.strategy, ZeroStrategy):
-            update["strategy"], fields["engine"] = SingleStrategy(), "native"
-            if isinstance(layout.strategy, Zero3Strategy):
-                offload = "none" if layout.strategy.offload_parameters.kind == "none" else "cpu"
-                update["strategy"], fields["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
-    return replace(layout, config=layout.config.model_copy(update=update), **fields)  # type: ignore[arg-type]
 
 
 def samples_copy(layout: Layout) -> bool:
