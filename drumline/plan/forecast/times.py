@@ -9,15 +9,19 @@ CONTENTION times as long while both use the device.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from drumline.cluster.cluster import Cluster
+from drumline.config import strategies as s
+from drumline.config.algorithms import ROLLOUT, PPOConfig, VLLMGenerator
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Seconds
+from drumline.plan.forecast.others import samples_copy
 from drumline.plan.forecast.sent import WIDTH, Flow, Sent
-from drumline.plan.forecast.times_host import STARTS, offload_seconds, optimizer_seconds
-from drumline.plan.forecast.times_rollout import forward_flops, rollout_seconds, scoring_flops
+from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
+from drumline.plan.roles import reference_kind
 from drumline.plan.stages import bubble, stage_cost
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
@@ -28,6 +32,15 @@ WHOLE = 10 / 34  # of that, what tensor parallelism leaves whole (Korthikanti et
 # What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
 MOVED_HEAD = 50.0
 CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
+# Seconds that a host takes to start a block's kernels, forward and backward (38 and 78 of a Llama in fp32; 54 and 100 under autocast): CPU
+# time of one core of an EPYC at 2.6 GHz, torch 2.13, blocks so small that nothing else takes time.
+STARTS = {"fp32": (0.60e-3, 0.54e-3), "bf16": (0.95e-3, 0.92e-3), "fp16": (0.95e-3, 0.92e-3)}
+# A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share.
+HOST_BANDWIDTH = 204.8e9
+# Bytes that a step moves for each parameter. One kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum
+# reads three and writes two. Several kernels, counted in torch's _multi_tensor_adamw: 18 passes.
+FUSED, SEVERAL = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
+CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
@@ -117,3 +130,121 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
         return 1.0
     taken = [sum(stage_cost(facts, first, stop).flops for first, stop in layers[rank::ranks]) for rank in range(ranks)]
     return max(taken) * ranks / sum(taken)
+
+
+# ---------------------------------------------------------------------------------------------------------- on the host
+
+
+def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """Bytes over the bandwidth of the memory where the step is taken."""
+    options, learned = layout.config.optimizer, _learned_here(layout, facts)
+    here = learned * (step_bytes(options) + CLIPPED)
+    if layout.device == "cpu" or not _steps_on_host(layout):
+        return here / (cluster.calibration.memory or cluster.device.bandwidth)
+    return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
+
+
+def step_bytes(options: OptimizerConfig) -> int:
+    return (FUSED if options.fused else SEVERAL)[options.kind]
+
+
+def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> float:
+    """Copies between device and host, and between host and disk. FSDP2 copies beside computing: what takes longer counts. DeepSpeed
+    waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
+    micro-batch too)."""
+    strategy = layout.strategy
+    if layout.device == "cpu" and not _on_disk(strategy):
+        return 0.0
+    learned, rounds = _learned_here(layout, facts), layout.batch.accumulation
+    low = 4 if layout.precision == "fp32" else 2
+    if isinstance(strategy, s.FSDP2Strategy) and strategy.offload == "cpu":
+        up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
+        down = 4 * learned * (rounds if strategy.sync_each_micro_batch else 1)
+        return max(0.0, _copy(cluster, up, down) - busy)
+    if not isinstance(strategy, s.ZeroStrategy) or strategy.offload_optimizer.kind == "none":
+        return 0.0
+    up, down = low * learned, 4 * learned * rounds
+    if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind != "none":
+        up += low * facts.parameters / _parts(layout) * rounds
+    taken = _copy(cluster, up, down)
+    if _on_disk(strategy):  # fp32 weights and moments are read and written back; all ranks of a host share the drive
+        stored = 12 * learned * min(cluster.per_node, layout.mesh.world_size)
+        taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
+    return taken
+
+
+def _copy(cluster: Cluster, up: float, down: float) -> float:
+    """Seconds of bytes to the device and to the host; 0 on a CPU."""
+    return cluster.host_seconds("to_device", up) + cluster.host_seconds("to_host", down)
+
+
+def _on_disk(strategy: s.AnyStrategy) -> bool:
+    return isinstance(strategy, s.ZeroStrategy) and strategy.offload_optimizer.kind == "nvme"
+
+
+def _steps_on_host(layout: Layout) -> bool:
+    strategy = layout.strategy
+    if isinstance(strategy, s.ZeroStrategy):
+        return strategy.offload_optimizer.kind != "none"
+    return isinstance(strategy, s.FSDP2Strategy) and strategy.offload == "cpu"
+
+
+def _parts(layout: Layout) -> int:
+    """Ranks that share the weights."""
+    mesh = layout.mesh
+    return mesh.tp * mesh.pp * (mesh.shard if layout.data_parallel == "zero" else shards_of(layout))
+
+
+def _learned_here(layout: Layout, facts: ModelFacts) -> float:
+    """Parameters that a rank steps, of all models that learn."""
+    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
+    return sum(model.learned for model in (facts, *learning)) / _parts(layout)
+
+
+# --------------------------------------------------------------------------------- rollouts and models that only answer
+
+
+def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
+    """For each token of a step, what a reference that answers in every step computes (DPO's, alive or the policy without its adapter)."""
+    kind = reference_kind(layout.config)
+    if kind == "adapter":
+        return forward_flops(facts)
+    return forward_flops(layout.role_facts["reference"]) if kind == "live" and "reference" in layout.role_facts else 0.0
+
+
+def forward_flops(facts: ModelFacts) -> float:
+    """Of a token: 2 for each parameter that takes part in a product, where 6 are counted (4 of a frozen one), a third of attention's."""
+    attention = facts.layers * facts.attention_flops
+    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.learned + 4 * facts.frozen) + attention / 3
+
+
+def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """A rollout's time, spread over the optimizer steps that learn from it. Sampling reads all weights for each token of a batch (it is
+    bound by memory, Pope et al. 2023), and the keys and values of what is there already; every completion is taken to reach
+    `max_new_tokens`. Then log-probabilities, values and rewards by models are one forward each. Where weights are spread and the sampler
+    has its own, they are gathered once. Rewards by functions run on the host and are not counted."""
+    algorithm = layout.config.algorithm
+    if not isinstance(algorithm, ROLLOUT):
+        return 0.0
+    episodes, world = algorithm.minibatches * layout.batch.global_samples, layout.mesh.world_size
+    generator, each = algorithm.generator, math.ceil(episodes / world)
+    at_once = min(generator.batch, each)
+    vllm, copied = isinstance(generator, VLLMGenerator), samples_copy(layout)
+    # Under autocast, the live model's weights are read in fp32; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
+    width = 2 if layout.precision != "fp32" and (vllm or copied or layout.data_parallel == "zero") else 4
+    bandwidth = cluster.calibration.memory or cluster.device.bandwidth
+    rate = cluster.rate(layout.precision, at_once, facts.hidden) or cluster.rate("fp32")
+    kept = 2 * facts.kv_heads * facts.head_dim * facts.layers * width * at_once * layout.length / 2
+    token = max((width * facts.parameters + kept) / bandwidth, at_once * forward_flops(facts) / rate)
+    if not vllm:  # which replays CUDA graphs
+        token = max(token, STARTS[layout.precision][0] * facts.layers)
+    answering = [forward_flops(model) for model in layout.role_facts.values()]
+    if algorithm.epochs * algorithm.minibatches > 1:  # else the step's own forward tells the old log-probabilities
+        answering.append(forward_flops(facts))
+    if isinstance(algorithm, PPOConfig) and algorithm.value == "head":
+        answering.append(forward_flops(facts))
+    scored = sum(answering) * episodes * layout.length / world / rate
+    told = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
+    spread = told and world > layout.mesh.replicate
+    gathered = cluster.collective_seconds("all_gather", 4 * facts.parameters * (world - 1) / world, world) if spread else 0.0
+    return (math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered) / (algorithm.epochs * algorithm.minibatches)
