@@ -19,7 +19,7 @@ from drumline.plan.forecast.host import PROCESS
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
 from drumline.plan.rollouts import steps_of_rollouts
-from drumline.plan.rule import Case, cp_method
+from drumline.plan.rule import Case, cp_method, offloads
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.zero import Decided, adopt, deepspeed_config
@@ -190,14 +190,8 @@ def data_parallel_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "d
 
 
 def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
-    if isinstance(strategy, st.FSDP2Strategy):
-        return strategy.offload
-    if isinstance(strategy, st.ZeroStrategy):
-        kinds = [strategy.offload_optimizer.kind]
-        if isinstance(strategy, st.Zero3Strategy):
-            kinds.append(strategy.offload_parameters.kind)
-        return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
-    return "none"
+    kinds = offloads(strategy)
+    return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
 
 
 def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:

@@ -35,6 +35,13 @@ class Rule:
     where: str = "strategy"
 
 
+def offloads(strategy: s.AnyStrategy) -> tuple[str, str]:
+    """Where the optimizer's states lie, and weights that are not used: none (on the device), cpu or nvme."""
+    if isinstance(strategy, s.ZeroStrategy):
+        return strategy.offload_optimizer.kind, strategy.offload_parameters.kind if isinstance(strategy, s.Zero3Strategy) else "none"
+    return (strategy.offload, strategy.offload) if isinstance(strategy, s.FSDP2Strategy) else ("none", "none")
+
+
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
     """How context parallelism is done; `ulysses` where there is none."""
     if isinstance(strategy, s.CPStrategy):

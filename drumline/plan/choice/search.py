@@ -20,7 +20,7 @@ from drumline.errors import PlanError
 from drumline.plan.batch import TOKENS_AT_ONCE
 from drumline.plan.choice.batches import batches
 from drumline.plan.choice.probe import Probe
-from drumline.plan.choice.ways import Way, describe, offloads, ways
+from drumline.plan.choice.ways import Way, describe, ways
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import TIGHT, Estimate
 from drumline.plan.forecast.estimate import estimate
@@ -28,7 +28,7 @@ from drumline.plan.layout import Layout, tokens_of_a_row
 from drumline.plan.mesh import resolve_mesh
 from drumline.plan.plan import DataPlan, RolePlan
 from drumline.plan.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
-from drumline.plan.rule import Case
+from drumline.plan.rule import Case, offloads
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers
 from drumline.plan.zero import adopt

@@ -10,6 +10,7 @@ from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
 from drumline.plan.batch import divisors
 from drumline.plan.facts import ModelFacts
+from drumline.plan.rule import offloads
 
 # How much there is to understand, and to go wrong: of equally fast ways the simplest is taken.
 SIMPLE = {"single": 0, "dp": 1, "ddp": 2, "fsdp2": 3, "zero1": 4, "zero2": 4, "zero3": 4}
@@ -137,14 +138,6 @@ def describe(strategy: s.AnyStrategy, world: int) -> Way:
     return Way(" × ".join([*base, *degrees]), " × ".join([*words, *numbered]), strategy, simple)
 
 
-def offloads(strategy: s.AnyStrategy) -> list[str]:
-    """Where it keeps what is not used: none, cpu or nvme; of ZeRO the optimizer's place first, then ZeRO-3's weights'."""
-    if isinstance(strategy, s.ZeroStrategy):
-        weights = [strategy.offload_parameters.kind] if isinstance(strategy, s.Zero3Strategy) else []
-        return [strategy.offload_optimizer.kind, *weights]
-    return [strategy.offload] if isinstance(strategy, s.FSDP2Strategy) else []
-
-
 def _variant(strategy: s.FSDP2Strategy) -> list[str]:
     return [
         *(["grad-op"] if not strategy.reshard_after_forward else []),
@@ -164,7 +157,7 @@ def _whole(strategy: s.AnyStrategy, world: int) -> Way:
             numbered += f" {strategy.schedule}"
         return Way(" × ".join([*copies, strategy.kind]), " × ".join([*copies, numbered]), strategy, MIXED)
     if isinstance(strategy, s.ZeroStrategy):
-        kinds = offloads(strategy)
+        kinds = offloads(strategy)[: 2 if strategy.kind == "zero3" else 1]
         if "nvme" in kinds:
             words.append("nvme" if kinds[-1] == "nvme" else "nvme optimizer")
         elif "cpu" in kinds:

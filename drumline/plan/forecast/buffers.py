@@ -12,8 +12,9 @@ from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
 from drumline.plan.forecast.sent import WIDTH, weights_of
 from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, packs, shards_of
-from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
+from drumline.plan.forecast.zero_states import FULL, LOW, flattened
 from drumline.plan.layout import Layout
+from drumline.plan.rule import offloads
 from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
 
 MIB = 2**20
@@ -129,7 +130,7 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     width = LOW if low else FULL
     own = user_config(strategy, facts)
     bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
-    optimizer, _ = offloads(layout)
+    optimizer, _ = offloads(strategy)
     if strategy.kind == "zero3":
         everything = cut.learned + cut.still
         alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))

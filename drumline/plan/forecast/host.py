@@ -8,8 +8,9 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
 from drumline.plan.forecast.memory import state_of
 from drumline.plan.forecast.states import Part, ends, largest_block, part_of, slots
-from drumline.plan.forecast.zero_states import FULL, LOW, flattened, offloads
+from drumline.plan.forecast.zero_states import FULL, LOW, flattened
 from drumline.plan.layout import Layout
+from drumline.plan.rule import offloads
 
 MIB = 2**20
 # Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
@@ -53,7 +54,7 @@ def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
 
 def _pinned(layout: Layout, facts: ModelFacts) -> int:
     """What DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
-    optimizer, parameters = offloads(layout)
+    optimizer, parameters = offloads(layout.strategy)
     cut = flattened(facts, layout.mesh.world_size)
     if optimizer == "none" and parameters == "none":
         return 0

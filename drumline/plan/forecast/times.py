@@ -22,6 +22,7 @@ from drumline.plan.forecast.sent import WIDTH, Flow, Sent
 from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
 from drumline.plan.roles import reference_kind
+from drumline.plan.rule import offloads
 from drumline.plan.stages import bubble, stage_cost
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
@@ -138,36 +139,32 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
 def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """Bytes over the bandwidth of the memory where the step is taken."""
     options, learned = layout.config.optimizer, _learned_here(layout, facts)
-    here = learned * (step_bytes(options) + CLIPPED)
-    if layout.device == "cpu" or not _steps_on_host(layout):
+    here = learned * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
+    if layout.device == "cpu" or offloads(layout.strategy)[0] == "none":
         return here / (cluster.calibration.memory or cluster.device.bandwidth)
     return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
-
-
-def step_bytes(options: OptimizerConfig) -> int:
-    return (FUSED if options.fused else SEVERAL)[options.kind]
 
 
 def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> float:
     """Copies between device and host, and between host and disk. FSDP2 copies beside computing: what takes longer counts. DeepSpeed
     waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
     micro-batch too)."""
-    strategy = layout.strategy
-    if layout.device == "cpu" and not _on_disk(strategy):
+    strategy, (optimizer, weights) = layout.strategy, offloads(layout.strategy)
+    if layout.device == "cpu" and optimizer != "nvme":
         return 0.0
     learned, rounds = _learned_here(layout, facts), layout.batch.accumulation
     low = 4 if layout.precision == "fp32" else 2
-    if isinstance(strategy, s.FSDP2Strategy) and strategy.offload == "cpu":
+    if optimizer == "none":
+        return 0.0
+    if isinstance(strategy, s.FSDP2Strategy):
         up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
         down = 4 * learned * (rounds if strategy.sync_each_micro_batch else 1)
         return max(0.0, _copy(cluster, up, down) - busy)
-    if not isinstance(strategy, s.ZeroStrategy) or strategy.offload_optimizer.kind == "none":
-        return 0.0
     up, down = low * learned, 4 * learned * rounds
-    if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind != "none":
+    if weights != "none":
         up += low * facts.parameters / _parts(layout) * rounds
     taken = _copy(cluster, up, down)
-    if _on_disk(strategy):  # fp32 weights and moments are read and written back; all ranks of a host share the drive
+    if optimizer == "nvme":  # fp32 weights and moments are read and written back; all ranks of a host share the drive
         stored = 12 * learned * min(cluster.per_node, layout.mesh.world_size)
         taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
     return taken
@@ -176,17 +173,6 @@ def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: f
 def _copy(cluster: Cluster, up: float, down: float) -> float:
     """Seconds of bytes to the device and to the host; 0 on a CPU."""
     return cluster.host_seconds("to_device", up) + cluster.host_seconds("to_host", down)
-
-
-def _on_disk(strategy: s.AnyStrategy) -> bool:
-    return isinstance(strategy, s.ZeroStrategy) and strategy.offload_optimizer.kind == "nvme"
-
-
-def _steps_on_host(layout: Layout) -> bool:
-    strategy = layout.strategy
-    if isinstance(strategy, s.ZeroStrategy):
-        return strategy.offload_optimizer.kind != "none"
-    return isinstance(strategy, s.FSDP2Strategy) and strategy.offload == "cpu"
 
 
 def _parts(layout: Layout) -> int:

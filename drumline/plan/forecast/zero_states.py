@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.forecast.states import State, slots
 from drumline.plan.layout import Layout
+from drumline.plan.rule import offloads
 from drumline.plan.zero import STAGES
 
 FULL, LOW = 4, 2  # bytes of an entry
@@ -64,19 +64,12 @@ def _in_order(facts: ModelFacts) -> list[Weight]:
     return [*ahead, *(w for block in facts.block_weights for w in block), *(w for w in facts.end_weights if w.place == "after")]
 
 
-def offloads(layout: Layout) -> tuple[str, str]:
-    """Where DeepSpeed keeps the optimizer, and weights: none, cpu or nvme."""
-    strategy = layout.strategy
-    assert isinstance(strategy, s.ZeroStrategy)
-    return strategy.offload_optimizer.kind, strategy.offload_parameters.kind if isinstance(strategy, s.Zero3Strategy) else "none"
-
-
 def zero_state(layout: Layout, facts: ModelFacts) -> State:
     """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
     ranks, stage = layout.mesh.world_size, STAGES[layout.strategy.kind]
     cut, low = flattened(facts, ranks), layout.precision != "fp32"
     width, kept = LOW if low else FULL, slots(layout.config.optimizer)
-    optimizer, parameters = offloads(layout)
+    optimizer, parameters = offloads(layout.strategy)
     if stage == 3:
         weights = width * (cut.pieces + cut.still_pieces)
         masters = FULL * cut.pieces * (kept + 1)
