@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -31,37 +32,27 @@ class Flow(NamedTuple):
     beside: Beside
 
 
+# Bytes that leave each of n ranks in the ring algorithm, as `dist.traffic` has them: of what a rank has, of a reduce-scatter the whole.
+SHARES: dict[Kind, Callable[[float, int], float]] = {
+    "all_reduce": lambda bytes_, n: bytes_ * 2 * (n - 1) / n,
+    "all_gather": lambda bytes_, n: bytes_ * (n - 1),
+    "reduce_scatter": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "all_to_all": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "broadcast": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "p2p": lambda bytes_, n: bytes_,
+}
+
+
 @dataclass
 class Sent:
-    """The ring algorithm's shares, as `dist.traffic` has them. `part`: of the ranks, those that the calls which follow are of; `way`,
-    `calls` and `beside`: see Flow."""
+    """`part`: of the ranks, those that the calls which follow are of; `way`, `calls` and `beside`: see Flow."""
 
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
 
-    def all_reduce(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
-        self._add("all_reduce", bytes_ * 2 * (ranks - 1) / ranks, ranks, way, calls, beside)
-
-    def all_gather(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
-        """`bytes_`: of what this rank has."""
-        self._add("all_gather", bytes_ * (ranks - 1), ranks, way, calls, beside)
-
-    def reduce_scatter(self, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
-        """`bytes_`: of the whole."""
-        self._add("reduce_scatter", bytes_ * (ranks - 1) / ranks, ranks, way, calls, beside)
-
-    def all_to_all(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
-        self._add("all_to_all", bytes_ * (ranks - 1) / ranks, ranks, way, calls, "nothing")
-
-    def broadcast(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
-        self._add("broadcast", bytes_ * (ranks - 1) / ranks, ranks, way, calls, "nothing")
-
-    def p2p(self, bytes_: float, ranks: int, way: Way, calls: float = 1) -> None:
-        self._add("p2p", bytes_, ranks, way, calls, "nothing")
-
-    def _add(self, kind: Kind, bytes_: float, ranks: int, way: Way, calls: float, beside: Beside) -> None:
+    def add(self, kind: Kind, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
         if ranks > 1 and bytes_:
-            self.flows.append(Flow(kind, self.part * bytes_, ranks, way, self.part * calls, beside))
+            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, way, self.part * calls, beside))
 
     def traffic(self) -> Traffic:
         sums = Counter[str]()

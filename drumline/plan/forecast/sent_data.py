@@ -26,25 +26,25 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     options = strategy if isinstance(strategy, s.DDPStrategy) else s.DDPStrategy()
     weights = weights_of(facts)
     if options.broadcast_buffers:
-        sent.broadcast(facts.buffer_bytes, ranks, "gradients")
+        sent.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        sent.all_reduce(4 * sum(number for weight, number in weights if weight.learned), ranks, "gradients")  # who has a gradient
+        sent.add("all_reduce", 4 * sum(number for weight, number in weights if weight.learned), ranks, "gradients")  # who has a gradient
     buckets = math.ceil(4 * facts.learned / (options.bucket_cap_mb * 2**20))
     how: Any = {"way": "gradients", "calls": buckets, "beside": "last"}
     if not compressed:
-        sent.all_reduce(4 * facts.learned, ranks, **how)
+        sent.add("all_reduce", 4 * facts.learned, ranks, **how)
         return
     kind = options.compression.kind
     if kind in ("bf16", "fp16"):
-        sent.all_reduce(2 * facts.learned, ranks, **how)
+        sent.add("all_reduce", 2 * facts.learned, ranks, **how)
     elif kind == "int8":
         part = -(-facts.learned // (ranks * BLOCK)) * (BLOCK + 4)
-        sent.all_to_all(part * ranks, ranks, "gradients", buckets)
-        sent.all_gather(part, ranks, **how)
+        sent.add("all_to_all", part * ranks, ranks, "gradients", buckets)
+        sent.add("all_gather", part, ranks, **how)
     elif kind == "topk":
-        sent.all_gather(8 * max(1, round(options.compression.ratio * facts.learned)), ranks, **how)
+        sent.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.learned)), ranks, **how)
     else:
-        sent.all_reduce(4 * sum(number * _powersgd(w, options.compression.rank) for w, number in weights if w.learned), ranks, **how)
+        sent.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.learned), ranks, **how)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
@@ -60,7 +60,7 @@ def _powersgd(weight: Weight, rank: int) -> int:
 def averaged(sent: Sent, layout: Layout, mine: Held) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
     entries = mine.learned + mine.tensors
-    sent.all_reduce(4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
+    sent.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
 def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
@@ -79,14 +79,14 @@ def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
     else:
         forward, backward = (1, 0) if piped else (rounds, 0)
     blocks, rooted = layout_blocks(layout, facts), 1 if piped else rounds
-    sent.all_gather(rooted * root, shards, "shard", rooted)
-    sent.all_gather(forward * units, shards, "shard", forward * blocks, "forward")
-    sent.all_gather(backward * units, shards, "shard", backward * blocks, "backward")
+    sent.add("all_gather", rooted * root, shards, "shard", rooted)
+    sent.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
+    sent.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
     reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_learned + mine.root_learned)
     beside: Beside = "backward" if reductions == rounds else "last"
-    sent.reduce_scatter(reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
-    sent.all_reduce(reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
+    sent.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
+    sent.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
 
 
 def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
@@ -96,8 +96,8 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
 
 def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
     """Local SGD and DiLoCo: what learns at `share` of the steps; a number for the norm at each."""
-    sent.all_reduce(share * 4 * facts.learned, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.learned / CHUNK))
-    sent.all_reduce(NUMBER, layout.mesh.data_ranks, "gradients")
+    sent.add("all_reduce", share * 4 * facts.learned, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.learned / CHUNK))
+    sent.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
 
 
 def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
@@ -109,15 +109,15 @@ def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     norms = [(w, n) for w, n in weights_of(facts) if w.owners and "BatchNorm" in w.owners[-1] and w.name.endswith("weight")]
     channels, calls = sum(weight.numel * number for weight, number in norms), rounds * sum(number for _, number in norms)
     parts = 3 * channels if layout.device == "cpu" else 2 * channels + sum(number for _, number in norms)
-    sent.all_gather(4 * rounds * parts, ranks, "gradients", calls)
-    sent.all_reduce(4 * rounds * 2 * channels, ranks, "gradients", calls)
+    sent.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
+    sent.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
 
 
 def norm(sent: Sent, layout: Layout, mine: Held) -> None:
     """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
     for there in (mine.is_cut, mine.is_whole):
         if there:
-            sent.all_reduce(NUMBER, shards_of(layout), "shard")
+            sent.add("all_reduce", NUMBER, shards_of(layout), "shard")
     if mine.is_cut:
-        sent.all_reduce(NUMBER, layout.mesh.tp, "tp")
-    sent.all_reduce(NUMBER, layout.mesh.pp, "pp")
+        sent.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+    sent.add("all_reduce", NUMBER, layout.mesh.pp, "pp")

@@ -30,9 +30,9 @@ def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: Held) -> None:
     message = layout.rows * layout.length * facts.hidden * width
     boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
-    sent.p2p(messages * message, ranks, "pp", messages)
-    sent.p2p(4 * has.tied / shards_of(layout), ranks, "pp", 2)
-    sent.broadcast(ranks * TOLD, ranks, "pp", 2)
+    sent.add("p2p", messages * message, ranks, "pp", messages)
+    sent.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
+    sent.add("broadcast", ranks * TOLD, ranks, "pp", 2)
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def tensor(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     recomputed = layout.activation_checkpointing != "none"
     of = widths(facts, layout.mesh.pp > 1)
     calls = rounds * of.calls
-    sent.all_reduce(tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
-    sent.all_reduce(tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
-    sent.all_gather(tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
-    sent.all_reduce(4 * rounds * of.weights, ranks, "tp", rounds)
+    sent.add("all_reduce", tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
+    sent.add("all_reduce", tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
+    sent.add("all_gather", tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
+    sent.add("all_reduce", 4 * rounds * of.weights, ranks, "tp", rounds)
     if head in ("lm", "valued"):
         _vocabulary(sent, layout, facts, tokens)
 
@@ -108,7 +108,7 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     each = 4 + 8 + 4 * isinstance(algorithm, ROLLOUT) if isinstance(algorithm, (DPOConfig, *ROLLOUT)) else 4 + 8 + 8
     chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
     calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
-    sent.all_reduce(each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
+    sent.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
 
 
 def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
@@ -120,6 +120,7 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     if ranks == 1:
         return
     tokens = layout.rows * layout.length / ranks * rounds
+    entries = tokens * facts.head_dim  # of a head
     heads, kv = facts.heads / tp, max(1, facts.kv_heads // tp)
     passes = (3 if layout.activation_checkpointing != "none" else 2) * len(facts.block_weights)
     width = WIDTH[layout.precision]
@@ -127,11 +128,10 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     turned = width if layout.data_parallel == "fsdp2" else 4
     if cp_method(layout.strategy) == "ulysses":
         kv *= ranks // math.gcd(kv, ranks)
-        sent.all_to_all(passes * tokens * facts.head_dim * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
+        sent.add("all_to_all", passes * entries * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
     else:
-        sent.p2p(
-            (passes + len(facts.block_weights)) * tokens * facts.head_dim * 2 * heads * (ranks - 1) * width, ranks, "cp", passes * rounds
-        )
+        around = (passes + len(facts.block_weights)) * (ranks - 1)
+        sent.add("p2p", around * entries * 2 * heads * width, ranks, "cp", passes * rounds)
     _answers(sent, layout, tokens, head)
 
 
@@ -139,12 +139,12 @@ def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
     """What an objective asks of whole sequences: bytes for each token, and sums."""
     ranks, rounds, algorithm = layout.mesh.cp, layout.batch.accumulation, layout.config.algorithm
     if head == "text":
-        sent.all_reduce(4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
+        sent.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
         return
     if algorithm.kind in ("sft", "pretrain"):
-        sent.all_reduce(4 * rounds, ranks, "cp", rounds)
+        sent.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
         each = 1  # whether the first choice is right
     else:
         log_probs, entropy = head != "score", isinstance(algorithm, ROLLOUT) and head != "score"
         each = 4 * (log_probs + entropy + (head in ("score", "valued")))
-    sent.all_gather(each * tokens, ranks, "cp", rounds)
+    sent.add("all_gather", each * tokens, ranks, "cp", rounds)

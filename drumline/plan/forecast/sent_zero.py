@@ -39,18 +39,18 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
         buckets = reductions * math.ceil(facts.learned / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
         beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
         if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
-            sent.all_reduce(reductions * low * facts.learned, ranks, "shard", buckets, beside)
+            sent.add("all_reduce", reductions * low * facts.learned, ranks, "shard", buckets, beside)
         else:  # each part to the rank that steps it
-            sent.broadcast(reductions * low * facts.learned, ranks, "shard", buckets * ranks)
+            sent.add("broadcast", reductions * low * facts.learned, ranks, "shard", buckets * ranks)
         for entries in groups.values():
-            sent.all_gather(width * 2 * _parts(entries, 2 * ranks), ranks, "shard")
+            sent.add("all_gather", width * 2 * _parts(entries, 2 * ranks), ranks, "shard")
         if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
             return  # each rank measures the norm of all gradients, which it has
-        sent.all_reduce(4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
+        sent.add("all_reduce", 4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
         return
     _stage_3(sent, layout, facts, own, width, low)
     for _ in groups:
-        sent.all_reduce(4 if offloads else 8, ranks, "shard")
+        sent.add("all_reduce", 4 if offloads else 8, ranks, "shard")
 
 
 def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any], width: int, low: int) -> None:
@@ -64,13 +64,13 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     assert isinstance(layout.strategy, s.Zero3Strategy)
     plus, gathered = layout.strategy.zeropp, 1 if layout.strategy.zeropp.quantized_weights else width
     near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks
-    sent.all_gather(width * parts["whole"], ranks, "shard")
-    sent.all_gather(gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
-    sent.all_gather(gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
+    sent.add("all_gather", width * parts["whole"], ranks, "shard")
+    sent.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
+    sent.add("all_gather", gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
     if plus.quantized_gradients:
-        sent.all_to_all(rounds * parts["learned"] * ranks / 2, ranks, "shard", calls)
+        sent.add("all_to_all", rounds * parts["learned"] * ranks / 2, ranks, "shard", calls)
     else:
-        sent.reduce_scatter(low * rounds * parts["learned"] * ranks, ranks, "shard", calls, "backward")
+        sent.add("reduce_scatter", low * rounds * parts["learned"] * ranks, ranks, "shard", calls, "backward")
 
 
 @lru_cache(maxsize=1024)
