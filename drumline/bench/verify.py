@@ -24,6 +24,7 @@ from drumline.report.bars import OnProgress, bars
 USUAL = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp")
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
+DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")  # ends of a model's own options
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_
     config = load(config_path, overrides).config
     samples = resolve_batch(config, nproc)[0]
     hf_config = load_config(resolve(config.model, on_progress), config.model)
-    dropouts = [key for key, value in hf_config.to_dict().items() if _is_dropout(key) and isinstance(value, float) and value > 0]
+    dropouts = [key for key, value in hf_config.to_dict().items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
     return [
         f"batch={{global_samples: {samples.global_samples}, micro_batch: {_micro_batch(config, samples.global_samples, nproc)}}}",
@@ -107,10 +108,6 @@ def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_
         *(f"model.config.{key}=0.0" for key in dropouts),
         *lora,
     ]
-
-
-def _is_dropout(key: str) -> bool:
-    return key.endswith(("dropout", "pdrop", "dropout_prob", "_drop"))
 
 
 def _micro_batch(config: Config, samples: int, nproc: int) -> int:

@@ -6,7 +6,7 @@ from drumline.config.schema import Config
 from drumline.config.strategies import AutoStrategy
 from drumline.plan.batch import resolve_batch
 from drumline.plan.choice.advice import nothing_fits, refusal
-from drumline.plan.choice.guides import GUIDES, chosen_by
+from drumline.plan.choice.guides import chosen_by
 from drumline.plan.choice.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
 from drumline.plan.choice.ways import describe
 from drumline.plan.stages import in_flight
@@ -41,10 +41,9 @@ def with_little_room(answer: Answer) -> str:
 
 
 def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:
-    guide = GUIDES[asked.guide]
-    strategy, when = chosen_by(question, guide)
+    strategy, when = chosen_by(question, asked.guide)
     found = look_at(question, strategy)
-    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the guide `{guide.name}` ({when})"
+    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the guide `{asked.guide}` ({when})"
     if isinstance(found, Refused):
         why += f"; the planner would not: {found.reason}"
     return question.config.model_copy(update={"strategy": strategy}), why

@@ -28,32 +28,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Guide:
-    """`says`: the whole of it in words."""
-
-    name: str
-    says: str
-    rows: tuple[Row, ...]
-
-    def row(self, question: Question) -> Row:
-        return next(row for row in self.rows if row.holds(question))
-
-
-@dataclass(frozen=True)
 class Disagreement:
     """A guide that would have a run do worse, or not run: `says` what it would take, `reason` why not, with numbers."""
 
     guide: str
     says: str
     reason: str
-
-
-def _below(billions: float) -> Asks:
-    return lambda question: question.facts.parameters < billions * BILLION
-
-
-def _few(devices: int, billions: float) -> Asks:
-    return lambda question: question.cluster.world_size <= devices and question.facts.parameters <= billions * BILLION
 
 
 def _fits(strategy: s.AnyStrategy) -> Asks:
@@ -64,41 +44,28 @@ def _fits(strategy: s.AnyStrategy) -> Asks:
     return fits
 
 
-def _always(question: Question) -> bool:
-    return True
-
-
 DDP, FSDP, OFFLOADED = s.DDPStrategy(), s.FSDP2Strategy(), s.FSDP2Strategy(offload="cpu")
-GUIDES: dict[str, Guide] = {
-    "parameters": Guide(
-        "parameters",
-        "fewer than 1B parameters: ddp; 1-7B: zero2; more: zero3",
-        (
-            Row("fewer than 1B parameters", _below(1), DDP),
-            Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, s.Zero2Strategy()),
-            Row("more than 7B parameters", _always, s.Zero3Strategy()),
-        ),
+GUIDES: dict[str, tuple[Row, ...]] = {
+    "parameters": (
+        Row("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
+        Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, s.Zero2Strategy()),
+        Row("more than 7B parameters", lambda _: True, s.Zero3Strategy()),
     ),
-    "devices": Guide(
-        "devices",
-        "up to 4 devices and 8B parameters: ddp; otherwise fsdp2",
-        (Row("up to 4 devices and 8B parameters", _few(4, 8), DDP), Row("more than 4 devices, or than 8B parameters", _always, FSDP)),
+    "devices": (
+        Row("up to 4 devices and 8B parameters", lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION, DDP),
+        Row("more than 4 devices, or than 8B parameters", lambda _: True, FSDP),
     ),
-    "tree": Guide(
-        "tree",
-        "ddp where the model fits; else fsdp2; else fsdp2 with offload",
-        (
-            Row("the whole model fits on a device", _fits(DDP), DDP),
-            Row("its shards do", _fits(FSDP), FSDP),
-            Row("its shards do not", _always, OFFLOADED),
-        ),
+    "tree": (
+        Row("the whole model fits on a device", _fits(DDP), DDP),
+        Row("its shards do", _fits(FSDP), FSDP),
+        Row("its shards do not", lambda _: True, OFFLOADED),
     ),
 }
 
 
-def chosen_by(question: Question, guide: Guide) -> tuple[s.AnyStrategy, str]:
+def chosen_by(question: Question, guide: str) -> tuple[s.AnyStrategy, str]:
     """The guide's strategy (on one device plain data parallel is single), and the line of it that holds."""
-    row = guide.row(question)
+    row = next(row for row in GUIDES[guide] if row.holds(question))
     alone = question.cluster.world_size == 1 and isinstance(row.strategy, s.DDPStrategy)
     return (s.SingleStrategy() if alone else row.strategy), row.when
 
@@ -109,7 +76,7 @@ def asked_first(answer: Answer) -> tuple[Answer, str]:
     question, asked = answer.question, answer.question.config.strategy
     if not isinstance(asked, s.AutoStrategy) or asked.by != "rules":
         return answer, ""
-    strategy, when = chosen_by(question, GUIDES[asked.guide])
+    strategy, when = chosen_by(question, asked.guide)
     name = describe(strategy, question.cluster.world_size).name
     words = f"{name} by the guide `{asked.guide}` ({when}), as asked"
     theirs = next((c for c in answer.ranked if c.name == name), None) or look_at(question, strategy)
@@ -123,17 +90,17 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
     """For each guide whose strategy does not fit, or is slower than the first plan by more than can be told apart."""
     found, question = list[Disagreement](), answer.question
     known = {candidate.name: candidate for candidate in answer.ranked}  # as what was tried for a few steps has corrected it
-    for guide in GUIDES.values():
+    for guide in GUIDES:
         strategy, when = chosen_by(question, guide)
         name = describe(strategy, question.cluster.world_size).name
         theirs = known.get(name) or look_at(question, strategy)
         says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
         if isinstance(theirs, Refused):
-            found.append(Disagreement(guide.name, says, theirs.reason))
+            found.append(Disagreement(guide, says, theirs.reason))
         elif answer.ranked:
             first, ours = answer.ranked[0], theirs.estimate.tokens_per_s
             if faster(first.estimate, theirs.estimate) and first.estimate.verdict == "fits":
                 ratio = first.estimate.tokens_per_s / ours
                 reason = f"{ours:,.0f} tokens/s, {first.name} {first.estimate.tokens_per_s:,.0f} ({ratio:.2f} ×)"
-                found.append(Disagreement(guide.name, says, reason))
+                found.append(Disagreement(guide, says, reason))
     return tuple(found)

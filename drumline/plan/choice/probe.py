@@ -53,15 +53,12 @@ def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
 
     found = {name: ratio(name) for name in (*STATES, "seconds", "traffic")}
     if "peak" in rows:
-        above = [value - sum(getattr(rows[name], side) for name in STATES if name in rows) for side, value in _sides(rows["peak"])]
-        found["live"] = above[1] / above[0] if min(above) > 0 else 1.0
+        rest = [sum(getattr(rows[name], side) for name in STATES if name in rows) for side in ("predicted", "measured")]
+        predicted, measured_ = rows["peak"].predicted - rest[0], rows["peak"].measured - rest[1]
+        found["live"] = measured_ / predicted if min(predicted, measured_) > 0 else 1.0
     if "reserved" in rows:
         found["reserved"] = ratio("reserved") / ratio("peak")
     return Factors(**found)
-
-
-def _sides(row: object) -> list[tuple[str, float]]:
-    return [(side, getattr(row, side)) for side in ("predicted", "measured")]
 
 
 def mean(factors: Iterable[Factors]) -> Factors:

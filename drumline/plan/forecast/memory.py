@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from drumline.cluster.cluster import Cluster
 from drumline.config.algorithms import ClassifyConfig, RewardModelConfig, VLLMGenerator
@@ -30,18 +29,8 @@ GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
 # What the allocator reserves for each byte of tensors: published ratios, without expandable segments (docs/planning.md, "Constants").
 RESERVES = {"fsdp2": 1.24, "zero3": 1.24, "zero2": 1.05, "zero1": 1.05}
 RESERVES_ELSE = 1.08
-# Parts of a step, as figures call them: backward has three, its begin, its way through the blocks and its end.
-NAMES: dict[str, Literal["forward", "loss", "backward", "clip", "step", "rollout"]] = {
-    "forward": "forward",
-    "loss": "loss",
-    "head": "backward",
-    "blocks": "backward",
-    "end": "backward",
-    "average": "backward",
-    "clip": "clip",
-    "step": "step",
-    "rollout": "rollout",
-}
+# Parts of a step that figures call backward: its begin, its way through the blocks, its end, and averaging behind it.
+BACKWARD = ("head", "blocks", "end", "average")
 # Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
 BYTES_PER_IMAGE_FLOP = 0.004
 IMAGE_SHARE = 0.5  # of the tokens of a model that sees, those taken to stand for images
@@ -96,7 +85,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         overhead=overhead,
         peak=peak,
         reserved=math.ceil((peak - engine) * factor) + engine + overhead,
-        phase=NAMES[name],
+        phase="backward" if name in BACKWARD else name,  # type: ignore[arg-type]
         phases=held,
     )
 

@@ -43,7 +43,7 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
         else:  # each part to the rank that steps it
             sent.add("broadcast", reductions * low * facts.learned, ranks, "shard", buckets * ranks)
         for entries in groups.values():
-            sent.add("all_gather", width * 2 * _parts(entries, 2 * ranks), ranks, "shard")
+            sent.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
         if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
             return  # each rank measures the norm of all gradients, which it has
         sent.add("all_reduce", 4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
@@ -92,11 +92,7 @@ def _cut(facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, 
 
 def _add(sums: Counter[str], weights: tuple[Weight, ...], ranks: int, persistent: int, far: bool) -> None:
     for weight in weights:
-        part, is_kept = _parts(weight.numel, ranks), weight.numel <= persistent
+        part, is_kept = -(-weight.numel // ranks), weight.numel <= persistent
         sums["whole" if is_kept else "gathered"] += part
         sums["again"] += part if far and not is_kept else 0
         sums["learned"] += part if weight.learned else 0
-
-
-def _parts(length: int, number: int) -> int:
-    return -(-length // number)
