@@ -8,15 +8,14 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.cluster.calibration import Calibration, Measured, Product
+from drumline.cluster.calibration import Calibration, Measured
 from drumline.cluster.detect import Machine, cache_dir, detect, free_bytes
-from drumline.cluster.stored import hardware, place, software, write
+from drumline.cluster.stored import hardware, place, read, software, write
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen
@@ -125,19 +124,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             said_last = "" if cause.error else "".join(tail)
             what = f"rank {cause.rank} {cause.message} {said_last}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
-        return _read(json.loads(Path(task.out).read_text()))
-
-
-def _read(said: dict[str, Any]) -> Calibration:
-    """What rank 0 wrote."""
-    return Calibration(
-        matmul=said["matmul"],
-        products={precision: tuple(Product(**p) for p in tried) for precision, tried in said["products"].items()},
-        memory=said["memory"],
-        collectives={(kind, size): Measured(**line) for kind, size, line in said["collectives"]},
-        host={way: Measured(**line) for way, line in said["host"].items()},
-        disk={way: Measured(**line) for way, line in said["disk"].items()},
-    )
+        return read(Path(task.out))
 
 
 def _require_space(folder: Path, bytes_: int, fix: str) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from drumline.bench.calibrate import MIB, Task, group_sizes
 from drumline.cluster.calibration import Calibration, Measured, Product, line_through
+from drumline.cluster.stored import write
 from drumline.dist.start import Ranks, start, stop
 from drumline.dist.traffic import SentBytes
 
@@ -49,8 +50,7 @@ def main() -> None:
         finally:
             stop()
         if ranks.rank == 0:
-            values = asdict(measured) | {"collectives": [[kind, size, asdict(line)] for (kind, size), line in measured.collectives.items()]}
-            Path(task.out).write_text(json.dumps(values))
+            write(measured, Path(task.out), measured="now", quick=task.quick)
 
 
 def measure(task: Task, ranks: Ranks) -> Calibration:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Entries = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
 class Measured:
     """A line through timings: seconds of S bytes = latency + S / bandwidth."""
 
-    latency: float
-    bandwidth: float
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of the file that it is read from (cluster.stored)
+    latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    bandwidth: Rate
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> Measured:
@@ -32,10 +39,11 @@ def line_through(points: Sequence[tuple[float, float]]) -> Measured:
 class Product:
     """A measured matrix product (rows × inner) · (inner × columns), FLOP/s."""
 
-    rows: int
-    inner: int
-    columns: int
-    rate: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    rows: Entries
+    inner: Entries
+    columns: Entries
+    rate: Rate
 
 
 @dataclass(frozen=True)

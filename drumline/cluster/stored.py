@@ -6,50 +6,34 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drumline.cluster.calibration import Calibration, Measured, Product
+from drumline.cluster.calibration import Calibration, Measured, Product, Rate
 from drumline.cluster.detect import Machine, cache_dir
 from drumline.errors import EnvironmentFault
 from drumline.foreign import read_bytes
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Line(_Part):
-    latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    bandwidth: Rate
-
-
-class _Product(_Part):
-    rows: Annotated[int, Field(gt=0)]
-    inner: Annotated[int, Field(gt=0)]
-    columns: Annotated[int, Field(gt=0)]
-    rate: Rate
-
-
-class _File(_Part):
+class _File(BaseModel):
     """The file's own form. `measured`: when, in words; `quick`: with --quick."""
 
+    model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=1, le=1)]
     hardware: str
     software: str
     measured: str
     quick: bool
     matmul: dict[str, Rate]
-    products: dict[str, list[_Product]]
+    products: dict[str, tuple[Product, ...]]
     memory: Rate | None
-    collectives: dict[str, dict[Annotated[int, Field(ge=2)], _Line]]
-    host: dict[str, _Line]
-    disk: dict[str, _Line]
+    collectives: dict[str, dict[Annotated[int, Field(ge=2)], Measured]]
+    host: dict[str, Measured]
+    disk: dict[str, Measured]
 
 
 def hardware(machine: Machine) -> str:
@@ -97,10 +81,10 @@ def read(path: Path) -> Calibration:
         software=said.software,
         matmul=said.matmul,
         memory=said.memory,
-        collectives={(kind, ranks): _line(line) for kind, lines in said.collectives.items() for ranks, line in lines.items()},
-        host={way: _line(line) for way, line in said.host.items()},
-        disk={way: _line(line) for way, line in said.disk.items()},
-        products={precision: tuple(Product(**p.model_dump()) for p in tried) for precision, tried in said.products.items()},
+        collectives={(kind, ranks): line for kind, lines in said.collectives.items() for ranks, line in lines.items()},
+        host=said.host,
+        disk=said.disk,
+        products=said.products,
     )
 
 
@@ -109,19 +93,7 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
-    values = {
-        "version": 1,
-        "hardware": calibration.hardware,
-        "software": calibration.software,
-        "measured": measured,
-        "quick": quick,
-        "matmul": dict(calibration.matmul),
-        "products": {precision: [vars(p) for p in tried] for precision, tried in calibration.products.items()},
-        "memory": calibration.memory,
-        "collectives": collectives,
-        "host": {way: vars(line) for way, line in calibration.host.items()},
-        "disk": {way: vars(line) for way, line in calibration.disk.items()},
-    }
+    values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,10 +103,6 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
         if part.exists():
             part.unlink()
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
-
-
-def _line(line: _Line) -> Measured:
-    return Measured(line.latency, line.bandwidth)
 
 
 def processor_name() -> str:

@@ -85,7 +85,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         overhead=overhead,
         peak=peak,
         reserved=math.ceil((peak - engine) * factor) + engine + overhead,
-        phase="backward" if name in BACKWARD else name,  # type: ignore[arg-type]
+        phase="backward" if name in BACKWARD else name,
         phases=held,
     )
 
