@@ -17,6 +17,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 # What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025). The
 # 4090's 158.6 of 165.2 TFLOP/s are of fp16 (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
 REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 0.96
+PCIE4, PCIE5 = ("pcie4", "pcie4"), ("pcie5", "pcie5")  # among the devices of a host, and to it
 
 
 def _gpu(
@@ -35,28 +36,17 @@ DEVICES: dict[str, DeviceSpec] = {
         _gpu("a100-40g", 39.38, 1555, 312, 156, ("nvlink3", "pcie4"), "NVIDIA A100 datasheet (2021), SXM", REACHED_A100),
         _gpu("a100-80g", 79.14, 2039, 312, 156, ("nvlink3", "pcie4"), "NVIDIA A100 datasheet (2021), SXM", REACHED_A100),
         _gpu("h100-80g", 79.14, 3350, 989.4, 494.7, ("nvlink4", "pcie5"), "NVIDIA H100 datasheet (2023), SXM; halved for sparsity"),
-        _gpu("h100-pcie", 79.14, 2000, 756, 378, ("pcie5", "pcie5"), "NVIDIA H100 PCIe product brief (2022); halved for sparsity"),
-        _gpu("h100-nvl", 93.0, 3900, 835.5, 417.5, ("pcie5", "pcie5"), "NVIDIA H100 datasheet (2024), NVL; halved for sparsity"),
+        _gpu("h100-pcie", 79.14, 2000, 756, 378, PCIE5, "NVIDIA H100 PCIe product brief (2022); halved for sparsity"),
+        _gpu("h100-nvl", 93.0, 3900, 835.5, 417.5, PCIE5, "NVIDIA H100 datasheet (2024), NVL; halved for sparsity"),
         _gpu("h200", 139.72, 4800, 989.4, 494.7, ("nvlink4", "pcie5"), "NVIDIA H200 datasheet (2024), SXM; halved for sparsity"),
-        _gpu("h200-nvl", 139.72, 4800, 835.5, 417.5, ("pcie5", "pcie5"), "NVIDIA H200 datasheet (2024), NVL; halved for sparsity"),
+        _gpu("h200-nvl", 139.72, 4800, 835.5, 417.5, PCIE5, "NVIDIA H200 datasheet (2024), NVL; halved for sparsity"),
         _gpu("b200", 178.35, 8000, 2250, 1125, ("nvlink5", "pcie5"), "NVIDIA DGX B200 datasheet (2025), an eighth; halved for sparsity"),
-        _gpu("l40s", 44.34, 864, 362, 183, ("pcie4", "pcie4"), "NVIDIA L40S datasheet (2023); halved for sparsity"),
-        _gpu("a10", 22.03, 600, 125, 62.5, ("pcie4", "pcie4"), "NVIDIA A10 datasheet (2021)"),
+        _gpu("l40s", 44.34, 864, 362, 183, PCIE4, "NVIDIA L40S datasheet (2023); halved for sparsity"),
+        _gpu("a10", 22.03, 600, 125, 62.5, PCIE4, "NVIDIA A10 datasheet (2021)"),
         _gpu("t4", 14.56, 300, 65, 8.1, ("pcie3", "pcie3"), "NVIDIA T4 datasheet (2019)"),
-        _gpu("3090", 23.52, 936, 71, 35.6, ("pcie4", "pcie4"), "NVIDIA GA102 whitepaper (2020), RTX 3090, fp32 accumulation", REACHED_4090),
-        _gpu(
-            "4090", 23.52, 1008, 165.2, 82.6, ("pcie4", "pcie4"), "NVIDIA Ada whitepaper (2022), RTX 4090, fp32 accumulation", REACHED_4090
-        ),
-        _gpu(
-            "5090",
-            31.36,
-            1792,
-            209.5,
-            104.8,
-            ("pcie5", "pcie5"),
-            "NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation",
-            REACHED_4090,
-        ),
+        _gpu("3090", 23.52, 936, 71, 35.6, PCIE4, "NVIDIA GA102 whitepaper (2020), RTX 3090, fp32 accumulation", REACHED_4090),
+        _gpu("4090", 23.52, 1008, 165.2, 82.6, PCIE4, "NVIDIA Ada whitepaper (2022), RTX 4090, fp32 accumulation", REACHED_4090),
+        _gpu("5090", 31.36, 1792, 209.5, 104.8, PCIE5, "NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation", REACHED_4090),
         # As A100 and H100, with slower links or products for export.
         _gpu("a800-80g", 79.14, 2039, 312, 156, ("nvlink3-a800", "pcie4"), "NVIDIA A800 datasheet (2022), SXM", REACHED_A100),
         _gpu("h20", 95.0, 4000, 148, 74, ("nvlink4", "pcie5"), "NVIDIA H20 datasheet (2023), SXM, dense"),
@@ -65,8 +55,8 @@ DEVICES: dict[str, DeviceSpec] = {
         ),
         _gpu("v100-16g", 15.77, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
         _gpu("v100-32g", 31.74, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
-        _gpu("a6000", 44.43, 768, 154.8, 77.4, ("pcie4", "pcie4"), "NVIDIA RTX A6000 datasheet (2021); halved for sparsity"),
-        _gpu("6000-ada", 44.43, 960, 364.2, 182.1, ("pcie4", "pcie4"), "NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8"),
+        _gpu("a6000", 44.43, 768, 154.8, 77.4, PCIE4, "NVIDIA RTX A6000 datasheet (2021); halved for sparsity"),
+        _gpu("6000-ada", 44.43, 960, 364.2, 182.1, PCIE4, "NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8"),
         _gpu("mi300x", 191.69, 5300, 1307.4, 653.7, ("infinity-fabric", "pcie5"), "AMD Instinct MI300X data sheet (2023)", REACHED_MI300X),
     )
 }

@@ -60,23 +60,9 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, role_facts: Mapping[str, ModelFacts] | None = None) -> Layout:
-        return cls(
-            config=plan.config,
-            mesh=plan.mesh,
-            batch=plan.batch,
-            precision=plan.precision,
-            device=plan.device,
-            engine=plan.engine,
-            data_parallel=plan.data_parallel,
-            activation_checkpointing=plan.activation_checkpointing,
-            length=plan.config.data.max_length,
-            tokens_per_row=tokens_of_a_row(plan.config, plan.data),
-            pipeline=plan.pipeline,
-            roles=plan.roles,
-            role_facts=role_facts or {},
-            steps=plan.steps,
-            devices_per_rank=plan.devices_per_rank,
-        )
+        length, tokens_per_row = plan.config.data.max_length, tokens_of_a_row(plan.config, plan.data)
+        same = {name: value for name, value in plan if name in cls.__dataclass_fields__}
+        return cls(**same, length=length, tokens_per_row=tokens_per_row, role_facts=role_facts or {})
 
 
 def tokens_of_a_row(config: Config, data: DataPlan | None) -> float:
