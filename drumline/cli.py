@@ -264,7 +264,7 @@ def strategies(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
     """Print what goes with what: every strategy against tensor, context and pipeline parallelism, LoRA, offload and the rest."""
-    from drumline.plan.matrix_text import as_markdown, as_text
+    from drumline.plan.matrix import as_markdown, as_text
 
     print((as_markdown if markdown else as_text)(_device(device)))
 

@@ -60,7 +60,7 @@ DEVICES: dict[str, DeviceSpec] = {
         _gpu("mi300x", 191.69, 5300, 1307.4, 653.7, ("infinity-fabric", "pcie5"), "AMD Instinct MI300X data sheet (2023)", REACHED_MI300X),
     )
 }
-CPU = "cpu"  # its rates depend on the machine: see found.processor
+CPU = "cpu"  # its rates depend on the machine: see plan.cluster
 
 # Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
 LINKS: dict[str, Link] = {

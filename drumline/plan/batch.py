@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from drumline.config.algorithms import GRPOConfig, PPOConfig, VLLMGenerator
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import PlanError
-from drumline.plan.plan import BatchPlan
+from drumline.plan.plan import BatchPlan, DataPlan
 
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
 # matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
@@ -68,6 +70,28 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
     return plan, why
 
 
+def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
+    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is said, it is
+    that of plain data parallel over all `world` processes, so that ways compare; where micro-batch and accumulation are said, that of
+    the data ranks. `least`: micro-batches in flight.
+
+    Raises PlanError where the numbers do not go together.
+    """
+    said = config.batch
+    if said.global_samples is None and said.global_tokens is None and not (said.micro_batch and said.accumulation):
+        total = (said.micro_batch or 1) * (said.accumulation or 1) * world
+        total *= least_rounds(total, config.samples_in_turn)
+        said = BatchConfig(global_samples=total, micro_batch=said.micro_batch, accumulation=said.accumulation)
+    first, _ = resolve_batch(config, data_ranks, least, said)
+    if said.micro_batch or said.accumulation:
+        yield first
+        return
+    per_rank = first.global_samples // data_ranks
+    for micro in divisors(per_rank):
+        held_out = config.eval.micro_batch or micro
+        yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
+
+
 def least_rounds(samples: int, multiple: int, least: int = 1) -> int:
     """How often to take so many samples, `least` times or more, for a multiple of `multiple`."""
     whole = multiple // math.gcd(samples, multiple)
@@ -105,3 +129,41 @@ def _divide(total: int, by: int, names: str) -> int:
             fix=f"nearest global batch: {' or '.join(map(str, near))}",
         )
     return quotient
+
+
+def steps_of_rollouts(
+    config: Config, algorithm: PPOConfig | GRPOConfig, batch: BatchPlan, data: DataPlan | None, why: list[str]
+) -> int | None:
+    """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
+    not come out whole, and for a generator that cannot be told the weights."""
+    if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
+        raise PlanError(
+            "vLLM is handed whole weights, and an adapter lies beside them",
+            where="algorithm.generator",
+            fix="generator=hf, or adapter=none",
+        )
+    episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
+    prompts, rest = divmod(episodes, group)
+    if rest or not prompts:
+        near = sorted({max(1, prompts) * group, (prompts + 1) * group})
+        raise PlanError(
+            f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}",
+            where="algorithm.group_size",
+            fix=f"choose batch.global_samples × algorithm.minibatches as {' or '.join(map(str, near))}",
+        )
+    each = algorithm.epochs * algorithm.minibatches
+    why.append(
+        f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {algorithm.minibatches}"
+        f" minibatches = {each} steps"
+    )
+    if config.run.steps is None:
+        return None if data is None else each * max(1, math.ceil(config.run.epochs * data.train_samples / prompts))
+    if config.run.steps % each:
+        near = sorted({max(1, config.run.steps // each) * each, (config.run.steps // each + 1) * each})
+        raise PlanError(
+            f"{config.run.steps} steps end within a rollout, which has {algorithm.epochs} epochs × {algorithm.minibatches} minibatches"
+            f" = {each} steps",
+            where="run.steps",
+            fix=f"nearest: {' or '.join(map(str, near))}",
+        )
+    return config.run.steps

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from drumline.plan.frozen import Frozen
+from pydantic import BaseModel, ConfigDict, Field
 
 # Of a device's memory: below the first it fits, up to the second it is tight (docs/planning.md, "Constants").
 FITS, TIGHT = 0.80, 0.95
+
+
+class Frozen(BaseModel):
+    """A part of a plan: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Memory(Frozen):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
-from drumline.plan.frozen import Frozen
+from drumline.plan.figures import Frozen
 
 Dimension = Literal["pp", "replicate", "shard", "cp", "tp"]
 DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "cp", "tp")

@@ -13,8 +13,7 @@ from drumline.config.secret import write_private
 from drumline.config.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
-from drumline.plan.figures import Estimate
-from drumline.plan.frozen import Frozen
+from drumline.plan.figures import Estimate, Frozen
 from drumline.plan.mesh import Mesh
 
 

@@ -11,14 +11,13 @@ from drumline.config import strategies as st
 from drumline.config.algorithms import ROLLOUT
 from drumline.config.schema import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.errors import PlanError
-from drumline.plan.batch import resolve_batch
+from drumline.plan.batch import resolve_batch, steps_of_rollouts
 from drumline.plan.communication import communication_why
 from drumline.plan.explain import size
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.host import PROCESS
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
-from drumline.plan.rollouts import steps_of_rollouts
 from drumline.plan.rule import Case, cp_method, offloads
 from drumline.plan.rules import check_rules
 from drumline.plan.stages import in_flight, plan_pipeline, stage_layers

@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from drumline.config.load import Loaded
+from drumline.config.model import ModelConfig
 from drumline.errors import UserError
 from drumline.plan.choice.advice import nothing_fits, refusal, what_if
 from drumline.plan.choice.guides import asked_first
-from drumline.plan.choice.search import Answer, Question, search
+from drumline.plan.choice.search import Answer, Candidate, Question, Refused, in_order, search, why_not
 from drumline.plan.cluster import network_assumed
+from drumline.plan.forecast.estimate import estimate
 from drumline.planning import further
 from drumline.planning.as_json import as_json, candidate, catalog
 from drumline.planning.asked import FLAGS, Flags, asked
+from drumline.planning.check import show_probes
 from drumline.planning.question import Asked, ask
+from drumline.planning.table import show
+from drumline.planning.words import explain, pick
 from drumline.planning.written import to_use
-from drumline.report.bars import bars
+from drumline.report.bars import OnProgress, bars
+
+TRACED = 3  # of the best
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,7 @@ def plan(options: Options) -> int:
     """`drumline plan`. Returns the exit code. Raises PlanError, after the answer was shown, where nothing fits."""
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if options.devices:
-        from drumline.planning.devices import show_devices
-
-        print(json.dumps(catalog(), indent=2)) if options.as_json else show_devices(console)
+        print(json.dumps(catalog(), indent=2)) if options.as_json else further.show_devices(console)
         return 0
     _one_question(options)
     if options.tokens is not None and not math.isfinite(options.tokens):
@@ -90,10 +95,28 @@ def _searched(made: Asked, loaded: Loaded, options: Options, aside: Console) -> 
     answer = search(made.question)
     with bars(aside) as on_progress:
         if options.trace:
-            from drumline.planning.traced import traced
-
-            answer = traced(answer, made.model, made.model_path, on_progress)
+            answer = _traced(answer, made.model, made.model_path, on_progress)
         return probe(answer, loaded, on_progress) if options.probe else answer
+
+
+def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:
+    """The answer with the first TRACED estimated anew; one that then does not fit is refused. `model`: whose config can be had at
+    `model_path`, or is written out. What cannot be traced keeps its estimate."""
+    from drumline.tracing.trace import trace
+
+    question, made, refused = answer.question, list[Candidate](), list(answer.refused)
+    for number, best in enumerate(answer.ranked[:TRACED]):
+        on_progress("tracing activations of the best", number, min(TRACED, len(answer.ranked)))
+        config = best.layout.config.model_copy(update={"model": model})
+        found = trace(config, model_path, best.layout, question.facts)
+        if found is not None:
+            best = replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
+        if best.estimate.verdict == "no":
+            refused.append(Refused(best.name, why_not(best.estimate), best))
+        else:
+            made.append(best)
+        on_progress("tracing activations of the best", number + 1, min(TRACED, len(answer.ranked)))
+    return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 
 def _asked(loaded: Loaded, aside: Console) -> Asked:
@@ -116,8 +139,6 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         draw(answer, options.figure)
         aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
     if options.explain is not None:
-        from drumline.planning.words import explain, pick
-
         if options.as_json:
             print(json.dumps(candidate(answer.question, pick(answer, options.explain)[0], options.tokens), indent=2))
             return
@@ -127,14 +148,10 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
     if options.as_json:
         print(json.dumps(as_json(asked_first(answer)[0], options.tokens, changes), indent=2))
     else:
-        from drumline.planning.table import show
-
         answer, words = asked_first(answer)
         if words:
             console.print(f"{words}\n", soft_wrap=True, markup=False)
         if answer.probes:
-            from drumline.planning.tried import show_probes
-
             show_probes(answer.probes, console)
         show(answer, console, top=options.top, tokens=options.tokens)
         further.show_guides(answer, console)

@@ -1,4 +1,4 @@
-"""Further questions: the longest row, the largest micro-batch, other numbers of hosts; what the guides would do; what would fit."""
+"""Further questions: the longest row, the largest micro-batch, other numbers of hosts; what guides would do; what would fit; devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from drumline.cluster.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.config.cluster import MOST_NODES
 from drumline.config.schema import LoRAConfig
 from drumline.errors import PlanError, UserError
@@ -16,7 +17,7 @@ from drumline.plan.choice.advice import Change, Most, max_batch, max_length
 from drumline.plan.choice.auto import with_little_room
 from drumline.plan.choice.guides import disagreements
 from drumline.plan.choice.search import Answer, Question, search
-from drumline.plan.choice.variants import with_lora
+from drumline.plan.facts import with_lora
 from drumline.plan.figures import Estimate
 from drumline.planning.as_json import VERSION, candidate
 from drumline.planning.figures import GB, hours, overrides
@@ -166,3 +167,29 @@ def what_if_json(answers: Sequence[Answer], tokens: float | None) -> dict[str, A
         best = None if first is None else candidate(answer.question, first, tokens)
         rows.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
     return {"version": VERSION, "what_if": rows}
+
+
+# --------------------------------------------------------------------------------------------------------------- devices
+
+
+def show_devices(console: Console) -> None:
+    """Datasheet rates with their sources, and how to say what is not there."""
+    devices = []
+    for spec in DEVICES.values():
+        half = f"{spec.flops['bf16'] / TERA:g}" if "bf16" in spec.flops else "–"
+        full = f"{spec.flops['fp32'] / TERA:g}"
+        row = [spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link]
+        devices.append(row)
+    links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
+    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
+    console.print()
+    console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
+    console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
+    console.print("Sources", style="bold")
+    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
+        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
+    console.print(
+        "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
+        " fp32_tflops: …}}, device: NAME, per_node: 8}",
+        markup=False,
+    )

@@ -119,7 +119,7 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
 
 def cluster_of_nothing() -> Any:
     from drumline.cluster.detect import Machine
-    from drumline.cluster.found import found
+    from drumline.plan.cluster import found
 
     return found(Machine([], 1, 2**30, "cpu", False), 1)
 

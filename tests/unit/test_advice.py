@@ -14,7 +14,7 @@ from drumline.plan.choice.advice import STEP, _largest, _of_length, max_batch, m
 from drumline.plan.choice.auto import choose
 from drumline.plan.choice.guides import asked_first, chosen_by, disagreements
 from drumline.plan.choice.search import Question, fits, search, ways_of
-from drumline.plan.choice.variants import with_length, with_lora
+from drumline.plan.facts import with_length, with_lora
 from drumline.planning.further import show_guides
 from tests.unit.shapes import facts, laid, question
 

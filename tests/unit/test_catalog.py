@@ -12,10 +12,9 @@ from drumline.cluster import catalog
 from drumline.cluster.calibration import Calibration, Measured, Product
 from drumline.cluster.cluster import Cluster, Collective
 from drumline.cluster.detect import Device, Machine
-from drumline.cluster.found import found
 from drumline.config.load import load_text, schema
 from drumline.errors import ConfigError
-from drumline.plan.cluster import cluster_of, with_nodes
+from drumline.plan.cluster import cluster_of, found, with_nodes
 from tests.harness import ROOT
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"

@@ -8,8 +8,7 @@ from drumline.config.load import load_text
 from drumline.config.strategies import AnyStrategy
 from drumline.config.together import NOT_TOGETHER
 from drumline.errors import ConfigError
-from drumline.plan.matrix import FEATURES, KINDS, matrix
-from drumline.plan.matrix_text import as_markdown, as_text
+from drumline.plan.matrix import FEATURES, KINDS, as_markdown, as_text, matrix
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 

@@ -13,8 +13,8 @@ from drumline.config.load import load
 from drumline.errors import EnvironmentFault
 from drumline.plan.choice.probe import Factors, Probe, again, corrected, factors_of, mean
 from drumline.plan.choice.search import Answer, Candidate, Refused, search
+from drumline.planning.check import in_words
 from drumline.planning.question import ask
-from drumline.planning.tried import in_words
 from drumline.train.probe import STEPS, best, random_rows, require_here, short
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir

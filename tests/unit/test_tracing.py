@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from drumline.cluster.detect import Machine
-from drumline.cluster.found import found
 from drumline.config.load import load
 from drumline.config.strategies import SingleStrategy
 from drumline.dist.live import LiveBytes
 from drumline.models.load import facts, load_config
+from drumline.plan.cluster import found
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.memory import memory
 from drumline.plan.layout import Layout

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from drumline.config import algorithms as c
 from drumline.config.schema import Config
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.plan.batch import steps_of_rollouts
 from drumline.plan.plan import BatchPlan
-from drumline.plan.rollouts import steps_of_rollouts
 from drumline.rollout import colocated, vllm
 from drumline.rollout.build import generator, greedy
 from drumline.rollout.generate import HFGenerator

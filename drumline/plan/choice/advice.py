@@ -9,9 +9,9 @@ from drumline.config.schema import BatchConfig, LoRAConfig
 from drumline.config.strategies import PPStrategy
 from drumline.errors import PlanError
 from drumline.plan.choice.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
-from drumline.plan.choice.variants import with_length, with_lora
 from drumline.plan.choice.ways import Way
 from drumline.plan.cluster import with_nodes
+from drumline.plan.facts import with_length, with_lora
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised

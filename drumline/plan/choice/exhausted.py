@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from drumline.plan.explain import size
-from drumline.plan.figures import Memory
-from drumline.plan.frozen import Frozen
+from drumline.plan.figures import Frozen, Memory
 
 STATES = ("parameters", "gradients", "optimizer")
 # What a rank was doing → the category that grows then; states are measured apart.

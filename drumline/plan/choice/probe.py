@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from drumline.plan.figures import Estimate
+from drumline.plan.figures import Estimate, Frozen
 from drumline.plan.forecast.truth import Measurement, compare
-from drumline.plan.frozen import Frozen
 
 if TYPE_CHECKING:
     from drumline.plan.choice.search import Answer

@@ -17,8 +17,7 @@ from drumline.cluster.detect import Device, Machine
 from drumline.config.schema import Config
 from drumline.config.strategies import AnyStrategy, AutoStrategy, ZeroStrategy
 from drumline.errors import PlanError
-from drumline.plan.batch import TOKENS_AT_ONCE
-from drumline.plan.choice.batches import batches
+from drumline.plan.batch import TOKENS_AT_ONCE, batches
 from drumline.plan.choice.probe import Probe
 from drumline.plan.choice.ways import Way, describe, ways
 from drumline.plan.facts import ModelFacts

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from drumline.plan.explain import size
-from drumline.plan.figures import Estimate
-from drumline.plan.frozen import Frozen
+from drumline.plan.figures import Estimate, Frozen
 
 OFF = 0.15  # of the prediction: beyond it, a category is warned of
 NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be held against
