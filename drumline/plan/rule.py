@@ -22,6 +22,10 @@ class Case:
     precision: str
     facts: ModelFacts | None
 
+    @property
+    def strategy(self) -> s.AnyStrategy:
+        return self.config.strategy
+
 
 @dataclass(frozen=True)
 class Rule:

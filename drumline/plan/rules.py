@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.config import strategies as s
 from drumline.errors import PlanError
 from drumline.plan.facts import TP_STYLES
-from drumline.plan.rule import Case, Rule, cp_method
+from drumline.plan.rule import Case, Rule, cp_method, offloads
 from drumline.plan.rules_models import MODEL_RULES
 
 # Strategies whose ranks take each forward together, on whole samples of their own.
@@ -14,35 +14,35 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     Rule(
         "compression × tp",
-        lambda c: c.mesh.tp > 1 and compression(c.config.strategy) != "none",
+        lambda c: c.mesh.tp > 1 and compression(c.strategy) != "none",
         "gradients of cut matrices are averaged without DDP, whose buckets the compression works on",
         "use compression=none",
         "strategy.compression",
     ),
     Rule(
         "compression × pp",
-        lambda c: c.mesh.pp > 1 and compression(c.config.strategy) != "none",
+        lambda c: c.mesh.pp > 1 and compression(c.strategy) != "none",
         "gradients of a pipeline's stages are averaged without DDP, whose buckets the compression works on",
         "use compression=none",
         "strategy.compression",
     ),
     Rule(
         "powersgd, topk × fp16",
-        lambda c: c.precision == "fp16" and compression(c.config.strategy) in s.WITH_MEMORY,
+        lambda c: c.precision == "fp16" and compression(c.strategy) in s.WITH_MEMORY,
         "what they keep for the next step would be in units of a loss scale that changes",
         "use precision=bf16, or compression=int8",
         "strategy.compression",
     ),
     Rule(
         "selective checkpointing × zero3",
-        lambda c: c.config.memory.activation_checkpointing == "selective" and c.config.strategy.kind == "zero3",
+        lambda c: c.config.memory.activation_checkpointing == "selective" and c.strategy.kind == "zero3",
         "torch's selective checkpointing wants the same operations again, and DeepSpeed gathers weights within a block otherwise then",
         "use memory.activation_checkpointing=full, or strategy=fsdp2",
         "memory.activation_checkpointing",
     ),
     Rule(
         "SyncBatchNorm × a strategy that is not data parallel",
-        lambda c: c.config.model.sync_batchnorm and not (c.config.strategy.kind in _IN_STEP and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        lambda c: c.config.model.sync_batchnorm and not (c.strategy.kind in _IN_STEP and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO",
         "use strategy=ddp",
         "model.sync_batchnorm",
@@ -70,18 +70,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp16 weights or gradients × no loss scale",
-        lambda c: (
-            isinstance(c.config.strategy, s.FSDP2Strategy)
-            and c.precision != "fp16"
-            and "fp16" in (c.config.strategy.param_dtype, c.config.strategy.reduce_dtype)
-        ),
+        lambda c: isinstance(z := c.strategy, s.FSDP2Strategy) and c.precision != "fp16" and "fp16" in (z.param_dtype, z.reduce_dtype),
         "gradients in fp16 fall to zero without the loss scale of precision=fp16",
         "use precision=fp16, or bf16 for the two types",
         "strategy",
     ),
     Rule(
         "ring × CPU",
-        lambda c: c.mesh.cp > 1 and c.device == "cpu" and cp_method(c.config.strategy) == "ring",
+        lambda c: c.mesh.cp > 1 and c.device == "cpu" and cp_method(c.strategy) == "ring",
         "ring attention has no CPU kernel in torch",
         "use cp_method=ulysses",
     ),
@@ -111,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ring × packing",
-        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.config.packs,
+        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ring" and c.config.packs,
         "torch's ring attention takes no mask, and documents of a pack are kept apart by one",
         "use ulysses, or data.packing=false",
     ),
@@ -137,12 +133,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cp × heads",
-        lambda c: (
-            c.mesh.cp > 1
-            and c.facts is not None
-            and cp_method(c.config.strategy) == "ulysses"
-            and c.facts.heads % (c.mesh.cp * c.mesh.tp) != 0
-        ),
+        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ulysses" and _heads(c) % (c.mesh.cp * c.mesh.tp) != 0,
         lambda c: f"{_heads(c)} attention heads do not divide by cp {c.mesh.cp}" + (f" × tp {c.mesh.tp}" if c.mesh.tp > 1 else ""),
         lambda c: (
             f"use cp={max(n for n in range(1, c.mesh.cp + 1) if _heads(c) % (n * c.mesh.tp) == 0 or n == 1)}, or cp_method=ring on GPUs"
@@ -150,23 +141,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "weights of images in low precision",
-        lambda c: (
-            c.config.images_alone and isinstance(c.config.strategy, s.FSDP2Strategy) and c.config.strategy.param_dtype in ("bf16", "fp16")
-        ),
+        lambda c: c.config.images_alone and isinstance(z := c.strategy, s.FSDP2Strategy) and z.param_dtype in ("bf16", "fp16"),
         "pixels and the statistics of batch norms are fp32, and layers take one type",
         "leave strategy.param_dtype out: autocast computes in low precision, op by op",
         "strategy.param_dtype",
     ),
     Rule(
         "dp × compile",
-        lambda c: c.config.strategy.kind == "dp" and c.config.compile.enabled,
+        lambda c: c.strategy.kind == "dp" and c.config.compile.enabled,
         "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",
         "use strategy=ddp, or compile.enabled=false",
         where="compile.enabled",
     ),
     Rule(
         "zero_bubble × fsdp2",
-        lambda c: _zero_bubble(c) and isinstance(c.config.strategy, s.FSDP2Strategy),
+        lambda c: _zero_bubble(c) and isinstance(c.strategy, s.FSDP2Strategy),
         "the split backward does not see through FSDP2's hooks: measured, weights of later stages get no gradient and nothing is said",
         "use schedule: interleaved",
     ),
@@ -185,43 +174,35 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "zero3 × compile",
-        lambda c: isinstance(c.config.strategy, s.Zero3Strategy) and c.config.compile.enabled,
+        lambda c: isinstance(c.strategy, s.Zero3Strategy) and c.config.compile.enabled,
         "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
         "use strategy=zero2 or fsdp2",
         "compile.enabled",
     ),
     Rule(
         "zero1, zero2 × NVMe offload",
-        lambda c: isinstance(c.config.strategy, s.Zero1Strategy | s.Zero2Strategy) and c.config.strategy.offload_optimizer.kind == "nvme",
+        lambda c: c.strategy.kind in ("zero1", "zero2") and offloads(c.strategy)[0] == "nvme",
         "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory",
         "use strategy=zero3, or offload_optimizer=cpu",
         "strategy.offload_optimizer",
     ),
     Rule(
         "zero3 with its optimizer on the device × parameters on NVMe",
-        lambda c: (
-            isinstance(z := c.config.strategy, s.Zero3Strategy)
-            and z.offload_parameters.kind == "nvme"
-            and z.offload_optimizer.kind == "none"
-        ),
+        lambda c: offloads(c.strategy) == ("none", "nvme"),
         "the step would bring all weights back to the device",
         "set offload_optimizer to cpu or nvme as well",
         "strategy.offload_parameters",
     ),
     Rule(
         "zero3 on NVMe × SGD",
-        lambda c: (
-            isinstance(c.config.strategy, s.Zero3Strategy)
-            and c.config.strategy.offload_optimizer.kind == "nvme"
-            and c.config.optimizer.kind == "sgd"
-        ),
+        lambda c: c.strategy.kind == "zero3" and offloads(c.strategy)[0] == "nvme" and c.config.optimizer.kind == "sgd",
         "DeepSpeed swaps the moments of Adam only",
         "use optimizer.kind=adamw, or offload_optimizer=cpu",
         "strategy.offload_optimizer",
     ),
     Rule(
         "ZeRO × fp16 × CPU",
-        lambda c: isinstance(c.config.strategy, s.ZeroStrategy) and c.device == "cpu" and c.precision == "fp16",
+        lambda c: isinstance(c.strategy, s.ZeroStrategy) and c.device == "cpu" and c.precision == "fp16",
         "DeepSpeed takes fp16 on GPUs only",
         "use precision=bf16 or fp32, or strategy=fsdp2",
         "precision",
@@ -229,8 +210,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ZeRO++ quantisation × CPU",
         lambda c: (
-            isinstance(z := c.config.strategy, s.Zero3Strategy)
-            and c.device == "cpu"
+            c.device == "cpu"
+            and isinstance(z := c.strategy, s.Zero3Strategy)
             and (z.zeropp.quantized_weights or z.zeropp.quantized_gradients)
         ),
         "its kernels are for GPUs",
@@ -239,9 +220,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ZeRO++ hierarchical_partition × number of processes",
-        lambda c: (
-            isinstance(c.config.strategy, s.Zero3Strategy) and c.mesh.world_size % c.config.strategy.zeropp.hierarchical_partition != 0
-        ),
+        lambda c: isinstance(z := c.strategy, s.Zero3Strategy) and c.mesh.world_size % z.zeropp.hierarchical_partition != 0,
         "the ranks of a second copy must divide all ranks",
         "use the number of GPUs of one host",
         "strategy.zeropp.hierarchical_partition",
@@ -250,7 +229,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _zero_bubble(c: Case) -> bool:
-    strategy = c.config.strategy
+    strategy = c.strategy
     options = strategy.pipeline if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else strategy
     return c.mesh.pp > 1 and getattr(options, "schedule", None) == "zero_bubble"
 
@@ -270,13 +249,13 @@ def compression(strategy: s.AnyStrategy) -> str:
 
 def _not_there(case: Case) -> list[str]:
     """Classes that FSDP2 should wrap and the model does not have."""
-    wrap = case.config.strategy.wrap if isinstance(case.config.strategy, s.FSDP2Strategy) else None
+    wrap = case.strategy.wrap if isinstance(case.strategy, s.FSDP2Strategy) else None
     return sorted(set(wrap or ()) - case.facts.classes) if case.facts else []
 
 
 def _stretches(case: Case) -> int:
     """Into how many stretches a sequence is cut: one a rank, or two where a ring shares causal work out evenly."""
-    return case.mesh.cp * (2 if case.mesh.cp > 1 and cp_method(case.config.strategy) == "ring" else 1)
+    return case.mesh.cp * (2 if case.mesh.cp > 1 and cp_method(case.strategy) == "ring" else 1)
 
 
 def _nearest(length: int, by: int) -> list[int]:
@@ -284,5 +263,4 @@ def _nearest(length: int, by: int) -> list[int]:
 
 
 def _heads(case: Case) -> int:
-    assert case.facts is not None
-    return case.facts.heads
+    return case.facts.heads if case.facts else 0

@@ -16,7 +16,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "images × dp",
-        lambda c: _sees(c) and c.config.strategy.kind == "dp",
+        lambda c: _sees(c) and c.strategy.kind == "dp",
         "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
         "use strategy=ddp",
     ),
@@ -41,7 +41,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "QLoRA × weights that are cut or sharded",
-        lambda c: _packed(c) and not (c.config.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        lambda c: _packed(c) and not (c.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "packed weights are proven whole on each rank only",
         "use strategy=ddp, or adapter.quantize=none",
         "adapter.quantize",
@@ -108,7 +108,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ring × tokens that see those behind them",
-        lambda c: c.mesh.cp > 1 and cp_method(c.config.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
+        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
         "torch's ring attention takes no mask, and padding is kept out by one",
         "use ulysses",
     ),
