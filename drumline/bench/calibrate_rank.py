@@ -56,7 +56,8 @@ def main() -> None:
 def measure(task: Task, ranks: Ranks) -> Calibration:
     """Everything, on every rank; only rank 0's answer is whole."""
     torch.backends.cuda.matmul.allow_tf32 = True  # precision.tf32's default
-    _together()
+    if dist.is_initialized():
+        dist.barrier()
     products, memory = multiply(task), copy_rate(task)
     host = to_and_from_host(task) if task.device == "cuda" else {}
     disk = dict[str, Measured]()
@@ -238,12 +239,6 @@ def _timed(call: Callable[[], Any], calls: int, device: str) -> float:
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _together() -> None:
-    """Wait for the others."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 if __name__ == "__main__":

@@ -48,16 +48,14 @@ def difference(run: Path, reference: Path) -> Difference:
     Checkpoints are read in portions: two models need not fit into memory.
     """
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
-    least = {"loss": SMALLEST_LOSS, "grad_norm": 1e-30}
-    figures = {key: _figures(series(past, key), series(expected, key), floor) for key, floor in least.items()}
     partly: list[str] = []
     by_tensor, unfelt = _felt(list(_tensors(run, reference, partly)))
     # Of the policy, and of another role that learns (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
     return Difference(
-        loss=figures["loss"],
-        grad_norm=figures["grad_norm"],
+        loss=_figures(series(past, "loss"), series(expected, "loss"), SMALLEST_LOSS),
+        grad_norm=_figures(series(past, "grad_norm"), series(expected, "grad_norm"), 1e-30),
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),

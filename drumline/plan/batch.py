@@ -104,17 +104,21 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
+def nearest(number: int, by: int) -> str:
+    """The multiples of `by` next to a number that is none, in words."""
+    return " or ".join(map(str, sorted({max(1, number // by) * by, (number // by + 1) * by})))
+
+
 def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
     """`tokens` of a sample, and how they are called."""
     if batch.global_tokens is None:
         return batch.global_samples
     samples, rest = divmod(batch.global_tokens, tokens)
     if rest or not samples:
-        near = sorted({max(1, samples) * tokens, (samples + 1) * tokens})
         raise PlanError(
             f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}",
             where="batch.global_tokens",
-            fix=f"nearest: {' or '.join(map(str, near))}",
+            fix=f"nearest: {nearest(batch.global_tokens, tokens)}",
         )
     return samples
 
@@ -122,11 +126,10 @@ def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
 def _divide(total: int, by: int, names: str) -> int:
     quotient, rest = divmod(total, by)
     if rest or not quotient:
-        near = sorted({max(1, quotient) * by, (quotient + 1) * by})
         raise PlanError(
             f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}",
             where="batch",
-            fix=f"nearest global batch: {' or '.join(map(str, near))}",
+            fix=f"nearest global batch: {nearest(total, by)}",
         )
     return quotient
 
@@ -145,11 +148,10 @@ def steps_of_rollouts(
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
     prompts, rest = divmod(episodes, group)
     if rest or not prompts:
-        near = sorted({max(1, prompts) * group, (prompts + 1) * group})
         raise PlanError(
             f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}",
             where="algorithm.group_size",
-            fix=f"choose batch.global_samples × algorithm.minibatches as {' or '.join(map(str, near))}",
+            fix=f"choose batch.global_samples × algorithm.minibatches as {nearest(episodes, group)}",
         )
     each = algorithm.epochs * algorithm.minibatches
     why.append(
@@ -159,11 +161,10 @@ def steps_of_rollouts(
     if config.run.steps is None:
         return None if data is None else each * max(1, math.ceil(config.run.epochs * data.train_samples / prompts))
     if config.run.steps % each:
-        near = sorted({max(1, config.run.steps // each) * each, (config.run.steps // each + 1) * each})
         raise PlanError(
             f"{config.run.steps} steps end within a rollout, which has {algorithm.epochs} epochs × {algorithm.minibatches} minibatches"
             f" = {each} steps",
             where="run.steps",
-            fix=f"nearest: {' or '.join(map(str, near))}",
+            fix=f"nearest: {nearest(config.run.steps, each)}",
         )
     return config.run.steps

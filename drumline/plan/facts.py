@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from drumline.config.schema import LoRAConfig
@@ -97,6 +98,11 @@ class ModelFacts:
     def learned(self) -> int:
         """Parameters with a gradient and moments."""
         return self.parameters - self.frozen
+
+    @cached_property
+    def parameters_before(self) -> tuple[int, ...]:
+        """Of `block_parameters` those before each block, and all: a table over all stages of a pipeline asks for thousands of sums."""
+        return (0, *accumulate(self.block_parameters))
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[tuple[tuple[Weight, ...], int], ...]:

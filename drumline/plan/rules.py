@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
+from drumline.plan.batch import nearest
 from drumline.plan.facts import TP_STYLES
 from drumline.plan.rule import Case, Rule, cp_method, offloads
 from drumline.plan.rules_models import MODEL_RULES
@@ -128,7 +129,7 @@ RULES: tuple[Rule, ...] = (
         "cp × max_length",
         lambda c: c.config.data.max_length % _stretches(c) != 0,
         lambda c: f"sequences of {c.config.data.max_length} tokens do not divide into {_stretches(c)} parts",
-        lambda c: f"nearest: {' or '.join(map(str, _nearest(c.config.data.max_length, _stretches(c))))}",
+        lambda c: f"nearest: {nearest(c.config.data.max_length, _stretches(c))}",
         where="data.max_length",
     ),
     Rule(
@@ -256,10 +257,6 @@ def _not_there(case: Case) -> list[str]:
 def _stretches(case: Case) -> int:
     """Into how many stretches a sequence is cut: one a rank, or two where a ring shares causal work out evenly."""
     return case.mesh.cp * (2 if case.mesh.cp > 1 and cp_method(case.strategy) == "ring" else 1)
-
-
-def _nearest(length: int, by: int) -> list[int]:
-    return sorted({max(1, length // by) * by, (length // by + 1) * by})
 
 
 def _heads(case: Case) -> int:

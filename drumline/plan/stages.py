@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
@@ -119,7 +118,10 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """What the stage with blocks [first, stop) takes. The embedding is a look-up and costs bytes alone; the head is a product of
     all its weights, 6 FLOPs each. A head tied to the embedding is held by both stages."""
-    return _stage_costs(facts)(first, stop)
+    held, last = facts.parameters_before, stop == len(facts.block_parameters)
+    inside, behind = held[stop] - held[first], facts.head_parameters if last else 0
+    flops = 6 * (inside + behind) + facts.attention_flops * (stop - first)
+    return Cost(flops, inside + behind + (facts.embedding_parameters if first == 0 else 0))
 
 
 @lru_cache(maxsize=256)  # a search asks for the same few cuts again and again
@@ -135,21 +137,7 @@ def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
             where="strategy",
             fix=f"at most {blocks} stages (ranks × stages_per_rank)",
         )
-    return balance(_stage_costs(facts), blocks, stages)
-
-
-@lru_cache(maxsize=64)
-def _stage_costs(facts: ModelFacts) -> Callable[[int, int], Cost]:
-    """`stage_cost` by running sums: a table over all stages asks for thousands."""
-    held = [0, *accumulate(facts.block_parameters)]
-    blocks = len(facts.block_parameters)
-
-    def cost(first: int, stop: int) -> Cost:
-        inside, behind = held[stop] - held[first], facts.head_parameters if stop == blocks else 0
-        flops = 6 * (inside + behind) + facts.attention_flops * (stop - first)
-        return Cost(flops, inside + behind + (facts.embedding_parameters if first == 0 else 0))
-
-    return cost
+    return balance(partial(stage_cost, facts), blocks, stages)
 
 
 def balance(cost: Callable[[int, int], Cost], blocks: int, stages: int) -> tuple[Range, ...]:

@@ -133,9 +133,9 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
             raise PlanError(f"{path} is for stage 3", where="strategy.config", fix="use strategy.kind: zero3")
         elif path in NEUTRAL and value != NEUTRAL[path]:
             raise PlanError(
-                f"{path} {_said(value)} does not go with Drumline's training step",
+                f"{path} {json.dumps(value)} does not go with Drumline's training step",
                 where="strategy.config",
-                fix=f"set it to {_said(NEUTRAL[path])}, or leave it out",
+                fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out",
             )
     for path, rule in ruled.items():
         _put(made, path, rule.value)
@@ -222,10 +222,7 @@ def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
 
 def _check_optimizer(own: dict[str, Any], config: Config) -> None:
     """The optimizer is built from the YAML; the user's file may say the same."""
-    given = own.get("optimizer")
-    if given is None:
-        return
-    options, names = config.optimizer, OPTIMIZERS[config.optimizer.kind]
+    given, options, names = own.get("optimizer") or {}, config.optimizer, OPTIMIZERS[config.optimizer.kind]
     kind = given.get("type", AUTO)
     if kind != AUTO and kind.lower() not in (name.lower() for name in names):
         raise _contradiction("optimizer.type", kind, Ruled(names[0], "optimizer.kind"))
@@ -235,32 +232,29 @@ def _check_optimizer(own: dict[str, Any], config: Config) -> None:
         rules |= {name: Ruled(True, "optimizer.kind") for name in ("adam_w_mode", "bias_correction", "fp32_optimizer_states")}
     else:
         rules |= {"momentum": Ruled(options.momentum, "optimizer.momentum"), "nesterov": Ruled(False, "optimizer.kind")}
-    for name, value in (given.get("params") or {}).items():
-        if name in rules:
-            _require_equal(f"optimizer.params.{name}", value, rules[name])
-        elif value != AUTO and name != "torch_adam":  # which code runs AdamW is ours to choose
-            raise PlanError(f"optimizer.params.{name} has no place here", where="strategy.config", fix="leave it out")
+    params = dict(given.get("params") or {})
+    params.pop("torch_adam", None)  # which code runs AdamW is ours to choose
+    _check_params("optimizer", params, rules, "leave it out")
 
 
 def _check_schedule(own: dict[str, Any], decided: Decided) -> None:
     """Drumline sets the rate of each step; the user's file may say the same."""
-    given = own.get("scheduler")
-    if given is None:
-        return
-    schedule = decided.config.schedule
+    given, schedule = own.get("scheduler") or {}, decided.config.schedule
     kind, ours = given.get("type", AUTO), SCHEDULERS.get(schedule.kind)
     if kind not in (AUTO, ours):
         raise _contradiction("scheduler.type", kind, Ruled(ours or schedule.kind, "schedule.kind"))
     rules = {"warmup_max_lr": Ruled(decided.config.optimizer.lr, "optimizer.lr"), "warmup_min_lr": Ruled(0, "schedule")}
     rules["warmup_num_steps"] = Ruled(schedule.warmup_steps, "schedule.warmup_steps")
     rules["total_num_steps"] = Ruled(decided.steps, "run.steps")
-    for name, value in (given.get("params") or {}).items():
+    _check_params("scheduler", given.get("params") or {}, rules, "leave it out: `schedule` sets each step's rate")
+
+
+def _check_params(section: str, given: dict[str, Any], rules: dict[str, Ruled], fix: str) -> None:
+    for name, value in given.items():
         if name in rules:
-            _require_equal(f"scheduler.params.{name}", value, rules[name])
+            _require_equal(f"{section}.params.{name}", value, rules[name])
         elif value != AUTO:
-            raise PlanError(
-                f"scheduler.params.{name} has no place here", where="strategy.config", fix="leave it out: `schedule` sets each step's rate"
-            )
+            raise PlanError(f"{section}.params.{name} has no place here", where="strategy.config", fix=fix)
 
 
 def _require_equal(path: str, value: Any, rule: Ruled) -> None:
@@ -270,15 +264,10 @@ def _require_equal(path: str, value: Any, rule: Ruled) -> None:
 
 def _contradiction(path: str, value: Any, rule: Ruled) -> PlanError:
     return PlanError(
-        f"{path} is {_said(value)} in the DeepSpeed config, but the YAML says {_said(rule.value)}",
+        f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}",
         where=rule.where,
         fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there",
     )
-
-
-def _said(value: Any) -> str:
-    """A value as JSON writes it."""
-    return json.dumps(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ nested dicts

@@ -12,7 +12,7 @@ import pytest
 
 from drumline.config.load import load
 from drumline.models import load as models
-from drumline.plan.forecast.memory import state_of
+from drumline.plan.forecast.zero_states import state_of
 from drumline.plan.forecast.states import part_of
 from drumline.plan.forecast.traffic import traffic
 from drumline.plan.forecast.truth import Measurement

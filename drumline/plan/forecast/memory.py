@@ -19,8 +19,8 @@ from drumline.plan.figures import Activations, Memory
 from drumline.plan.forecast.activations import formula, head_bytes, kind_of, tower_bytes
 from drumline.plan.forecast.buffers import Buffers, buffers_of
 from drumline.plan.forecast.others import others_of
-from drumline.plan.forecast.states import Part, State, end_weights, native_state, part, part_of
-from drumline.plan.forecast.zero_states import FULL, zero_state
+from drumline.plan.forecast.states import Part, State, end_weights, part, part_of
+from drumline.plan.forecast.zero_states import FULL, state_of
 from drumline.plan.layout import Layout
 
 GIB = 2**30
@@ -88,12 +88,6 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         phase="backward" if name in BACKWARD else name,
         phases=held,
     )
-
-
-def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """What a rank keeps, by the engine that the layout runs on."""
-    state = zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
-    return state if layout.device == "cuda" else state.here()
 
 
 def overhead_of(layout: Layout) -> int:

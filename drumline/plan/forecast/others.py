@@ -9,10 +9,10 @@ from drumline.config.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerat
 from drumline.config.strategies import FSDP2Strategy
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.activations import block_of, formula, kind_of
-from drumline.plan.forecast.states import ends, held, native_state, part_of, shards_of
-from drumline.plan.forecast.zero_states import FULL, LOW, zero_state
+from drumline.plan.forecast.states import Part, ends, held, part_of, shards_of
+from drumline.plan.forecast.zero_states import FULL, LOW, state_of
 from drumline.plan.layout import Layout
-from drumline.plan.plan import RolePlan, as_role
+from drumline.plan.plan import as_role
 from drumline.plan.roles import reference_kind
 
 
@@ -37,8 +37,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
         own = replace(layout, role_facts={}, **as_role(role, layout.config, layout.data_parallel, layout.pipeline))
         mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.learns:
-            state = zero_state(own, sizes) if own.data_parallel == "zero" else native_state(own, sizes, mine)
-            state = state if layout.device == "cuda" else state.here()
+            state = state_of(own, sizes, mine)
             total = replace(
                 total,
                 parameters=total.parameters + state.parameters,
@@ -48,13 +47,13 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
             continue
         if name == "reference" and reference_kind(layout.config) == "precomputed" and sizes.parameters <= facts.learned:
             continue  # it is gone before the first gradients, which take as much
-        total = replace(total, parameters=total.parameters + _frozen(layout, own, sizes, rank, role))
+        total = replace(total, parameters=total.parameters + _frozen(layout, own, sizes, mine))
     return total
 
 
-def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, rank: int, role: RolePlan) -> int:
+def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
     """Weights of a model that only answers: what is multiplied lies in the type that it computes in (see strategies.build._frozen)."""
-    mine, strategy, shards = part_of(sizes, role.layers, layout.mesh.pp, rank), own.strategy, shards_of(own)
+    strategy, shards = own.strategy, shards_of(own)
     has = held(sizes, mine, own.mesh.tp, shards)
     if isinstance(strategy, FSDP2Strategy) and strategy.offload == "cpu" and layout.device == "cuda":
         return 0

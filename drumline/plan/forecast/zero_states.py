@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.forecast.states import State, slots
+from drumline.plan.forecast.states import Part, State, native_state, slots
 from drumline.plan.layout import Layout
 from drumline.plan.rule import offloads
 from drumline.plan.zero import STAGES
@@ -91,3 +91,9 @@ def zero_state(layout: Layout, facts: ModelFacts) -> State:
         # DeepSpeed's BF16_Optimizer: fp32 gradients of all weights for good, and the bf16 ones that they were added up from.
         return State(weights, FULL * cut.flat + LOW * cut.learned, masters)
     return State(weights, FULL * (share + (cut.learned if stage == 1 else 0)), masters)
+
+
+def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """What a rank keeps, by the engine that the layout runs on."""
+    state = zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
+    return state if layout.device == "cuda" else state.here()
