@@ -5,6 +5,11 @@ from __future__ import annotations
 from drumline.config import strategies as s
 
 
+def compression(strategy: s.AnyStrategy) -> str:
+    """What DDP's gradients are compressed by; `none` where there is no DDP."""
+    return strategy.compression.kind if isinstance(strategy, s.DDPStrategy) else "none"
+
+
 def compresses(options: s.Compression, step: int) -> bool:
     """Whether gradients are compressed in the step after `step` steps."""
     return options.kind != "none" and (options.kind not in s.WITH_MEMORY or step >= options.start_step)
@@ -20,9 +25,7 @@ def step_kind(strategy: s.AnyStrategy, step: int) -> str:
     """A name for what the step after `step` steps sends: steps of one kind send alike."""
     if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
         return "together" if averages(strategy, step) else "apart"
-    if isinstance(strategy, s.DDPStrategy):
-        return "compressed" if compresses(strategy.compression, step) else "whole"
-    return "whole"
+    return "compressed" if isinstance(strategy, s.DDPStrategy) and compresses(strategy.compression, step) else "whole"
 
 
 def shares(strategy: s.AnyStrategy) -> dict[str, float]:
@@ -30,14 +33,14 @@ def shares(strategy: s.AnyStrategy) -> dict[str, float]:
     if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
         often = 1 / strategy.period
         return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
-    return {"compressed" if isinstance(strategy, s.DDPStrategy) and strategy.compression.kind != "none" else "whole": 1.0}
+    return {"compressed" if compression(strategy) != "none" else "whole": 1.0}
 
 
 def kept_bytes(strategy: s.AnyStrategy, world: int) -> int:
     """Bytes for each learned parameter that a rank keeps between steps for talking less: errors, or the outer weights and momentum."""
     if isinstance(strategy, s.DiLoCoStrategy):
         return 4 + 4
-    return 4 if world > 1 and isinstance(strategy, s.DDPStrategy) and strategy.compression.kind in s.WITH_MEMORY else 0
+    return 4 if world > 1 and compression(strategy) in s.WITH_MEMORY else 0
 
 
 def communication_why(strategy: s.AnyStrategy, world: int) -> list[str]:
@@ -48,9 +51,9 @@ def communication_why(strategy: s.AnyStrategy, world: int) -> list[str]:
             f"{strategy.kind}: evaluation and checkpoints see the mean of the ranks' weights; a checkpoint gives it to all, with moments",
         ]
         return lines if world > 1 else [*lines, f"{strategy.kind}: one process, so the mean is its own weights"]
-    if not isinstance(strategy, s.DDPStrategy) or strategy.compression.kind == "none":
+    kind = compression(strategy)
+    if kind == "none":
         return []
-    kind = strategy.compression.kind
     if world == 1:
         return [f"compression {kind}: one process sends nothing"]
     kept = f"compression {kind}: what a rank has not sent yet is not saved; a run that goes on from a checkpoint starts without it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from drumline.config import strategies as s
 from drumline.errors import PlanError
 from drumline.plan.batch import nearest
+from drumline.plan.communication import compression
 from drumline.plan.facts import TP_STYLES
 from drumline.plan.rule import Case, Rule, cp_method, offloads
 from drumline.plan.rules_models import MODEL_RULES
@@ -241,11 +242,6 @@ def check_rules(case: Case) -> None:
         if rule.refuses(case):
             reason, instead = (words if isinstance(words, str) else words(case) for words in (rule.reason, rule.instead))
             raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
-
-
-def compression(strategy: s.AnyStrategy) -> str:
-    """What DDP's gradients are compressed by; `none` where there is no DDP."""
-    return strategy.compression.kind if isinstance(strategy, s.DDPStrategy) else "none"
 
 
 def _not_there(case: Case) -> list[str]:
