@@ -13,18 +13,8 @@ from typing import Literal, NamedTuple
 from drumline.config.schema import LoRAConfig
 
 # The words of transformers' tensor-parallel plans that strategies.tensor_parallel knows; the others are of mixtures of experts.
-TP_STYLES = frozenset(
-    (
-        "colwise",
-        "colwise_gather_output",
-        "colwise_rep",
-        "replicate",
-        "replicated_with_grad_allreduce",
-        "rowwise",
-        "rowwise_rep",
-        "rowwise_split_input",
-    )
-)
+ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
+TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce"))
 Place = Literal["block", "before", "after", "both"]
 
 

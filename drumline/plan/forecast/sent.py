@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from drumline.plan.facts import ModelFacts, Weight
+from drumline.plan.facts import COLUMNS_CUT, ROWS_CUT, ModelFacts, Weight
 from drumline.plan.figures import Traffic
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
 Way = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
 Beside = Literal["forward", "backward", "last", "nothing"]
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
-ROWS_CUT = ("colwise", "colwise_gather_output", "colwise_rep", "embedding", "head")
-COLUMNS_CUT = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 
 class Flow(NamedTuple):
@@ -69,7 +67,7 @@ def share(length: int, ranks: int, rank: int) -> int:
 
 def cut_dimension(weight: Weight) -> int | None:
     """The dimension that tensor parallelism cuts; None: each rank has the whole."""
-    if weight.style in ROWS_CUT:
+    if weight.style in (*ROWS_CUT, "embedding", "head"):
         return 0 if weight.shape else None
     return 1 if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
 
