@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,8 @@ def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: in
     strategies = wanted or [*USUAL, *(MIXES if nproc >= 4 else ())]
     spelled = {name: _spell(name) for name in strategies}
     console = Console()
-    with _folder(keep) as root, bars(Console(stderr=True)) as on_progress:
+    with _folder(keep) as place, bars(Console(stderr=True)) as on_progress:
+        root = Path(place)
         common = [*overrides, *_common(config_path, overrides, nproc, steps, on_progress)]
         alone = load(config_path, [*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
         _run(alone, REFERENCE, on_progress)
@@ -154,16 +154,13 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     return plan
 
 
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="drumline-verify-") as root:
-            yield Path(root)
-        return
+        return tempfile.TemporaryDirectory(prefix="drumline-verify-")
     if keep.exists() and any(keep.iterdir()):
         raise EnvironmentFault("the folder is not empty", where=str(keep), fix="choose another with --keep")
     keep.mkdir(parents=True, exist_ok=True)
-    yield keep
+    return contextlib.nullcontext(str(keep))
 
 
 def _table(outcomes: list[Outcome], steps: int, tolerance: float) -> Table:

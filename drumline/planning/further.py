@@ -18,7 +18,6 @@ from drumline.plan.choice.auto import with_little_room
 from drumline.plan.choice.guides import disagreements
 from drumline.plan.choice.search import Answer, Question, search
 from drumline.plan.facts import with_lora
-from drumline.plan.figures import Estimate
 from drumline.planning.as_json import VERSION, candidate
 from drumline.planning.figures import GB, hours, overrides
 from drumline.planning.table import number, plain_table, show_headline
@@ -70,18 +69,14 @@ def show_lighter(answer: Answer, console: Console) -> None:
         best = found.ranked[0].estimate
         speed = best.tokens_per_s / first.estimate.tokens_per_s
         needs = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
-        console.print(f"With adapter=lora: {found.ranked[0].name}, {needs}, {_most_host(best):.0f} GB of a host.\n", markup=False)
+        console.print(f"With adapter=lora: {found.ranked[0].name}, {needs}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
 
 
 def show_host(answer: Answer, console: Console) -> None:
     """Say that nobody said how much memory a host has, where that might matter."""
-    if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := _most_host(answer.ranked[0].estimate)) > 64:
+    if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := answer.ranked[0].estimate.host.most / GB) > 64:
         words = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
         console.print(f"{words}\n", markup=False)
-
-
-def _most_host(estimate: Estimate) -> float:
-    return estimate.host.most / GB
 
 
 # ------------------------------------------------------------------------------------------------------------------ most

@@ -96,14 +96,13 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     of_all = facts.parameters + sum(f.parameters for f in layout.role_facts.values())
     there = gradients_at_peak(memory)
     yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
+    chunk = getattr(layout.config.algorithm, "loss_chunk", None)
     sources = {
         "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
         "gradients": _shared(memory.gradients, facts.learned, 4, "that learn", layout) + yet,
         "optimizer": _shared(memory.optimizer, facts.learned, moments, "that learn", layout),
         "activations": _activations(memory.activations, tokens, facts, layout),
-        "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words"
-        if memory.logits
-        else f"made {_chunk(layout)} tokens at a time, never kept",
+        "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
         "buffers": "gathered weights, buckets, copies of a step",
         "overhead": "what torch does not own: context, kernels, communicators",
     }
@@ -154,11 +153,6 @@ def _activations(bytes_: int, tokens: int, facts: ModelFacts, layout: Layout) ->
     each = bytes_ / max(1, tokens * facts.layers * facts.hidden)
     rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
     return f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes"
-
-
-def _chunk(layout: Layout) -> int | None:
-    """Tokens whose logits are there at once; None: all."""
-    return getattr(layout.config.algorithm, "loss_chunk", None)
 
 
 def _host(found: Candidate) -> list[Row]:

@@ -95,22 +95,19 @@ def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
 def _changes(question: Question) -> Iterator[tuple[str, Question]]:
     config = question.config
 
-    def changed(**sections: object) -> Question:
-        return replace(question, config=config.model_copy(update=sections))
+    def changed(section: str, **values: object) -> Question:
+        return replace(question, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
 
     if "activation_checkpointing" in config.memory.model_fields_set and config.memory.activation_checkpointing != "full":
-        yield (
-            "memory.activation_checkpointing=full",
-            changed(memory=config.memory.model_copy(update={"activation_checkpointing": "full"})),
-        )
+        yield "memory.activation_checkpointing=full", changed("memory", activation_checkpointing="full")
     if config.batch.global_samples is not None and (over := config.batch.global_samples % question.cluster.world_size):
         samples = config.batch.global_samples - over + question.cluster.world_size
-        yield f"batch.global_samples={samples}", changed(batch=config.batch.model_copy(update={"global_samples": samples}))
+        yield f"batch.global_samples={samples}", changed("batch", global_samples=samples)
     if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
-        yield "batch.micro_batch=1", changed(batch=config.batch.model_copy(update={"micro_batch": 1, "accumulation": None}))
+        yield "batch.micro_batch=1", changed("batch", micro_batch=1, accumulation=None)
     chunk = type(config.algorithm).model_fields.get("loss_chunk")
     if chunk is not None and not getattr(config.algorithm, "loss_chunk", None):
-        yield f"algorithm.loss_chunk={chunk.default}", changed(algorithm=config.algorithm.model_copy(update={"loss_chunk": chunk.default}))
+        yield f"algorithm.loss_chunk={chunk.default}", changed("algorithm", loss_chunk=chunk.default)
     if question.nvme is None and question.deepspeed:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
     if config.adapter.kind == "none" and config.head == "lm":
@@ -118,7 +115,7 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         for what, adapter in list(adapters.items())[: 2 if question.cluster.device.kind == "cuda" else 1]:
             facts = with_lora(question.facts, adapter)
             if facts is not None:
-                yield what, replace(changed(adapter=adapter), facts=facts)
+                yield what, replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)
 
 
 def _shorter(question: Question) -> tuple[str, Question] | None:

@@ -96,10 +96,10 @@ def _spreads(plan: Plan) -> list[tuple[int, AnyStrategy]]:
     several = plan.mesh.data_ranks * plan.mesh.cp > 1
     if isinstance(strategy, DDPStrategy) and several and strategy.compression.kind == "none":
         sharded = FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
-        return [*own, (2, sharded), *_offloaded(plan, sharded, 3)]
+        return [*own, (2, sharded), *_offloaded(plan, sharded)]
     if isinstance(strategy, FSDP2Strategy):
         lean = strategy.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
-        return [*own, *([] if lean == strategy else [(2, lean)]), *_offloaded(plan, lean, 3)]
+        return [*own, *([] if lean == strategy else [(2, lean)]), *_offloaded(plan, lean)]
     if isinstance(strategy, Zero1Strategy | Zero2Strategy | Zero3Strategy) and strategy.config is None and not strategy.options:
         host = strategy.offload_optimizer
         if isinstance(strategy, Zero1Strategy):
@@ -108,12 +108,11 @@ def _spreads(plan: Plan) -> list[tuple[int, AnyStrategy]]:
             own.append((2, Zero3Strategy(offload_optimizer=host)))
         if host.kind == "none" and plan.device == "cuda":
             own.append((3, strategy.model_copy(update={"offload_optimizer": Offload(kind="cpu")})))
-        return own
     return own
 
 
-def _offloaded(plan: Plan, strategy: FSDP2Strategy, cost: int) -> list[tuple[int, AnyStrategy]]:
+def _offloaded(plan: Plan, strategy: FSDP2Strategy) -> list[tuple[int, AnyStrategy]]:
     """States on the host: of use where that is another memory."""
     if plan.device != "cuda" or strategy.offload == "cpu":
         return []
-    return [(cost, strategy.model_copy(update={"offload": "cpu"}))]
+    return [(3, strategy.model_copy(update={"offload": "cpu"}))]

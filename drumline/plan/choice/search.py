@@ -284,7 +284,6 @@ class _Look:
                 pipeline=pipeline,
                 roles=roles,
                 role_facts=question.role_facts,
-                steps=None,
                 devices_per_rank=question.cluster.per_node if strategy.kind == "dp" and self.device == "cuda" else 1,
             )
         if refusal is not None and not any_:

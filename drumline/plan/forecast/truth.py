@@ -112,17 +112,10 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
     spared = grows * max(0.0, 1.0 - measured.width)
     predicted |= {"peak": peak - spared, "reserved": memory.reserved - memory.overhead - spared}
     narrow = {"peak": memory.peak, "reserved": memory.reserved} if measured.width < NARROW else {}
-    rows = [
-        Row(
-            category=name,
-            unit="bytes",
-            predicted=predicted[name],
-            measured=value,
-            note="rows were much shorter than planned" if value <= narrow.get(name, -1) else "",
-            slack=OFF * SMALL,
-        )
-        for name, value in measured.memory.items()
-    ]
+    rows = []
+    for name, value in measured.memory.items():
+        note = "rows were much shorter than planned" if value <= narrow.get(name, -1) else ""
+        rows.append(Row(category=name, unit="bytes", predicted=predicted[name], measured=value, note=note, slack=OFF * SMALL))
     slack = float(HOST_SLACK * measured.ranks_per_host)
     for phase, value in measured.host.items():
         rows.append(Row(category=f"host {phase}", unit="bytes", predicted=getattr(estimate.host, phase), measured=value, slack=slack))
