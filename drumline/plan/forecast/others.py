@@ -20,16 +20,15 @@ from drumline.plan.roles import reference_kind
 class Others:
     """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    copy: int = 0
-    rollout: float = 0.0
+    parameters: int
+    gradients: int
+    optimizer: int
+    copy: int
+    rollout: float
 
 
 def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
-    copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
-    total = Others(copy=copy, rollout=_rollout(layout, facts))
+    parameters = gradients = optimizer = 0
     for name, role in layout.roles.items():
         sizes = layout.role_facts.get(name)
         if sizes is None:
@@ -38,17 +37,12 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
         mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.learns:
             state = state_of(own, sizes, mine)
-            total = replace(
-                total,
-                parameters=total.parameters + state.parameters,
-                gradients=total.gradients + state.gradients,
-                optimizer=total.optimizer + state.optimizer,
-            )
-            continue
-        if name == "reference" and reference_kind(layout.config) == "precomputed" and sizes.parameters <= facts.learned:
-            continue  # it is gone before the first gradients, which take as much
-        total = replace(total, parameters=total.parameters + _frozen(layout, own, sizes, mine))
-    return total
+            parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
+        # A reference that answers before all is gone by the first gradients, which take as much.
+        elif name != "reference" or reference_kind(layout.config) != "precomputed" or sizes.parameters > facts.learned:
+            parameters += _frozen(layout, own, sizes, mine)
+    copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
+    return Others(parameters, gradients, optimizer, copy, _rollout(layout, facts))
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
