@@ -13,7 +13,7 @@ import pytest
 from drumline.config.load import load
 from drumline.models import load as models
 from drumline.plan.forecast.states import part_of
-from drumline.plan.forecast.traffic import traffic
+from drumline.plan.forecast.traffic import flows
 from drumline.plan.forecast.truth import Measurement
 from drumline.plan.forecast.zero_states import state_of
 from drumline.plan.layout import Layout
@@ -98,7 +98,7 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     states = [state_of(layout, facts, part_of(facts, layers, plan.mesh.pp, stage)) for stage in range(plan.mesh.pp)]
     assert max(measured.by_rank["parameters"]) == max(state.parameters for state in states)
     if plan.engine == "native" and plan.mesh.cp * plan.mesh.tp == 1 and plan.data_parallel in ("ddp", "fsdp2"):
-        assert mine[-1]["sent_bytes"] == pytest.approx(traffic(layout, facts, step=4).total, rel=1e-6, abs=1)
+        assert mine[-1]["sent_bytes"] == pytest.approx(flows(layout, facts, step=4).traffic().total, rel=1e-6, abs=1)
 
 
 def test_two_bytes_fall_away_for_each_frozen_entry(runs: dict[str, Path]) -> None:

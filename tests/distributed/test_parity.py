@@ -15,7 +15,7 @@ import pytest
 from drumline.bench.difference import difference
 from drumline.config.load import load
 from drumline.models import load as models
-from drumline.plan.forecast.traffic import traffic
+from drumline.plan.forecast.traffic import flows
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
@@ -157,7 +157,7 @@ def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) ->
     run = runs.of(row, case)
     plan = Plan.load(run / "plan.json")
     facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
-    told = traffic(Layout.of(plan), facts, step=2).total + ONCE.get(row.name, 0)
+    told = flows(Layout.of(plan), facts, step=2).traffic().total + ONCE.get(row.name, 0)
     assert events(run, "step")[-1]["sent_bytes"] == pytest.approx(told, rel=1e-6, abs=1)
 
 

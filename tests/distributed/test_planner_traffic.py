@@ -11,7 +11,7 @@ import pytest
 
 from drumline.config.load import load
 from drumline.models.load import facts, load_config
-from drumline.plan.forecast.traffic import traffic
+from drumline.plan.forecast.traffic import flows
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
@@ -93,7 +93,7 @@ def predicted(plan: Plan) -> float:
     config = plan.config
     hf_config = load_config(plan.model_path, config.model)
     layout = replace(Layout.of(plan), tokens_per_row=LENGTH)  # of the counted step; the last row of the data is shorter
-    return traffic(layout, facts(hf_config, LENGTH, config.adapter, config.head), step=2).total
+    return flows(layout, facts(hf_config, LENGTH, config.adapter, config.head), step=2).traffic().total
 
 
 def run_rows(root: Path, rows: list[Row]) -> None:

@@ -18,7 +18,7 @@ from drumline.models.load import facts, load_config
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.figures import Seconds
 from drumline.plan.forecast.times import seconds
-from drumline.plan.forecast.traffic import flows, traffic
+from drumline.plan.forecast.traffic import flows
 from drumline.plan.layout import Layout, tokens_of_a_row
 from drumline.plan.mesh import Mesh, resolve_mesh
 from drumline.plan.plan import BatchPlan
@@ -102,7 +102,7 @@ def test_communication_hides_behind_enough_computing() -> None:
 
 def test_tensor_parallel_messages_never_hide() -> None:
     how = layout("tp")
-    sent = traffic(how, model()).total
+    sent = flows(how, model()).traffic().total
     assert taken("tp").communication > 0.9 * sent / cluster().intra.bandwidth
     assert 8 * taken("tp").total > taken("fsdp2").total, "which has eight times the tokens"
 

@@ -75,23 +75,16 @@ def wrong(out: Exhausted, planned: Memory) -> Wrong | None:
     return max(found, key=lambda w: w.found - w.planned, default=None)
 
 
-def largest(planned: Memory) -> tuple[str, int]:
-    """The category that holds most."""
-    names = (*STATES, "activations", "logits", "buffers")
-    figures = planned.model_dump()
-    name = max(names, key=lambda n: figures[n])
-    return name, figures[name]
-
-
 def verdict(out: Exhausted, planned: Memory) -> str:
     """What the plan had said, and which of its lines was wrong by how much."""
     said = f"the plan said {size(planned.peak)}"
     if off := wrong(out, planned):
         return f"{said}: {off.words()}"
-    name, most = largest(planned)
+    name = max((*STATES, "activations", "logits", "buffers"), key=lambda each: getattr(planned, each))
+    mostly = f"most of it {name}, {size(getattr(planned, name))}"
     if out.room is not None and planned.peak + planned.overhead > out.room:
-        return f"{said}, more than there is room for; most of it {name}, {size(most)}"
-    return f"{said}, most of it {name}, {size(most)}"
+        return f"{said}, more than there is room for; {mostly}"
+    return f"{said}, {mostly}"
 
 
 def correction(out: Exhausted, planned: Memory) -> float:

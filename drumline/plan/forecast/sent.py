@@ -53,6 +53,7 @@ class Sent:
             self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, way, self.part * calls, beside))
 
     def traffic(self) -> Traffic:
+        """All of it, by kind of collective."""
         sums = Counter[str]()
         for flow in self.flows:
             sums[flow.kind] += flow.bytes_  # type: ignore[assignment]

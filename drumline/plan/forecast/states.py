@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,11 +40,6 @@ class Sizes:
         learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
         return Sizes(learned, still, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
 
-    def times(self, number: int) -> Sizes:
-        """Of so many equal ones."""
-        learned, still, linear = self.learned * number, self.still * number, self.linear * number
-        return Sizes(learned, still, linear, self.largest, self.low * number, self.matrices * number)
-
     @property
     def entries(self) -> int:
         return self.learned + self.still
@@ -61,14 +56,16 @@ def part(weight: Weight, tp: int, shards: int) -> int:
     return math.prod(shape)
 
 
-def sizes(weights: Iterable[Weight], size: Callable[[Weight], int]) -> Sizes:
+def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
+    """Of weights cut tp × shards ways, of each so many equal ones."""
     total = Sizes()
     for weight in weights:
-        here = size(weight)
+        each = part(weight, tp, shards)
+        here = number * each
         linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
         matrix = here if len(weight.shape) >= 2 else 0
         if weight.learned:
-            total += Sizes(here, largest=here, matrices=matrix)
+            total += Sizes(here, largest=each, matrices=matrix)
         else:
             total += Sizes(still=here, linear=linear, low=matrix, matrices=matrix)
     return total
@@ -113,26 +110,21 @@ def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """A part, cut tp × shards ways."""
     total = ends(facts, mine, tp, shards)
     for block, number in _kinds(facts, mine).items():
-        total += block_sizes(facts, block, tp, shards).times(number)
+        total += sizes(facts.block_weights[block], tp, shards, number)
     return total
 
 
 @lru_cache(maxsize=4096)
 def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """What of it lies outside of the blocks."""
-    return sizes(end_weights(facts, mine), lambda w: part(w, tp, shards))
-
-
-@lru_cache(maxsize=4096)
-def block_sizes(facts: ModelFacts, block: int, tp: int = 1, shards: int = 1) -> Sizes:
-    """Of one block, by its number."""
-    return sizes(facts.block_weights[block], lambda w: part(w, tp, shards))
+    return sizes(end_weights(facts, mine), tp, shards)
 
 
 @lru_cache(maxsize=4096)
 def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """Of the block of a part that has most entries; nothing where it has none."""
-    return max((block_sizes(facts, block, tp, shards) for block in _kinds(facts, mine)), key=lambda size: size.entries, default=Sizes())
+    blocks = (sizes(facts.block_weights[block], tp, shards) for block in _kinds(facts, mine))
+    return max(blocks, key=lambda size: size.entries, default=Sizes())
 
 
 def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:

@@ -6,7 +6,6 @@ from drumline.config import strategies as s
 from drumline.config.model import Head
 from drumline.plan.communication import averages, compresses
 from drumline.plan.facts import ModelFacts
-from drumline.plan.figures import Traffic
 from drumline.plan.forecast.sent import Sent, held, tp_ranks
 from drumline.plan.forecast.sent_data import averaged, batch_norms, ddp, fsdp2, norm, together
 from drumline.plan.forecast.sent_model import context, pipeline, tensor
@@ -15,7 +14,7 @@ from drumline.plan.forecast.states import shards_of
 from drumline.plan.layout import Layout
 
 
-def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traffic:
+def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
     """Mean over ranks of what forward, backward, gradient norm and step of every model that learns send; as `train.loop` counts it, so
     rollouts, frozen roles, sums of losses and checkpoints are left out. `step`: of the step after so many; None: the mean of a long run,
     which differs for local SGD and DiLoCo alone.
@@ -24,11 +23,6 @@ def traffic(layout: Layout, facts: ModelFacts, step: int | None = None) -> Traff
     without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
     over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `sent_data.ddp`, `sent_zero`.
     """
-    return flows(layout, facts, step).traffic()
-
-
-def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
-    """The same, told apart by what it is sent for."""
     sent = Sent()
     _of_model(sent, layout, facts, layout.config.head, step)
     for name, role in layout.roles.items():
