@@ -15,6 +15,7 @@ from drumline.plan.choice.probe import Factors, Probe
 from drumline.plan.explain import plan_line
 from drumline.plan.forecast.truth import OFF, Measurement, Row, compare, notes
 from drumline.plan.plan import Plan
+from drumline.planning.figures import grouped
 from drumline.report.events import read
 
 TRAIN = "train with this version: drumline train CONFIG.yaml"
@@ -79,11 +80,8 @@ def only_shown(row: Row) -> str:
 
 def remarks(rows: list[Row], measured: Measurement) -> list[str]:
     """Lines under the table."""
-    why: dict[str, list[str]] = {}
-    for row in rows:
-        if only_shown(row):
-            why.setdefault(only_shown(row), []).append(row.category)
-    return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items()]
+    why = grouped((only_shown(row), row.category) for row in rows)
+    return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason]
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from drumline.config.schema import Config
@@ -28,6 +29,14 @@ def cost(question: Question, candidate: Candidate, tokens: float | None = None) 
     """Of the run, in the currency of the price; None where price or length of the run is not known."""
     price, time = question.cluster.price_per_device_hour, hours(candidate, tokens)
     return None if price is None or time is None else price * time * devices(candidate)
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Reason → all that have it, in their order."""
+    found: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def devices(candidate: Candidate) -> int:

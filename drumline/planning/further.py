@@ -19,7 +19,7 @@ from drumline.plan.choice.guides import disagreements
 from drumline.plan.choice.search import Answer, Question, search
 from drumline.plan.facts import with_lora
 from drumline.planning.as_json import VERSION, candidate
-from drumline.planning.figures import GB, hours, overrides
+from drumline.planning.figures import GB, grouped, hours, overrides
 from drumline.planning.table import number, plain_table, show_headline
 
 Kind = Literal["max_length", "max_batch"]
@@ -40,9 +40,7 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
 
 def show_guides(answer: Answer, console: Console) -> None:
     """Where the usual guides would do worse, each with its number."""
-    by_reason = dict[str, list[str]]()
-    for each in disagreements(answer):
-        by_reason.setdefault(each.reason, []).append(f"{each.guide}: {each.says}")
+    by_reason = grouped((each.reason, f"{each.guide}: {each.says}") for each in disagreements(answer))
     if by_reason:
         console.print("Guides that the numbers disagree with:", style="bold")
         for reason, guides in by_reason.items():

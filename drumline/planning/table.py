@@ -11,10 +11,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from drumline.plan.choice.search import Answer, Candidate, Question, Refused
+from drumline.plan.choice.search import Answer, Candidate, Question
 from drumline.plan.explain import count
 from drumline.plan.figures import HostMemory
-from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours, mesh_words
+from drumline.planning.figures import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_words
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
@@ -44,20 +44,12 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
         out = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         out.add_column(no_wrap=True, style="bold")
         out.add_column(ratio=1)
-        for reason, (name, *others) in _by_reason(answer.refused).items():
+        for reason, (name, *others) in grouped((each.reason, each.name) for each in answer.refused).items():
             likewise = f" (likewise {', '.join(others)})" if others else ""
             out.add_row(Text(name), Text(reason + likewise))
         console.print(Text("Out:", style="bold"))
         console.print(out)
         console.print()
-
-
-def _by_reason(refused: Sequence[Refused]) -> dict[str, list[str]]:
-    """Families that are out, those together that one rule refuses in the same words."""
-    by_reason: dict[str, list[str]] = {}
-    for each in refused:
-        by_reason.setdefault(each.reason, []).append(each.name)
-    return by_reason
 
 
 def show_headline(question: Question, console: Console) -> None:
