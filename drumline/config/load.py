@@ -176,7 +176,7 @@ FREE = (
 
 def differences(old: Config, new: Config) -> list[Difference]:
     """Keys whose values differ, in the order of the config. How a global batch that is said is cut up may change, too."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     totals = ("batch.global_samples", "batch.global_tokens")
     same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
     may = (*FREE, "batch.micro_batch", "batch.accumulation") if same_batch else FREE
@@ -188,11 +188,11 @@ def differences(old: Config, new: Config) -> list[Difference]:
     return found
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key → value, of what stands in sections of sections."""
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
+    return {key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def schema() -> dict[str, Any]:

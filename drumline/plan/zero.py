@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drumline.config import strategies as s
+from drumline.config.load import flat
 from drumline.config.schema import BatchConfig, Config
 from drumline.errors import PlanError
 from drumline.plan.facts import ModelFacts
@@ -93,7 +94,7 @@ def adopt(config: Config) -> Config:
     """The config with what only the user's DeepSpeed config says: batch sizes, precision, offloading, ZeRO++."""
     if not isinstance(config.strategy, s.ZeroStrategy):
         return config
-    own, update = _flat(_own(config.strategy)), dict[str, Any]()
+    own, update = flat(_own(config.strategy)), dict[str, Any]()
     if config.batch == BatchConfig():
         update["batch"] = BatchConfig(**{ours: own[theirs] for theirs, ours in BATCH.items() if isinstance(own.get(theirs), int)})
     kinds = [kind for kind in ("bf16", "fp16") if own.get(f"{kind}.enabled") is True]
@@ -124,7 +125,7 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
     ruled = _ruled(decided, strategy)
     _check_optimizer(own, decided.config)
     _check_schedule(own, decided)
-    for path, value in _flat(own).items():
+    for path, value in flat(own).items():
         if path in ruled:
             _require_equal(path, value, ruled[path])
         elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
@@ -140,7 +141,7 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
     for path, rule in ruled.items():
         _put(made, path, rule.value)
     for path, value in _defaults(decided, strategy).items():
-        if path not in _flat(made) and value is not None:
+        if path not in flat(made) and value is not None:
             _put(made, path, value)
     made.pop("optimizer", None)
     made.pop("scheduler", None)
@@ -156,7 +157,7 @@ def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:
 def user_config(strategy: s.ZeroStrategy, facts: ModelFacts | None) -> dict[str, Any]:
     """Dotted path → what the user's own DeepSpeed config says, `auto` for sizes filled in."""
     own = _own(strategy)
-    return _flat(_without_auto(own, _sizes(facts))) if own else {}
+    return flat(_without_auto(own, _sizes(facts))) if own else {}
 
 
 def _ruled(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Ruled]:
@@ -271,15 +272,6 @@ def _contradiction(path: str, value: Any, rule: Ruled) -> PlanError:
 
 
 # ------------------------------------------------------------------------------------------------------------ nested dicts
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted path → leaf."""
-    out: dict[str, Any] = {}
-    for key, value in nested.items():
-        path = f"{prefix}{key}"
-        out |= _flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
-    return out
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
