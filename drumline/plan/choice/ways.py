@@ -126,24 +126,16 @@ def describe(strategy: s.AnyStrategy, world: int) -> Way:
     kind: str = strategy.kind
     base, words = [kind], [kind]
     if isinstance(strategy, s.FSDP2Strategy):
-        variant = _variant(strategy)
-        words = [" ".join([kind, *variant])]
+        hybrid, offload = strategy.replicate > 1, strategy.offload != "none"
+        words = [kind + " grad-op" * (not strategy.reshard_after_forward) + " hybrid" * hybrid + " offload" * offload]
         base = words[:] if not degrees else base
-        if strategy.replicate > 1:
+        if hybrid:
             words[0] += f" {strategy.replicate}"
     elif degrees and data == 1:
         base, words = [], []
     simple = SIMPLE[strategy.kind] + MIXED * len(degrees) + (OFFLOADED if getattr(strategy, "offload", "none") != "none" else 0)
     simple += getattr(strategy, "replicate", 1) > 1 or (strategy.pp > 1 and strategy.pipeline.schedule != "1f1b")
     return Way(" × ".join([*base, *degrees]), " × ".join([*words, *numbered]), strategy, simple)
-
-
-def _variant(strategy: s.FSDP2Strategy) -> list[str]:
-    return [
-        *(["grad-op"] if not strategy.reshard_after_forward else []),
-        *(["hybrid"] if strategy.replicate > 1 else []),
-        *(["offload"] if strategy.offload != "none" else []),
-    ]
 
 
 def _whole(strategy: s.AnyStrategy, world: int) -> Way:
