@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from drumline.config.schema import BatchConfig, LoRAConfig
 from drumline.config.strategies import PPStrategy
@@ -66,23 +67,15 @@ def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
 def max_length(question: Question) -> tuple[Most, ...]:
     """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first."""
     end = question.facts.max_positions or LONGEST
-
-    def longest(family: Sequence[Way]) -> Most | None:
-        tokens = _largest(lambda n: fits(_of_length(question, n), family), STEP, end, STEP)
-        return None if tokens is None else _most(tokens, search(_of_length(question, tokens), family))
-
-    return _by_family(question, longest)
+    return _by_family(question, lambda family: _most(partial(_of_length, question), family, STEP, end, STEP))
 
 
 def max_batch(question: Question) -> tuple[Most, ...]:
     """For each family the largest micro-batch of a device that fits; the global batch follows it. The largest first."""
 
-    def one(way: Way) -> Most | None:
-        micro = _largest(lambda n: fits(_of_batch(question, way, n), [way]), 1, MOST_ROWS, 1)
-        return None if micro is None else _most(micro, search(_of_batch(question, way, micro), [way]))
-
     def largest(family: Sequence[Way]) -> Most | None:
-        return max(filter(None, map(one, family)), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
+        each = (_most(partial(_of_batch, question, way), [way], 1, MOST_ROWS, 1) for way in family)
+        return max(filter(None, each), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
 
     return _by_family(question, largest)
 
@@ -168,8 +161,11 @@ def _by_family(question: Question, most: Callable[[Sequence[Way]], Most | None])
     return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
 
 
-def _most(number: int, answer: Answer) -> Most | None:
-    return Most(number, answer.ranked[0]) if answer.ranked else None
+def _most(asked: Callable[[int], Question], family: Sequence[Way], first: int, last: int, step: int) -> Most | None:
+    """The largest number with which a family fits."""
+    number = _largest(lambda n: fits(asked(n), family), first, last, step)
+    found = () if number is None else search(asked(number), family).ranked
+    return Most(number, found[0]) if number is not None and found else None
 
 
 def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> int | None:
