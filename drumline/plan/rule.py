@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from drumline.config import strategies as s
-from drumline.config.schema import Config
+from drumline.config.schema import Config, LoRAConfig
 from drumline.plan.facts import ModelFacts
 from drumline.plan.mesh import Mesh
 
@@ -44,6 +44,11 @@ def offloads(strategy: s.AnyStrategy) -> tuple[str, str]:
     if isinstance(strategy, s.ZeroStrategy):
         return strategy.offload_optimizer.kind, strategy.offload_parameters.kind if isinstance(strategy, s.Zero3Strategy) else "none"
     return (strategy.offload, strategy.offload) if isinstance(strategy, s.FSDP2Strategy) else ("none", "none")
+
+
+def quantizes(config: Config) -> bool:
+    """Whether QLoRA packs the linear layers of blocks."""
+    return isinstance(config.adapter, LoRAConfig) and config.adapter.quantize != "none"
 
 
 def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from drumline.config.schema import LoRAConfig
 from drumline.plan.roles import reference_kind
-from drumline.plan.rule import Case, Rule, cp_method
+from drumline.plan.rule import Case, Rule, cp_method, quantizes
 
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
@@ -41,14 +40,14 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "QLoRA × weights that are cut or sharded",
-        lambda c: _packed(c) and not (c.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        lambda c: quantizes(c.config) and not (c.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
         "packed weights are proven whole on each rank only",
         "use strategy=ddp, or adapter.quantize=none",
         "adapter.quantize",
     ),
     Rule(
         "QLoRA × random weights",
-        lambda c: _packed(c) and c.config.model.init == "random",
+        lambda c: quantizes(c.config) and c.config.model.init == "random",
         "only weights that are loaded can be packed",
         "use adapter.quantize=none",
         "adapter.quantize",
@@ -117,8 +116,3 @@ MODEL_RULES: tuple[Rule, ...] = (
 
 def _sees(case: Case) -> bool:
     return case.facts is not None and case.facts.sees
-
-
-def _packed(case: Case) -> bool:
-    adapter = case.config.adapter
-    return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"

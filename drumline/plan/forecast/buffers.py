@@ -11,10 +11,10 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
 from drumline.plan.forecast.sent import WIDTH, weights_of
-from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, packs, shards_of
+from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, shards_of
 from drumline.plan.forecast.zero_states import FULL, LOW, flattened
 from drumline.plan.layout import Layout
-from drumline.plan.rule import offloads
+from drumline.plan.rule import offloads, quantizes
 from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
 
 MIB = 2**20
@@ -60,7 +60,7 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
     # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
-    low, packed = kind_of(layout) == "autocast", packs(layout)
+    low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
     copies = LOW * held(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
     largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
     one = LOW * (largest.learned * low + largest.linear * packed)

@@ -15,6 +15,7 @@ from drumline.plan.communication import kept_bytes
 from drumline.plan.facts import ModelFacts, Weight
 from drumline.plan.forecast.sent import WIDTH, cut_dimension
 from drumline.plan.layout import Layout
+from drumline.plan.rule import quantizes
 
 # Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
 PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
@@ -167,15 +168,9 @@ def slots(options: OptimizerConfig) -> int:
     return 2 if options.kind == "adamw" else 1 if options.momentum else 0
 
 
-def packs(layout: Layout) -> bool:
-    """Whether QLoRA packs the linear layers of blocks."""
-    adapter = layout.config.adapter
-    return isinstance(adapter, LoRAConfig) and adapter.quantize != "none"
-
-
 def weight_bytes(layout: Layout, has: Sizes) -> int:
     """fp32, but for what does not learn (models.freeze.keep_low) and what QLoRA packs."""
-    packed = has.linear if packs(layout) else 0
+    packed = has.linear if quantizes(layout.config) else 0
     bits = PACKED[layout.config.adapter.quantize] if isinstance(layout.config.adapter, LoRAConfig) else 0.0
     low = has.low - packed
     return 4 * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
