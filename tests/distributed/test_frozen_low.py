@@ -12,10 +12,9 @@ import pytest
 
 from drumline.config.load import load
 from drumline.models import load as models
-from drumline.plan.forecast.states import part_of
+from drumline.plan.forecast.states import part_of, state_of
 from drumline.plan.forecast.traffic import flows
 from drumline.plan.forecast.truth import Measurement
-from drumline.plan.forecast.zero_states import state_of
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan

@@ -16,8 +16,7 @@ from drumline.config.load import load
 from drumline.models import load as models
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.memory import memory, of_rank
-from drumline.plan.forecast.states import part_of
-from drumline.plan.forecast.zero_states import state_of
+from drumline.plan.forecast.states import part_of, state_of
 from drumline.plan.layout import Layout
 from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan

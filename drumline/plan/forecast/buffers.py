@@ -11,8 +11,7 @@ from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import Activations
 from drumline.plan.forecast.activations import kind_of
 from drumline.plan.forecast.sent import WIDTH, weights_of
-from drumline.plan.forecast.states import Part, Sizes, ends, held, largest_block, shards_of
-from drumline.plan.forecast.zero_states import FULL, LOW, flattened
+from drumline.plan.forecast.states import FULL, LOW, Part, Sizes, ends, flattened, held, largest_block, shards_of
 from drumline.plan.layout import Layout
 from drumline.plan.rule import offloads, quantizes
 from drumline.plan.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config

@@ -6,8 +6,7 @@ from drumline.cluster.cluster import Cluster
 from drumline.config import strategies as s
 from drumline.plan.facts import ModelFacts
 from drumline.plan.figures import HostMemory
-from drumline.plan.forecast.states import Part, ends, largest_block, part_of, slots
-from drumline.plan.forecast.zero_states import FULL, LOW, flattened, state_of
+from drumline.plan.forecast.states import FULL, LOW, Part, ends, flattened, largest_block, part_of, slots, state_of
 from drumline.plan.layout import Layout
 from drumline.plan.rule import offloads
 

@@ -1,7 +1,7 @@
 """Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
 2020, for states; Korthikanti et al. 2022 for activations). Pure.
 
-states.native_state, zero_states.zero_state ──▶ what lies between steps, exact
+states.native_state, zero_state          ──▶ what lies between steps, exact
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
 buffers.buffers_of                           ──▶ gathered weights, buckets, copies
 others.others_of                             ──▶ models besides the policy, rollouts
@@ -19,8 +19,7 @@ from drumline.plan.figures import Activations, Memory
 from drumline.plan.forecast.activations import formula, head_bytes, kind_of, tower_bytes
 from drumline.plan.forecast.buffers import Buffers, buffers_of
 from drumline.plan.forecast.others import others_of
-from drumline.plan.forecast.states import Part, State, end_weights, part, part_of
-from drumline.plan.forecast.zero_states import FULL, state_of
+from drumline.plan.forecast.states import FULL, Part, State, end_weights, part, part_of, state_of
 from drumline.plan.layout import Layout
 
 GIB = 2**30

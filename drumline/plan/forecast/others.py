@@ -9,8 +9,7 @@ from drumline.config.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerat
 from drumline.config.strategies import FSDP2Strategy
 from drumline.plan.facts import ModelFacts
 from drumline.plan.forecast.activations import block_of, formula, kind_of
-from drumline.plan.forecast.states import Part, ends, held, part_of, shards_of
-from drumline.plan.forecast.zero_states import FULL, LOW, state_of
+from drumline.plan.forecast.states import FULL, LOW, Part, ends, held, part_of, shards_of, state_of
 from drumline.plan.layout import Layout
 from drumline.plan.plan import as_role
 from drumline.plan.roles import reference_kind
