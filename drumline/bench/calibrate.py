@@ -13,9 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.cluster.calibration import Calibration, Measured
+from drumline.cluster.calibration import Calibration, Measured, hardware, place, read, software, write
 from drumline.cluster.detect import Machine, cache_dir, detect, free_bytes
-from drumline.cluster.stored import hardware, place, read, software, write
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.launch.asked import Asked
 from drumline.launch.environment import listen

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.bench.calibrate import MIB, Task, group_sizes
-from drumline.cluster.calibration import Calibration, Measured, Product, line_through
-from drumline.cluster.stored import write
+from drumline.cluster.calibration import Calibration, Measured, Product, line_through, write
 from drumline.dist.start import Ranks, start, stop
 from drumline.dist.traffic import SentBytes
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from drumline.cluster import catalog
-from drumline.cluster.calibration import Calibration
+from drumline.cluster.calibration import Calibration, read
 from drumline.cluster.cluster import Cluster, DeviceSpec
 from drumline.cluster.detect import Machine
-from drumline.cluster.stored import read
 from drumline.config.cluster import ClusterConfig
 
 # FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).

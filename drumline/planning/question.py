@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.cluster.calibration import calibration_for
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import detect
-from drumline.cluster.stored import calibration_for
 from drumline.config.load import Loaded
 from drumline.config.model import ModelConfig
 from drumline.config.schema import Config

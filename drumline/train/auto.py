@@ -7,9 +7,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Literal
 
+from drumline.cluster.calibration import calibration_for
 from drumline.cluster.cluster import Cluster
 from drumline.cluster.detect import Machine
-from drumline.cluster.stored import calibration_for
 from drumline.config.schema import Config
 from drumline.plan.choice.auto import choose
 from drumline.plan.choice.search import Question

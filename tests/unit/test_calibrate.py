@@ -12,9 +12,19 @@ import pytest
 
 from drumline.bench.calibrate import group_sizes
 from drumline.bench.calibrate_rank import rate_of_large
-from drumline.cluster.calibration import Calibration, Measured, Product, line_through
+from drumline.cluster.calibration import (
+    Calibration,
+    Measured,
+    Product,
+    calibration_for,
+    hardware,
+    line_through,
+    place,
+    read,
+    software,
+    write,
+)
 from drumline.cluster.detect import Device, Machine, detect
-from drumline.cluster.stored import calibration_for, hardware, place, read, software, write
 from drumline.config.load import load
 from drumline.errors import EnvironmentFault
 from drumline.plan.cluster import cluster_of

@@ -1,7 +1,7 @@
 """Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
 2020, for states; Korthikanti et al. 2022 for activations). Pure.
 
-states.native_state, zero_state          ──▶ what lies between steps, exact
+states.native_state, zero_state              ──▶ what lies between steps, exact
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
 buffers.buffers_of                           ──▶ gathered weights, buckets, copies
 others.others_of                             ──▶ models besides the policy, rollouts
