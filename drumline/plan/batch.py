@@ -1,4 +1,5 @@
-"""Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave."""
+"""Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave. Of rollouts: minibatches ×
+global samples episodes each, learned from `epochs` times. Pure."""
 
 from __future__ import annotations
 
