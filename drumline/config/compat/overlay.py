@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.config.compat import accelerate as acc
 from drumline.config.compat import recognise
-from drumline.config.compat.accelerate import accelerate_file
-from drumline.config.compat.combine import deepspeed_file, load_file
-from drumline.config.compat.environment import LAUNCHED, from_accelerate
+from drumline.config.compat.combine import deepspeed_file, load_file, low_precision
 from drumline.config.compat.sheet import AUTO, Old, Sheet, Source, said
 from drumline.config.yaml_lines import Place
 from drumline.errors import ConfigError
@@ -32,7 +31,7 @@ def from_file(path: Path) -> Overlay:
     kind = recognise({old.key: old.value for old in olds})
     sheet = Sheet(path.parent, path.parent)
     if kind == "accelerate":
-        accelerate_file(sheet, olds)
+        acc.accelerate_file(sheet, olds)
     elif kind == "deepspeed":
         deepspeed_file(sheet, olds, own_file=str(path.absolute()))
     else:
@@ -41,13 +40,67 @@ def from_file(path: Path) -> Overlay:
     return _made(sheet)
 
 
+# What `accelerate launch` hands on: variables that its config file or flags became → the same keys. Names by accelerate 1.15,
+# `utils/launch.py`. It exports most of them with their defaults, so a default says nothing here.
+LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
+
+
+def _variables(prefix: str, keys: str) -> dict[str, str]:
+    """The variables that hand these keys on: PREFIX_KEY → key."""
+    return {f"{prefix}_{key.upper()}": key for key in keys.split()}
+
+
+FSDP = {
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "transformer_layer_cls_to_wrap",
+    **_variables("FSDP", "offload_params backward_prefetch forward_prefetch ignored_modules"),
+    **_variables("FSDP", "activation_checkpointing activation_checkpointing_offload"),
+}
+DEEPSPEED = {
+    **_variables("ACCELERATE", "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"),
+    **_variables("ACCELERATE_DEEPSPEED", "zero_stage offload_optimizer_device offload_param_device"),
+    **_variables("ACCELERATE_DEEPSPEED", "offload_optimizer_nvme_path offload_param_nvme_path"),
+}
+MEGATRON = _variables(
+    "MEGATRON_LM", "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
+)
+PARALLELISM = _variables("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
+DYNAMO = _variables("ACCELERATE_DYNAMO", "backend mode")
+
+
 def from_environment(environ: Mapping[str, str]) -> Overlay | None:
-    """What `accelerate launch` says, where it has started this process."""
-    sheet = from_accelerate(environ, Path())
-    if sheet is None:
+    """What `accelerate launch` says; None where it has not started this process. Raises ConfigError by the variable."""
+    if LAUNCHED not in environ:
         return None
+    source, sheet = Source("accelerate launch"), Sheet(Path(), Path())
+
+    def read(names: Mapping[str, str]) -> list[Old]:
+        return [Old(key, environ[name], source, (name,)) for name, key in names.items() if environ.get(name, "None") != "None"]
+
+    def on(name: str) -> Old | None:
+        return Old(name, True, source, (name,)) if environ.get(name, "").lower() in ("true", "1") else None
+
+    if switch := on("ACCELERATE_USE_FSDP"):
+        acc.read_fsdp(sheet, read({**FSDP, **_sharding(environ)}))
+        acc.sharding(sheet, switch)
+    elif switch := on("ACCELERATE_USE_DEEPSPEED"):
+        acc.read_deepspeed(sheet, switch, {old.key: old for old in read(DEEPSPEED)})
+    elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
+        acc.read_megatron(sheet, switch, read(MEGATRON))
+    if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        acc.read_parallelism(sheet, [old for old in read(PARALLELISM) if old.value != "1"])
+    acc.compile_blocks(sheet, {old.key: old for old in read(DYNAMO)})
+    sheet.taken |= {old.key: old for old in read({LAUNCHED: "mixed_precision"})}
+    low_precision(sheet)
     unsaid = environ[LAUNCHED] == "no"  # its default; a config that names a precision knows better
     return _made(sheet, frozenset({("precision", "kind")}) if unsaid else frozenset())
+
+
+def _sharding(environ: Mapping[str, str]) -> dict[str, str]:
+    """The one of the two that this version of FSDP reads: the launcher exports both, the other one by its default."""
+    reshard = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+    if environ.get("FSDP_VERSION") == "2" or (reshard not in ("true", "false") and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"):
+        return {"FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward"}
+    return {"FSDP_SHARDING_STRATEGY": "sharding_strategy"}
 
 
 def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
