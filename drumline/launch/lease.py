@@ -15,11 +15,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Self
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Self
 
 from drumline.cluster.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
@@ -29,17 +27,6 @@ RENEW_SECONDS = 2.0
 PATIENCE_SECONDS = 8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
 LOOK_SECONDS = 0.5
 LONGEST = 8192  # bytes; no lease is longer
-
-
-@dataclass(frozen=True)
-class _Owner(ProcessId):
-    """What a lease says of its holder: its process, a word that no other lease has, and when it began."""
-
-    token: str
-    since: str
-
-
-_OWNER = TypeAdapter(_Owner)
 
 
 class Lease:
@@ -52,8 +39,8 @@ class Lease:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.path = run_dir, run_dir / NAME
         self.token = secrets.token_hex(8)
-        owner = _Owner(**asdict(this_process()), token=self.token, since=time.strftime("%Y-%m-%d %H:%M:%S"))
-        self._head = json.dumps(asdict(owner)).encode() + b"\n"
+        owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._head = json.dumps(owner).encode() + b"\n"
         self._count, self._ended = 0, threading.Event()
         self._made = False
 
@@ -74,7 +61,7 @@ class Lease:
         self._ended.set()
         self._thread.join(PATIENCE_SECONDS)  # no longer, where the disk does not answer
         with suppress(OSError):  # what cannot be removed is a dead process's soon
-            if _is_of(self.token, _read(self.path)):
+            if _token(_read(self.path) or b"") == self.token:
                 self.path.unlink()
             if self._made:
                 self.run_dir.rmdir()  # where nothing came into it
@@ -105,8 +92,8 @@ class Lease:
         seen = _read(self.path)
         if seen is None:
             return
-        owner = _owner(seen)
-        alive = owner and owner.alive()
+        holder = _holder(seen)
+        alive = holder and holder.alive()
         if alive is None:
             print(f"note: {self.run_dir} may be in use by {_words(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
             until = time.monotonic() + PATIENCE_SECONDS
@@ -145,7 +132,7 @@ class Lease:
         try:
             with self.path.open("r+b", buffering=0) as file:
                 there = file.read(LONGEST)
-                if _is_of(self.token, there):
+                if _token(there) == self.token:
                     file.seek(0)
                     file.write(self._text())
                     return
@@ -163,7 +150,7 @@ def is_held_by(token: str, run_dir: Path, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while True:
         with suppress(OSError, EnvironmentFault):  # such as a folder that is not there
-            if _is_of(token, _read(run_dir / NAME)):
+            if _token(_read(run_dir / NAME) or b"") == token:
                 return True
         if time.monotonic() >= until:
             return False
@@ -181,22 +168,30 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _owner(text: bytes) -> _Owner | None:
-    """Whose lease it is; None where the bytes are something else."""
+def _fields(text: bytes) -> dict[str, Any]:
+    """What a lease says; empty for anything else."""
     try:
-        owner = _OWNER.validate_json(text.split(b"\n")[0], strict=True)
-    except ValidationError:
+        said = json.loads(text.split(b"\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _token(text: bytes) -> str | None:
+    token = _fields(text).get("token")
+    return token if isinstance(token, str) else None
+
+
+def _holder(text: bytes) -> ProcessId | None:
+    said = _fields(text)
+    kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
+    if any(type(said.get(name)) is not kind for name, kind in kinds.items()) or not 0 < said["pid"] < 2**31:
         return None
-    return owner if 0 < owner.pid < 2**31 else None
-
-
-def _is_of(token: str, text: bytes | None) -> bool:
-    owner = _owner(text or b"")
-    return owner is not None and owner.token == token
+    return ProcessId(**{name: said[name] for name in kinds})
 
 
 def _words(text: bytes) -> str:
-    owner = _owner(text)
-    if owner is None:
+    holder = _holder(text)
+    if holder is None:
         return f"somebody (what {NAME} says cannot be read)"
-    return f"pid {owner.pid} on host {owner.host[:100]}, since {owner.since[:30]}"
+    return f"pid {holder.pid} on host {holder.host[:100]}, since {str(_fields(text).get('since'))[:30]}"
