@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from drumline.cluster.detect import cache_dir
 from drumline.config.data import DigitsSource
@@ -34,14 +33,9 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
             path = folder / f"{number:04}.png"
             if not path.exists():
                 grey = (digits.images[number] * (255 / 16)).astype("uint8")
-                _write(Image.fromarray(grey), path)
+                temporary = path.with_name(f".{os.getpid()}-{path.name}")  # all of the file or nothing, whoever else is writing it
+                Image.fromarray(grey).save(temporary)
+                temporary.replace(path)
             yield f"digits/{source.split}:{number}", {"image": str(path), "label": int(digits.target[number])}
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(folder), fix="set XDG_CACHE_HOME") from error
-
-
-def _write(image: object, path: Path) -> None:
-    """All of the file or nothing, whoever else is writing it."""
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    image.save(temporary)  # type: ignore[attr-defined]
-    temporary.replace(path)

@@ -45,22 +45,15 @@ def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | 
     """
     found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
     if len(found) < 2:
-        raise DataError(
-            f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart", where="data.train"
-        )
-    for sample in range(len(held_out) if held_out else 0):
-        assert held_out is not None
-        meta = held_out.meta(sample)
+        what = f"all {len(train)} training rows have one class, {min(found)!r}: there is nothing to tell apart"
+        raise DataError(what, where="data.train")
+    for meta in map(held_out.meta, range(len(held_out))) if held_out else ():
         if meta["label"] not in found:
             what = f"label {meta['label']!r} is on no training row; those have {_few(sorted(found))}"
             raise DataError(what, where=meta["origin"], fix="add training rows of it, or take the row out")
     if labels:
         return tuple(labels)
-    return tuple(sorted(found, key=lambda name: (int(name), name) if _is_number(name) else (2**63, name)))
-
-
-def _is_number(name: str) -> bool:
-    return name.removeprefix("-").isdecimal()
+    return tuple(sorted(found, key=lambda name: (int(name) if name.removeprefix("-").isdecimal() else 2**63, name)))
 
 
 def _few(names: Sequence[str]) -> str:
