@@ -17,7 +17,7 @@ from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
-from drumline.foreign import open_plain
+from drumline.foreign import first_line, open_plain
 from drumline.models.package import tokenizer_folder
 from drumline.models.vision import Vision
 
@@ -101,7 +101,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
         try:
             found = cached_file(tokenizer_path, "tokenizer_config.json", revision=config.model.revision)
         except OSError as error:
-            raise ModelError(f"no tokenizer: {str(error).splitlines()[0]}", where=tokenizer_path) from error
+            raise ModelError(f"no tokenizer: {first_line(error)}", where=tokenizer_path) from error
         assert found is not None
         folder = Path(found).parent
     names = sorted(path.name for path in folder.iterdir() if path.is_file())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drumline.errors import ModelError
+from drumline.foreign import first_line
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
@@ -144,7 +145,7 @@ def image_facts(model: Any, side: int) -> ModelFacts:
         with counter, torch.no_grad():
             model.eval()(pixel_values=pixels)
     except (RuntimeError, ValueError) as error:
-        what = f"{type(model).__name__} does not take images of {side} × {side}: {str(error).splitlines()[0]}"
+        what = f"{type(model).__name__} does not take images of {side} × {side}: {first_line(error)}"
         raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
     counts = counted(model)
     sizes = getattr(model.config, "hidden_sizes", None)
