@@ -46,14 +46,14 @@ class TokenCache:
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         self.folder = folder
         self.info = info
-        self._tokens = _map(folder / "tokens.bin", np.dtype(info["dtype"]))
-        self._learn = _map(folder / "learn.bin", np.dtype(np.uint8))
+        self._tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
+        self._learn = np.memmap(folder / "learn.bin", np.uint8, "r")
         self._segments = np.load(folder / "segments.npy", mmap_mode="r", allow_pickle=False)
         self._samples = np.load(folder / "samples.npy", mmap_mode="r", allow_pickle=False)
         self.lengths: npt.NDArray[np.int32] = np.load(folder / "lengths.npy", mmap_mode="r", allow_pickle=False)
         self.learned: npt.NDArray[np.int64] = np.load(folder / "learned.npy", mmap_mode="r", allow_pickle=False)
 
-        self._meta = _map(folder / "meta.bin", np.dtype(np.uint8)) if "meta.bin" in info["files"] else None
+        self._meta = np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
         self._meta_at = np.load(folder / "meta.npy", mmap_mode="r", allow_pickle=False) if self._meta is not None else None
 
     @classmethod
@@ -80,10 +80,6 @@ class TokenCache:
             return {}
         start, stop = self._meta_at[sample : sample + 2].tolist()
         return json.loads(bytes(self._meta[start:stop])) if stop > start else {}
-
-
-def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def read_info(folder: Path) -> dict[str, Any] | None:
