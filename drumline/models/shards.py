@@ -7,8 +7,9 @@ never holds more than its own part, and while it reads one slice of one tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,7 +111,8 @@ def materialise(
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
-    empty = [name for name, tensor in _named(model) if tensor.is_meta and id(tensor) in held]
+    tensors = chain(model.named_parameters(), model.named_buffers())  # tied ones once
+    empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in held]
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -126,7 +128,7 @@ def materialise(
             owner._apply(real, recurse=False)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-    filled = dict(_named(model))
+    filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: filled[name] for name in empty}
 
 
@@ -144,12 +146,6 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
         place = tuple(slice(start, start + length) for start, length in zip(offset, local.shape, strict=True))
         with torch.no_grad():
             local.copy_(source[place] if place else source[:] if not isinstance(source, torch.Tensor) else source)
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, tied ones once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def from_files(
