@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from drumline.errors import EnvironmentFault, ModelError
+from drumline.errors import ModelError
 from drumline.models.files import beside
 from drumline.models.load import quiet
 
@@ -30,7 +30,8 @@ def convert(source: Path, target: Path, on_progress: Callable[[str, int, int | N
     on_progress(phase, 0, 3)
     loaded, tokenizer = _read(source)
     on_progress(phase, 1, 3)
-    with beside(target, functools.partial(_cannot_write, target)) as temporary:
+    fix = "free space, or set XDG_CACHE_HOME to another disk"
+    with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
         _remove_abandoned(target)
         temporary.mkdir(parents=True)
         _plain(loaded).save_pretrained(temporary)
@@ -108,8 +109,3 @@ def _remove_abandoned(target: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _cannot_write(target: Path, reason: str) -> EnvironmentFault:
-    what = f"the converted model cannot be written: {reason}"
-    return EnvironmentFault(what, where=str(target.parent), fix="free space, or set XDG_CACHE_HOME to another disk")

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +84,7 @@ def export(
         parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
-    with beside(to, partial(_cannot_write, to)) as temporary:
+    with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
         _require_space(to.parent, written)
         temporary.mkdir(parents=True)
         _save_reader(plan, source, model.config, temporary)
@@ -240,10 +239,6 @@ def _require_space(folder: Path, written: list[Any]) -> None:
     if free < needed:
         what = f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
         raise EnvironmentFault(what, where=str(folder), fix="choose another disk with --to")
-
-
-def _cannot_write(to: Path, reason: str) -> EnvironmentFault:
-    return EnvironmentFault(f"cannot write: {reason}", where=str(to), fix="choose a folder on a disk with space, or one that is yours")
 
 
 def _share_alike(folder: Path) -> None:

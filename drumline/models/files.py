@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ SIZES = re.compile(
 
 
 @contextmanager
-def beside(folder: Path, fault: Callable[[str], EnvironmentFault]) -> Iterator[Path]:
-    """The path of a folder to write beside `folder`; it is gone in the end. Raises `fault` of the reason where it cannot be written."""
+def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
+    """The path of a folder to write beside `folder`; it is gone in the end. Raises EnvironmentFault where it cannot be written: `what`, and
+    the reason."""
     temporary = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
     try:
         yield temporary
     except (OSError, SafetensorError) as error:  # a full disk is a class of safetensors' own, which is no OSError
-        raise fault(getattr(error, "strerror", None) or str(error)) from error
+        raise EnvironmentFault(f"{what}: {getattr(error, 'strerror', None) or error}", where=str(where), fix=fix) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
