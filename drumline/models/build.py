@@ -117,7 +117,10 @@ def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if not draws:
         _require_heads(extra_heads(built) & lacking, path)
-    _require_all(lacking - extra_heads(built), path, model)
+    if missing := lacking - extra_heads(built):
+        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
+        raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")
     built = with_head(built, head)
     built.config.use_cache = False
     return built
@@ -136,10 +139,3 @@ def _require_heads(lacking: frozenset[str], path: str) -> None:
     if lacking:
         what = f"has no weights for {min(lacking)}, and as it does not learn they would stay as they are drawn"
         raise ModelError(what, where=path, fix="name a model whose head was trained, such as RUN/export of a reward run")
-
-
-def _require_all(missing: set[str], path: str, model: ModelConfig) -> None:
-    if missing:
-        first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
-        raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")
