@@ -22,8 +22,8 @@ from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, tried
 from drumline.plan.stages import Range
 
-# For all that cannot be cut: what else there is for a model too large for one device.
 TRIED = 4  # blocks of the copy: a first, a last, and two between
+# For all that cannot be cut: what else there is for a model too large for one device.
 INSTEAD = "use strategy: fsdp2 or tp instead"
 
 
