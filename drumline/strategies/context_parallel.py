@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
@@ -27,6 +28,7 @@ from drumline.models.small import Tokens, close, tried
 from drumline.vendor.torch import all_to_all_single_autograd
 
 NUMBERS = itertools.count()
+Function = Callable[..., Any]
 
 
 def apply_context_parallel(
@@ -40,24 +42,35 @@ def apply_context_parallel(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from drumline.vendor.transformers import sdpa_attention_forward, sdpa_mask
+
     if method == "ring":
         part = SequencePart(mesh.get_group(), folded=True, around=lambda: _torch_ring(mesh))
-        attention, masks = ring(part), no_masks(part)
+        attention, mask = ring, no_mask
     else:
         part = SequencePart(mesh.get_group())
-        attention, masks = ulysses(part), whole_masks(part)
+        attention, mask = ulysses, whole_mask
     if not (model._supports_attention_backend and model._supports_sdpa):
         raise _refused(model, "its attention does not go through transformers' attention interface with sdpa")
     # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
     name = f"drumline_sequence_part_{next(NUMBERS)}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, masks)
+    AttentionInterface.register(name, _where_cut(part, sdpa_attention_forward, attention))
+    AttentionMaskInterface.register(name, _where_cut(part, sdpa_mask, mask))
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
     if not _same_in_parts(model, mesh.device_type, part, packing):
         model.set_attn_implementation(before)
         raise _refused(model, "cut in parts it does not compute what it computes whole")
     module.sequence = part
+
+
+def _where_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> Function:
+    """A function of transformers' interface: `whole`, and where the sequence is cut in its place `cut(part, whole, …)`."""
+
+    def run(*given: Any, **options: Any) -> Any:
+        return cut(part, whole, *given, **options) if part.active else whole(*given, **options)
+
+    return run
 
 
 @dataclass
@@ -68,30 +81,23 @@ class _Heads:
     is_causal: bool
 
 
-def ulysses(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
-    """An attention function of transformers' interface over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
+def ulysses(
+    part: SequencePart, sdpa: Function, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention over whole sequences: [B, H, t, D] in, [B, t, H, D] out.
 
     Key and value heads that N does not divide are repeated (each at most H / kv times), so that each rank gets the same number.
     """
-    from drumline.vendor.transformers import sdpa_attention_forward
-
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
-        if not part.active:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        repeats = part.parts // math.gcd(key.shape[1], part.parts)
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        query, key, value = heads_for_parts(part, query, key, value)
-        heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
-        out_BThD, _ = sdpa_attention_forward(heads, query, key, value, attention_mask, **options)
-        return parts_for_heads(part, out_BThD), None
-
-    return attend
+    repeats = part.parts // math.gcd(key.shape[1], part.parts)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    query, key, value = heads_for_parts(part, query, key, value)
+    heads = _Heads(query.shape[1] // key.shape[1], getattr(module, "is_causal", True))
+    out_BThD, _ = sdpa(heads, query, key, value, attention_mask, **options)
+    return parts_for_heads(part, out_BThD), None
 
 
-def heads_for_parts(part: SequencePart, *tensors_BHtD: torch.Tensor) -> list[torch.Tensor]:
+def heads_for_parts(part: SequencePart, *tensors_BHtD: Tensor) -> list[Tensor]:
     """[B, H / N, T, D] of each [B, H, t, D]: a share of the heads, all of the sequence. One all-to-all for all tensors."""
     shares = [tensor.unflatten(1, (part.parts, -1)).transpose(0, 1) for tensor in tensors_BHtD]  # [N, B, H / N, t, D]
     received = _exchange(part, torch.cat([share.flatten(1) for share in shares], 1))
@@ -99,70 +105,51 @@ def heads_for_parts(part: SequencePart, *tensors_BHtD: torch.Tensor) -> list[tor
     return [flat.view(share.shape).movedim(0, 2).flatten(2, 3) for flat, share in zip(whole, shares, strict=True)]
 
 
-def parts_for_heads(part: SequencePart, out_BThD: torch.Tensor) -> torch.Tensor:
+def parts_for_heads(part: SequencePart, out_BThD: Tensor) -> Tensor:
     """The way back: [B, t, H, D] of [B, T, H / N, D]."""
     stretches = out_BThD.unflatten(1, (part.parts, -1)).transpose(0, 1).contiguous()  # [N, B, t, H / N, D]
     return _exchange(part, stretches).movedim(0, 2).flatten(2, 3)
 
 
-def _exchange(part: SequencePart, by_rank: torch.Tensor) -> torch.Tensor:
+def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
     """Entry i of dimension 0 goes to rank i; what comes from rank i is entry i. Its gradient travels back the same way."""
-    received: torch.Tensor = all_to_all_single_autograd(by_rank, [1] * part.parts, [1] * part.parts, part.group)
+    received: Tensor = all_to_all_single_autograd(by_rank, [1] * part.parts, [1] * part.parts, part.group)
     return received
 
 
-def whole_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
-    """A mask function of transformers' interface: the mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
+def whole_mask(part: SequencePart, sdpa_mask: Function, **asked: Any) -> Tensor | None:
+    """The mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
 
     The model says which tokens may meet by their places (`mask_function`: causal, a window, chunks). Which documents they are of
     hangs on the positions of the whole sequence; the model has seen one part.
     """
-    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask, sdpa_mask
+    from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
-    def mask(**asked: Any) -> torch.Tensor | None:
-        if not part.active:
-            return sdpa_mask(**asked)
-        positions_BT = part.positions_BT
-        assert positions_BT is not None
-        documents_BT = find_packed_sequence_indices(positions_BT)
-        if documents_BT is not None:
-            asked["mask_function"] = packed_mask(asked["mask_function"], positions_BT, documents_BT)
-            asked["allow_is_causal_skip"] = False
-        length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
-        return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
-
-    return mask
+    positions_BT = part.positions_BT
+    assert positions_BT is not None
+    documents_BT = find_packed_sequence_indices(positions_BT)
+    if documents_BT is not None:
+        asked["mask_function"] = packed_mask(asked["mask_function"], positions_BT, documents_BT)
+        asked["allow_is_causal_skip"] = False
+    length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
+    return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
 
 
-def ring(part: SequencePart) -> Callable[..., tuple[torch.Tensor, None]]:
-    """An attention function as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
-    from drumline.vendor.transformers import sdpa_attention_forward
-
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
-        if not part.active:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        return sdpa_attention_forward(_Heads(1, True), query, key, value, None, **options)
-
-    return attend
+def ring(
+    part: SequencePart, sdpa: Function, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as `ulysses`, for inside torch's ring: every rank has all heads, and sdpa itself is torch's ring."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return sdpa(_Heads(1, True), query, key, value, None, **options)
 
 
-def no_masks(part: SequencePart) -> Callable[..., torch.Tensor | None]:
-    """A mask function for the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
-    from drumline.vendor.transformers import sdpa_mask
-
-    def mask(**asked: Any) -> torch.Tensor | None:
-        if not part.active:
-            return sdpa_mask(**asked)
-        if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
-            what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
-            raise PlanError(what, where="strategy", fix="use ulysses")
-        return None
-
-    return mask
+def no_mask(part: SequencePart, sdpa_mask: Function, **asked: Any) -> Tensor | None:
+    """For the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
+    if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
+        what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+        raise PlanError(what, where="strategy", fix="use ulysses")
+    return None
 
 
 @contextlib.contextmanager
@@ -179,7 +166,7 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
     """Whether the model's hidden states come out the same in parts as whole, tried on 8 tokens a rank (two documents, where rows are
     packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class says so."""
 
-    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+    def trial(small: Any, ids_BT: Tensor) -> bool:
         trunk = small.get_decoder() or small
         ids_BT = ids_BT.repeat(1, part.parts)
         length = ids_BT.shape[1]
