@@ -18,6 +18,7 @@ import torch.distributed as dist
 from drumline.config.algorithms import VLLMGenerator as Config
 from drumline.config.secret import reveal
 from drumline.data.templates import end_ids
+from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rollout.generate import WHERE, Weights, require_room
 from drumline.rollout.http import Server
@@ -204,10 +205,8 @@ def _unwritten(folder: Path, error: OSError) -> EnvironmentFault:
 
 def _all_or_none(failure: DrumlineError | None) -> None:
     """Every rank raises where rank 0 failed; and waits for it."""
-    if dist.is_initialized():
-        failed = torch.tensor([float(failure is not None)])
-        dist.all_reduce(failed)
-        if failed and failure is None:
-            raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)
+    failed = from_all(failure is not None)
     if failure is not None:
         raise failure
+    if any(failed):
+        raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)
