@@ -161,16 +161,9 @@ def read(path: Path) -> Calibration:
         what = first["msg"][0].lower() + first["msg"][1:]
         fix = "remove it, and run `drumline calibrate` again"
         raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
-    return Calibration(
-        hardware=said.hardware,
-        software=said.software,
-        matmul=said.matmul,
-        memory=said.memory,
-        collectives={(kind, ranks): line for kind, lines in said.collectives.items() for ranks, line in lines.items()},
-        host=said.host,
-        disk=said.disk,
-        products=said.products,
-    )
+    same = {name: value for name, value in said if name in Calibration.__dataclass_fields__}
+    collectives = {(kind, ranks): line for kind, lines in said.collectives.items() for ranks, line in lines.items()}
+    return Calibration(**{**same, "collectives": collectives})
 
 
 def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from drumline.config import strategies as s
 from drumline.errors import PlanError
@@ -18,15 +18,11 @@ Range = tuple[int, int]
 EQUAL = 1 + 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What a part of a model takes: FLOPs of one token, forward and backward, and parameters held."""
 
     flops: float = 0.0
     parameters: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.parameters + other.parameters)
 
 
 def plan_pipeline(mesh: Mesh, strategy: s.AnyStrategy, batch: BatchPlan, facts: ModelFacts | None, why: list[str]) -> PipelinePlan | None:
