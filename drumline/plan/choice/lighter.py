@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from drumline.config import strategies as s
 from drumline.config.algorithms import DPOConfig, PretrainConfig, SFTConfig
 from drumline.config.schema import BatchConfig, Config
-from drumline.config.strategies import (
-    AnyStrategy,
-    DDPStrategy,
-    FSDP2Strategy,
-    Offload,
-    Zero1Strategy,
-    Zero2Strategy,
-    Zero3Strategy,
-)
 from drumline.errors import PlanError
 from drumline.plan.choice.search import Candidate, Question, evaluate
 from drumline.plan.explain import flow
@@ -89,29 +81,29 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
         yield changes, config.model_copy(update=update)
 
 
-def _spreads(plan: Plan) -> list[tuple[int, AnyStrategy]]:
+def _spreads(plan: Plan) -> list[tuple[int, s.AnyStrategy]]:
     """(how much changes, strategy): the plan's own first, then those that keep less on each rank."""
     strategy = plan.config.strategy
-    own: list[tuple[int, AnyStrategy]] = [(0, strategy)]
+    own: list[tuple[int, s.AnyStrategy]] = [(0, strategy)]
     several = plan.mesh.data_ranks * plan.mesh.cp > 1
-    if isinstance(strategy, DDPStrategy) and several and strategy.compression.kind == "none":
-        sharded = FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
+    if isinstance(strategy, s.DDPStrategy) and several and strategy.compression.kind == "none":
+        sharded = s.FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
         return [*own, (2, sharded), *_offloaded(plan, sharded)]
-    if isinstance(strategy, FSDP2Strategy):
+    if isinstance(strategy, s.FSDP2Strategy):
         lean = strategy.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
         return [*own, *([] if lean == strategy else [(2, lean)]), *_offloaded(plan, lean)]
-    if isinstance(strategy, Zero1Strategy | Zero2Strategy | Zero3Strategy) and strategy.config is None and not strategy.options:
+    if isinstance(strategy, s.Zero1Strategy | s.Zero2Strategy | s.Zero3Strategy) and strategy.config is None and not strategy.options:
         host = strategy.offload_optimizer
-        if isinstance(strategy, Zero1Strategy):
-            own.append((2, Zero2Strategy(offload_optimizer=host)))
-        if not isinstance(strategy, Zero3Strategy):
-            own.append((2, Zero3Strategy(offload_optimizer=host)))
+        if isinstance(strategy, s.Zero1Strategy):
+            own.append((2, s.Zero2Strategy(offload_optimizer=host)))
+        if not isinstance(strategy, s.Zero3Strategy):
+            own.append((2, s.Zero3Strategy(offload_optimizer=host)))
         if host.kind == "none" and plan.device == "cuda":
-            own.append((3, strategy.model_copy(update={"offload_optimizer": Offload(kind="cpu")})))
+            own.append((3, strategy.model_copy(update={"offload_optimizer": s.Offload(kind="cpu")})))
     return own
 
 
-def _offloaded(plan: Plan, strategy: FSDP2Strategy) -> list[tuple[int, AnyStrategy]]:
+def _offloaded(plan: Plan, strategy: s.FSDP2Strategy) -> list[tuple[int, s.AnyStrategy]]:
     """States on the host: of use where that is another memory."""
     if plan.device != "cuda" or strategy.offload == "cpu":
         return []
