@@ -187,14 +187,7 @@ def _config(answers: Answers, path: Path) -> Config:
     if algorithm not in ALGORITHMS:
         raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(ALGORITHMS)}")
     cluster = None if answers.cluster in (None, "here") else answers.cluster
-    flags = Flags(
-        model=answers.model or usual["model"],
-        cluster=cluster,
-        length=answers.length,
-        adapter=answers.adapter or "full",
-        batch=answers.batch,
-        algorithm=algorithm,
-    )
+    flags = Flags(answers.model or usual["model"], cluster, answers.length, answers.adapter or "full", answers.batch, algorithm)
     source = json.dumps(source_of(answers.data or usual["data"], path))
     said = {override: words for override, words in flags.overrides().items() if override != "adapter=none"}
     with in_words(said):
