@@ -75,7 +75,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: isinstance(z := c.strategy, s.FSDP2Strategy) and c.precision != "fp16" and "fp16" in (z.param_dtype, z.reduce_dtype),
         "gradients in fp16 fall to zero without the loss scale of precision=fp16",
         "use precision=fp16, or bf16 for the two types",
-        "strategy",
     ),
     Rule(
         "ring × CPU",
