@@ -83,7 +83,7 @@ MUTATIONS = [
         "every micro-batch but the last is lost", "strategies/spread.py",
         "self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)",
         "self.fsdp.set_requires_gradient_sync(not last)",
-        (f"{PARITY}[fsdp2 2, accumulation 4-packed]",),
+        (f"{PARITY}[fsdp2 2, accumulation 4-lora]",),
     ),
     Mutation(
         "the norm is clipped to its square", "strategies/native.py",

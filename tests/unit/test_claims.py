@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from tests.distributed.rows import COVERING
 from tests.harness import ROOT
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutations import MUTATIONS, PARITY, Mutation
 
 NODES = re.findall(r"`(tests/[\w/]+\.py::\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
 
@@ -39,6 +40,8 @@ def test_a_mistake_can_be_made_and_its_tests_are_there(mutation: Mutation) -> No
             assert "pytest.mark.full" not in decorators(node)
         else:
             assert (ROOT / node).is_file()
+        if node.startswith(PARITY):
+            assert tuple(node.removeprefix(PARITY)[1:-1].rsplit("-", 1)) in COVERING
 
 
 def test_there_are_twenty_mistakes() -> None:
