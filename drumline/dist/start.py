@@ -180,6 +180,6 @@ def publish(text: str, name: str = "text") -> None:
     rendezvous().set(name, text)
 
 
-def receive(name: str = "text") -> str:
-    """Wait for a text that another rank publishes, for a day: it may be preparing data."""
-    return _await(rendezvous(), name, time.monotonic() + A_DAY)
+def receive(name: str = "text", seconds: float = A_DAY) -> str:
+    """Wait for a text that another rank publishes, by default for a day: it may be preparing data. Raises EnvironmentFault after that."""
+    return _await(rendezvous(), name, time.monotonic() + seconds)

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from drumline.train.setup import Request, claim_run_dir, make_plan
 
 LAUNCH = "launch.json"  # in the run folder: who launched it last
 SHARED_SECONDS = 10.0  # a network file system may take a moment to show another host's file
+HEARD_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its store goes with it
 
 
 def train(ask: Callable[[int], Request]) -> int:
@@ -85,6 +86,10 @@ def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
         for name in ("plan", "go"):  # whichever the others wait for
             publish(json.dumps({"exit_code": code}), name)
+        if not isinstance(error, Interrupted):
+            with suppress(EnvironmentFault, RuntimeError):  # one of them did not come, or the store is another's and gone
+                for rank in range(1, ranks.world_size):
+                    receive(f"heard-{rank}", HEARD_SECONDS)
         raise
     publish(json.dumps({}), "go")
     return plan, start
@@ -92,18 +97,19 @@ def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple
 
 def _told(ranks: Ranks) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
-    told = _heard("plan")
+    told = _heard("plan", ranks)
     os.environ.update(told["secrets"])
     plan = Plan.model_validate(told["plan"])
     shared = is_held_by(told["lease"], Path(plan.run_dir), SHARED_SECONDS)
     publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")
-    _heard("go")
+    _heard("go", ranks)
     return plan, told["resume"]
 
 
-def _heard(name: str) -> dict[str, Any]:
+def _heard(name: str, ranks: Ranks) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(receive(name))
     if "exit_code" in told:
+        publish("", f"heard-{ranks.rank}")
         raise SystemExit(told["exit_code"])  # rank 0 says why
     return told
 

@@ -117,7 +117,7 @@ def test_one_plan_and_one_line_for_all_ranks(config: Path, tmp_path: Path) -> No
     planned = by_hand(here, config, "--dry-run")
     assert [code for code, _ in planned] == [0, 0], planned
     assert [said.count("on 2 × cpu") for _, said in planned] == [1, 0], "a plan for as many as were started"
-    missing = by_hand(here, "no.yaml")
+    missing = by_hand(here, "no.yaml")  # rank 0 knows it before the other has come, and waits for it
     assert [code for code, _ in missing] == [2, 2]
     assert [said.count("error:") for _, said in missing] == [1, 0] and "Traceback" not in "".join(said for _, said in missing), missing
 
