@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from drumline.errors import EnvironmentFault
+from drumline.foreign import first_line
 from drumline.vendor.torch import abort_process_group
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -75,7 +76,7 @@ def rendezvous() -> dist.Store:
             tcp = dist.TCPStore(host, port, ranks.world_size, listens, CONNECT, False)
     except (OSError, RuntimeError) as error:
         held = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
-        what = f"port {port} is taken" if held else f"no rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
+        what = f"port {port} is taken" if held else f"no rendezvous at {host}:{port}: {first_line(error)}"
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
     # Another's store may have seen starts before this one; one that rank 0 made is new.
     _store = dist.PrefixStore(f"drumline-{_round(tcp, ranks) if agent_has_it else 'first'}", tcp)

@@ -10,6 +10,7 @@ from pathlib import Path
 from drumline.cluster.detect import cache_dir
 from drumline.config.model import ModelConfig
 from drumline.errors import ModelError
+from drumline.foreign import first_line
 
 OnProgress = Callable[[str, int, int | None], None]
 PREFIX = "package:"
@@ -78,7 +79,7 @@ def _on_hub(name: str, revision: str | None) -> str:
     except EntryNotFoundError:
         raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
     except HfHubHTTPError as error:
-        return _cached(name, revision, f"the hub refuses: {str(error).splitlines()[0]}")
+        return _cached(name, revision, f"the hub refuses: {first_line(error)}")
     except Exception as error:
         # What cannot connect raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
         if not (isinstance(error, OSError) or type(error).__module__.startswith("httpx")):
