@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -17,6 +13,7 @@ import psutil
 import pytest
 
 from drumline.plan.plan import Plan
+from tests.forks import Forked
 from tests.harness import ENV, events, losses, survivors, write_config
 from tests.tiny import tiny_model_dir
 
@@ -30,18 +27,18 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 def train(config: Path, run: Path, *overrides: str, limit: int | None = None, by: tuple[str, ...] = ()) -> tuple[int, str, int]:
     """(exit code, stderr, the most bytes of writable memory that a rank had) of `drumline train`, each process limited to `limit`. `by`:
-    modules that start it."""
-    prefix = ["prlimit", f"--data={limit}"] if limit else []
-    command = [*prefix, sys.executable, "-m", *by, "drumline", "train", str(config), f"run.dir={run}", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENV, start_new_session=True)
+    the module that starts it, and its arguments."""
+    module, *arguments = (*by, "drumline", "train", str(config), f"run.dir={run}", *overrides)
+    process = Forked(module, *arguments, env=ENV)
+    if limit is not None:
+        psutil.Process(process.pid).rlimit(psutil.RLIMIT_DATA, (limit, limit))  # its ranks inherit it
     most = _Most(process.pid)
     try:
         if limit is None:
             most.start()
         _, err = process.communicate(timeout=400)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.end()
     return process.returncode, err, most.bytes_
 
 
