@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.live import gone, kill, ranks_of, wait_for
@@ -23,8 +25,9 @@ STEPS_A_KILL = 14
 TARGETS = ("rank 0", "rank 1", "all ranks", "launcher")
 
 
-def chaos(folder: Path, kills: int, seed: int) -> int:
-    """Run twice, once hurt. Returns the number of steps that had to be done again; raises AssertionError on any difference."""
+def chaos(folder: Path, kills: int, seed: int, start: Callable[..., subprocess.Popen[str]] = start_interpreter) -> int:
+    """Run twice, once hurt, begun by `start`. Returns the number of steps that had to be done again; raises AssertionError on any
+    difference."""
     draw = random.Random(seed)
     steps = STEPS_A_KILL * (kills + 2)
     config = write_config(
@@ -41,7 +44,7 @@ def chaos(folder: Path, kills: int, seed: int) -> int:
     )
     run, reference = folder / "hurt", folder / "reference"
     assert drumline("train", config, f"run.dir={reference}", timeout=300).code == 0
-    process = start_interpreter("train", config, f"run.dir={run}")
+    process = start("train", config, f"run.dir={run}")
     began = 0.0
     for number in range(kills):
         reached = max(losses(run), default=0) if (run / "events.jsonl").exists() else 0
@@ -55,7 +58,7 @@ def chaos(folder: Path, kills: int, seed: int) -> int:
             kill(process.pid)
             process.wait()
             assert gone(str(run), 5.0), "ranks outlived their launcher"
-            process = start_interpreter("train", config, f"run.dir={run}", "--resume")
+            process = start("train", config, f"run.dir={run}", "--resume")
         else:
             ranks = ranks_of(run)
             for pid in [ranks[int(target[-1])]] if target != "all ranks" else ranks.values():

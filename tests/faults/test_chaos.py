@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.chaos import chaos
+from tests.harness import start_drumline, start_interpreter
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
-def test_kills_change_nothing(tmp_path: Path, kills: int) -> None:
-    chaos(tmp_path, kills=kills, seed=0)
+@pytest.mark.parametrize(("kills", "start"), [(4, start_drumline), pytest.param(20, start_interpreter, marks=pytest.mark.full)])
+def test_kills_change_nothing(tmp_path: Path, kills: int, start: Callable[..., subprocess.Popen[str]]) -> None:
+    chaos(tmp_path, kills, 0, start)
