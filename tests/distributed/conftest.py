@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common import commit
 from drumline.bench.difference import Difference
-from tests.distributed.rows import STEPS, Case, Row
+from tests.distributed.rows import PAIRS, STEPS, Case, Row
 
 Record = Callable[[Row, Case, Difference], None]
 
@@ -37,8 +37,12 @@ def parity(request: pytest.FixtureRequest) -> Iterator[Record]:
             rows = json.loads(file.read() or '{"rows": {}}')["rows"]
             for name, cases in measured.items():
                 rows.setdefault(name, {}).update(cases)
+            ordered: dict[str, Any] = {}
+            for row, case in PAIRS:
+                if case.name in rows.get(row.name, {}):
+                    ordered.setdefault(row.name, {})[case.name] = rows[row.name][case.name]
             file.truncate(0)
-            file.write(json.dumps({**_facts(), "rows": rows}, indent=1) + "\n")
+            file.write(json.dumps({**_facts(), "rows": ordered}, indent=1) + "\n")
 
 
 def _facts() -> dict[str, Any]:
