@@ -21,7 +21,21 @@ from drumline.plan.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans
-from tests.distributed.rows import CASES, COVERING, LOW, LOW_CASE, LOW_TOLERANCE, PAIRS, REFERENCES, STEPS, TOLERANCE, Case, Row, group_of
+from tests.distributed.rows import (
+    CASES,
+    COVERING,
+    LOW,
+    LOW_CASE,
+    LOW_TOLERANCE,
+    MOMENTS,
+    PAIRS,
+    REFERENCES,
+    STEPS,
+    TOLERANCE,
+    Case,
+    Row,
+    group_of,
+)
 from tests.harness import events, write_config
 from tests.tiny import tiny_architecture_dir, tiny_model_dir
 
@@ -38,8 +52,6 @@ ONCE = {"ddp 2, static graph": 4 * (1 + 21) / 2}
 AT_ONCE = 30
 # The first test of a group waits for the training of its rows.
 pytestmark = pytest.mark.timeout(3000)
-# Among them are averages of squares: where a gradient differs by 1e-5 of itself, its square does by 2e-5.
-MOMENTS = 2 * TOLERANCE
 
 
 def merge(*layers: dict[str, Any]) -> dict[str, Any]:
