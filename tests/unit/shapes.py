@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from drumline.cluster.detect import Machine
@@ -53,3 +54,8 @@ def question(shape: str, cluster: str | dict[str, Any], adapter: str = "none", *
     }
     config = Config.model_validate({**values, "adapter": laid(adapter).model_dump()})
     return Question(config, cluster_of(config.cluster, HERE, 1), facts(shape, LENGTH, adapter))
+
+
+def asks(*words: Any, **sections: Any) -> Callable[[], Question]:
+    """The `question`, for a table that is read before its test is chosen: to count a model's weights takes a second."""
+    return partial(question, *words, **sections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from drumline.plan.choice.guides import asked_first, chosen_by, disagreements
 from drumline.plan.choice.search import Question, fits, search, ways_of
 from drumline.plan.facts import with_length, with_lora
 from drumline.planning.further import show_guides
-from tests.unit.shapes import facts, laid, question
+from tests.unit.shapes import asks, facts, laid, question
 
 BATCH = {"global_samples": 64}
 
@@ -50,15 +51,15 @@ def test_another_length_without_building_it(length: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "kinds"),
     [
-        (question("70b", "1x4090"), {"devices in place of 1"}),
-        (question("8b", {"device": "4090", "per_node": 1, "host_memory_gb": 100}), {"adapter=lora", "devices in place of 1"}),
-        (question("1b", "1xh100-80g", memory={"activation_checkpointing": "none"}, batch={"global_samples": 64, "micro_batch": 32}),
+        (asks("70b", "1x4090"), {"devices in place of 1"}),
+        (asks("8b", {"device": "4090", "per_node": 1, "host_memory_gb": 100}), {"adapter=lora", "devices in place of 1"}),
+        (asks("1b", "1xh100-80g", memory={"activation_checkpointing": "none"}, batch={"global_samples": 64, "micro_batch": 32}),
          {"memory.activation_checkpointing=full", "batch.micro_batch=1", "data.max_length="}),
-        (question("8b", "4x4090", batch={"global_samples": 7}), {"batch.global_samples=8"}),
+        (asks("8b", "4x4090", batch={"global_samples": 7}), {"batch.global_samples=8"}),
     ],
 )  # fmt: skip
-def test_the_smallest_changes_that_would_fit(asked: Question, kinds: set[str]) -> None:
-    answer = search(asked)
+def test_the_smallest_changes_that_would_fit(asked: Callable[[], Question], kinds: set[str]) -> None:
+    answer = search(asked())
     changes = nothing_fits(answer)
     assert not answer.ranked
     assert all(any(kind in change.what for change in changes) for kind in kinds), [change.what for change in changes]
