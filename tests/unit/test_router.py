@@ -57,9 +57,14 @@ def trained(module: ForwardWithObjective, batches: list[TokenBatch]) -> tuple[fl
 def test_one_row_has_the_loss_and_gradients_of_transformers(kind: str) -> None:
     model = build_model(None, config_of(kind), seed=0)
     batch = collate([documents([12])], 0, None)
+    try:
+        theirs = model(input_ids=batch.input_ids_BT, labels=batch.input_ids_BT, use_cache=False)
+    except AttributeError:  # transformers 5.17's granitemoe cannot compute its own
+        with pytest.raises(ModelError, match="would not be trained"):
+            router_of(model)
+        return
     loss, sums, gradients = trained(ForwardWithObjective(model), [batch])
     model.zero_grad()
-    theirs = model(input_ids=batch.input_ids_BT, labels=batch.input_ids_BT, use_cache=False)
     theirs.loss.backward()
     assert loss == pytest.approx(float(theirs.loss), rel=1e-6)
     assert sums["router_loss"] / batch.weight == pytest.approx(float(theirs.aux_loss), rel=1e-6)
