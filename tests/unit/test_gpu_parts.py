@@ -26,7 +26,7 @@ def test_a_part_runs(part: str, only: str, tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=500)
     figures = json.loads(out.read_text())
     assert [row["end"] for row in figures["runs"]] == ["0"] and ended.returncode == 0, json.dumps(figures["runs"]) + ended.stderr
-    assert figures["device"] == "cpu" and figures["versions"]["torch"] == torch.__version__
+    assert figures["device"] == "cpu" and torch.__version__.startswith(figures["versions"]["torch"])
     assert ("attention" in figures) == (part == "tests")
 
 
