@@ -1,10 +1,10 @@
 """Processes that need not import torch: one that has forks them, so that what takes each seconds is paid once for many test files.
 
-`python -m tests.forks` reads one JSON object a line. {"start": [{"module": NAME, "arguments": [...], "cwd": ..., "env": {...}, "out": PATH,
-"err": PATH}, ...]} is answered with process ids: each process runs the module as `python -m` would, in a session of its own, and can be
-seen and killed as such. {"ended": [PID, ...]} is answered with their exit codes, a signal's negative, null for those that run. Nothing but
-imports happens in it before a fork. Ranks that such a process launches are forked from it in the same way. Tests that start
-interpreters, as a user does, say so.
+`python -m tests.forks` reads one JSON object a line. {"start": {"module": NAME, "arguments": [...], "cwd": ..., "env": {...}, "out": PATH,
+"err": PATH}} is answered with a process id: the process runs the module as `python -m` would, in a session of its own, and can be seen
+and killed as such. {"ended": PID} is answered with its exit code, a signal's negative, null while it runs. Nothing but imports happens
+in it before a fork. Ranks that such a process launches are forked from it in the same way. Tests that start interpreters, as a user
+does, say so.
 """
 
 from __future__ import annotations
@@ -46,15 +46,7 @@ class Forks:
 
     process: subprocess.Popen[str] | None = None
 
-    def start(self, processes: list[dict[str, Any]]) -> list[int]:
-        pids: list[int] = self._ask({"start": processes})
-        return pids
-
-    def ended(self, pids: list[int]) -> list[int | None]:
-        codes: list[int | None] = self._ask({"ended": pids})
-        return codes
-
-    def _ask(self, question: dict[str, Any]) -> Any:
+    def ask(self, question: dict[str, Any]) -> Any:
         process = self.process
         if process is None or process.poll() is not None:
             from tests.harness import ENV, ROOT
@@ -97,14 +89,14 @@ class Forked(subprocess.Popen[str]):
         out, err = map(str, self.streams)
         self.args = [module, *map(str, arguments)]
         asked = {"module": module, "arguments": self.args[1:], "cwd": str(cwd or Path.cwd()), "env": dict(env), "out": out, "err": err}
-        (self.pid,) = FORKS.start([asked])
+        self.pid: int = FORKS.ask({"start": asked})
         self.returncode: Any = None
         self.stdin = self.stdout = self.stderr = None
         self._child_created = False  # nothing for Popen itself to wait for
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            (self.returncode,) = FORKS.ended([self.pid])
+            self.returncode = FORKS.ask({"ended": self.pid})
         code: int | None = self.returncode
         return code
 
@@ -223,7 +215,7 @@ def main() -> None:
     gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
-        found = [fork(process) for process in asked["start"]] if "start" in asked else [ended(pid) for pid in asked["ended"]]
+        found = fork(asked["start"]) if "start" in asked else ended(asked["ended"])
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 

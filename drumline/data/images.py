@@ -37,7 +37,7 @@ class Seen:
 
 
 class ImageRows:
-    """Conversations for a model that sees, with images and without. Image tokens are never learned."""
+    """Conversations for a vision-language model, with images and without. Image tokens are never learned."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
         self.encoder, self.data, self.vision = Encoder(tokenizer, False, data), data, vision

@@ -34,11 +34,7 @@ def begin(plan: Path, worker: str = "tests.faults.toy_worker") -> Forked:
 
 
 def end(process: Forked, timeout: float = 90) -> tuple[int, str]:
-    try:
-        _, err = process.communicate(timeout=timeout)
-    finally:
-        process.end()
-    return process.returncode, err
+    return process.told(timeout)
 
 
 def test_raising_rank_is_named_with_its_traceback_once(tmp_path: Path) -> None:
