@@ -105,6 +105,7 @@ def test_the_largest_micro_batch_of_each_family() -> None:
     assert staged.layout.strategy.kind == "pp" and staged.layout.batch.accumulation == 2, "a micro-batch for each stage"
 
 
+@pytest.mark.slow
 def test_more_hosts_side_by_side() -> None:
     answers = what_if(question("8b", {"device": "h100-80g", "per_node": 8, "inter": "8x400Gb"}, batch={"global_samples": 512}), [1, 2, 4])
     assert [answer.question.cluster.world_size for answer in answers] == [8, 16, 32]
@@ -180,6 +181,7 @@ def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[s
 # --------------------------------------------------------------------------------------------------------------------------- auto
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [{}, BATCH, {"global_samples": 64, "micro_batch": 1}, {"micro_batch": 2, "accumulation": 2}])
 def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
     asked = question("8b", "8xh100-80g", batch=batch)

@@ -33,6 +33,7 @@ def test_all_are_found() -> None:
     assert all((ROOT / test).exists() for test in ELSEWHERE.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_help_says_what_it_measures(path: Path, tmp_path: Path) -> None:
     said = run(path, tmp_path, "--help")

@@ -154,6 +154,7 @@ def test_bad_images_are_one_line(tmp_path: Path, model: Path, file: str, says: s
     assert says in line and "rows.jsonl:2" in line and file in line and error.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_eight_pixels_is_trained_and_exported(tmp_path: Path, model: Path) -> None:
     """It takes no other size, and its config names none."""
     pytest.importorskip("PIL", reason="needs pillow")

@@ -30,6 +30,8 @@ from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
 
+pytestmark = pytest.mark.slow
+
 deepspeed = pytest.importorskip("deepspeed", reason="needs the package deepspeed")
 OBJECTIVE = NextToken(16, False).objective
 ZERO = ["zero1", "zero2", "zero3"]
@@ -127,7 +129,6 @@ def test_fp16_scales_its_loss(model_dir: Path, kind: str, monkeypatch: pytest.Mo
     assert all(torch.equal(tensor, before[name]) for name, tensor in whole(made).items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ZERO)
 def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None:
     made, reference = engine(model_dir, kind, precision="bf16"), engine(model_dir, "single")
@@ -144,7 +145,6 @@ def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None
     assert steps(other, 1)[0] == pytest.approx(steps(made, 1)[0], rel=1e-6)
 
 
-@pytest.mark.slow
 def test_compiled_blocks(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=1)
     made, reference = engine(model, "zero2", compile={"enabled": True}), engine(model, "single")
@@ -164,7 +164,6 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     assert "LlamaForCausalLM" in profile.read_text()
 
 
-@pytest.mark.slow
 def test_nothing_is_printed_for_being_installed() -> None:
     code = "import drumline, accelerate, transformers, deepspeed; from accelerate.utils import DeepSpeedPlugin"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=200, check=True)

@@ -30,6 +30,8 @@ from drumline.foreign import judged, parse_json
 from drumline.models import rendering
 from tests.tiny import CHATML, tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 MORE = int(os.environ.get("DRUMLINE_FUZZ", "0"))
 SECONDS = 30  # of one case: a waiting limit, not a measurement
 

@@ -181,6 +181,7 @@ def continuous(model: Any, **options: Any) -> ContinuousGenerator:
     return ContinuousGenerator(ContinuousConfig(**{"max_new_tokens": 24, **options}), model, tiny_tokenizer(), 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"batch": 2}, {"top_p": 0.8, "temperature": 0.7}], ids=str)
 def test_continuous_batching_samples_what_generate_samples(model: Any, options: dict[str, Any]) -> None:
     """Twice as many requests as prompts: equal prompts share their cache, and their samples differ."""
@@ -193,6 +194,7 @@ def test_continuous_batching_samples_what_generate_samples(model: Any, options: 
     assert model.training and model.config._attn_implementation == attention
 
 
+@pytest.mark.slow
 def test_continuous_batching_ends_at_end_tokens_and_stop_texts(model: Any) -> None:
     free = hf(model).generate(prompts(), 0)
     stop = tiny_tokenizer().decode(free[3].tokens[6:8])
@@ -205,6 +207,7 @@ def test_continuous_batching_ends_at_end_tokens_and_stop_texts(model: Any) -> No
         assert all(len(c.tokens) == len(c.log_probs) for c in made)
 
 
+@pytest.mark.slow
 def test_what_fails_in_continuous_batching_is_said_and_nothing_hangs(model: Any) -> None:
     threads = threading.active_count()
     made = continuous(model)

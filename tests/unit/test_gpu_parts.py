@@ -13,6 +13,8 @@ import torch
 from benchmarks import gpu
 from tests.harness import ENV, ROOT
 
+pytestmark = pytest.mark.slow
+
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
 PARTS = [("tests", "losses"), ("memory", "losses"), pytest.param("speed", "SFT", marks=pytest.mark.full)]

@@ -68,6 +68,7 @@ def test_init_says_what_is_to_be_installed(run: Run, tmp_path: Path, monkeypatch
     assert code == 0 and "to install: pip install bitsandbytes" in out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "id_"),
     [("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct"), ("llama-2-7b-chat", None), ("gpt3-175b", None)],
@@ -81,6 +82,7 @@ def test_init_writes_the_model_that_was_asked_for(run: Run, tmp_path: Path, name
         assert code == 0 and init_lines(path.read_text())["model"]["id"] == id_, err
 
 
+@pytest.mark.slow
 def test_init_for_another_machine(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "far.yaml"
     assert run("init", path, *EIGHT_B, "--adapter", "lora", "--yes")[0] == 0
@@ -121,6 +123,7 @@ def test_init_asks_five_questions_on_stdin(run: Run, model: Path, tmp_path: Path
     assert code == 2 and "--yes" in err and not Path("other.yaml").exists()
 
 
+@pytest.mark.slow
 def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
     write_config(tmp_path, model)
     path = tmp_path / "typed.yaml"

@@ -93,6 +93,7 @@ def test_signals_are_noted_once_and_handlers_come_back() -> None:
     assert before == {number: signal.getsignal(number) for number in before}
 
 
+@pytest.mark.slow
 def test_without_prctl_a_rank_dies_with_its_parent_all_the_same() -> None:
     """On macOS a thread looks after the parent."""
     rank = (
@@ -147,6 +148,7 @@ def test_one_task_of_a_job_that_has_more_may_train(monkeypatch: pytest.MonkeyPat
     require_rendezvous()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert first_rank() and not another_does("plan")
@@ -215,6 +217,7 @@ INNER += "subprocess.Popen([sys.executable, '-c', {rank!r}, '--local_rank=0', *s
 OUTER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {inner!r}, *sys.argv[-2:]]).wait()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["the runner", "the launcher"])
 def test_a_rank_dies_with_each_launcher_above_it(who: str, tmp_path: Path) -> None:
     outer = OUTER.format(inner=INNER.format(rank=RANK))

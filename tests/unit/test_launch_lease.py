@@ -155,6 +155,7 @@ def test_one_of_many_has_it(tmp_path: Path) -> None:
     assert len(had) == 1
 
 
+@pytest.mark.slow
 def test_a_holder_that_lost_it_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -78,6 +78,7 @@ def test_under_autocast_it_is_as_close_as_the_plain_one(dtype: torch.dtype) -> N
         assert (got - truth).norm() <= 1.2 * (wanted - truth).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_gradient_is_right_in_float64(chunk: int) -> None:
     hidden, weight, bias, targets = tensors(torch.float64, bias=True, sizes=(7, 3, 11))  # gradcheck goes once forward for each number

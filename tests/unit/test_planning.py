@@ -35,6 +35,7 @@ SMALL = "model.shape={layers: 2, hidden: 256, heads: 4, vocabulary: 1024}"
 # ------------------------------------------------------------------------------------------------------------- the table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120, 240])
 def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) -> None:
     code, out, _ = run("plan", *LORA, "--price", "0.4", columns=columns)
@@ -54,6 +55,7 @@ def test_top(run: Run) -> None:
     assert re.search(r"^\d+ more: --top \d+$", out, re.M)
 
 
+@pytest.mark.slow
 def test_hours_and_cost_of_a_run(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "--price", "0.5", "--tokens", "1e8", "--json")
     best = json.loads(out)["ranked"][0]
@@ -137,6 +139,7 @@ def test_flags_are_laid_over_a_yaml_and_overrides_over_flags(model: Path, tmp_pa
     assert config.cluster is not None and (config.cluster.nodes, config.cluster.price_per_device_hour) == (2, 2.0)
 
 
+@pytest.mark.slow
 def test_a_model_of_images_alone_is_planned_as_one(run: Run) -> None:
     code, out, err = run("plan", "--model", "resnet-50", "--cluster", "4x4090")
     assert code == 0 and "modality: image" in out, err
@@ -146,6 +149,7 @@ def test_a_model_of_images_alone_is_planned_as_one(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------ other questions
 
 
+@pytest.mark.slow
 def test_every_key_of_the_json_is_documented(run: Run) -> None:
     text = (ROOT / "docs" / "planning.md").read_text()
     known = set(re.findall(r"`([a-z_0-9]+)`", text))
@@ -181,6 +185,7 @@ def test_explain_says_where_numbers_come_from(run: Run) -> None:
     assert zero2["reason"] in out and "8.03B" in out and "deepspeed" in out
 
 
+@pytest.mark.slow
 def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: Run) -> None:
     flags = ["--model", "gpt2-xl", "--cluster", "8xa100-40g", "--length", "1024"]
     _, out, _ = run("plan", *flags, "--explain", "zero1")
@@ -195,6 +200,7 @@ def test_explain_counts_gradients_that_are_there_and_models_that_are_held(run: R
     assert "0.38 bytes for each of 16.06B parameters" in out and "reference 8.03B" in out
 
 
+@pytest.mark.slow
 def test_the_most_that_fits(run: Run) -> None:
     found = json.loads(run("plan", *EIGHT_B, "--max-seq", "--json")[1])["max_length"]
     assert found and found == sorted(found, key=lambda each: -each["number"])
@@ -359,6 +365,7 @@ def test_a_mistake_is_one_line(run: Run, case: str) -> None:
         assert words in lines[0], lines[0]
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_would(run: Run) -> None:
     code, out, err = run("plan", *TOO_LARGE, "--json")
     answer = json.loads(out)

@@ -20,6 +20,8 @@ from drumline.train.setup import Request, make_plan
 from tests.harness import drumline, pair_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

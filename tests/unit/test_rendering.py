@@ -70,6 +70,7 @@ def test_what_people_write_comes_out_as_before(template: str) -> None:
     assert render(template) == WELL[template]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ILL)
 def test_a_template_that_does_not_end_is_refused(name: str) -> None:

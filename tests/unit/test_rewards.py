@@ -24,6 +24,8 @@ from drumline.rollout.rewards import Item, Rewards, check, overlong, reward_name
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = r"""
 import os, subprocess, sys, time
 

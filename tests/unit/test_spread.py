@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -11,6 +12,8 @@ from torch import nn
 
 from drumline.strategies.spread import Averaged
 from tests.distributed.ranks import free_port
+
+pytestmark = pytest.mark.slow
 
 
 def worker(rank: int, port: int, results: Any) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from drumline.algorithms.tokens import NextToken
 from drumline.data.batches import TokenBatch
 from drumline.models.head import Outputs
+
+pytestmark = pytest.mark.slow
 
 
 def test_exact_match_counts_whole_answers() -> None:

@@ -29,6 +29,8 @@ from drumline.train.setup import Request, make_plan
 from tests.harness import LETTERS, write_config
 from tests.tiny import tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, LAYERS = 2, 96, 8
 CLUSTER = found(Machine([], cores=1, memory_bytes=2**33, device="cpu", bf16=False), 1)
 LORA = {"kind": "lora", "r": 8}

@@ -11,8 +11,9 @@ from drumline.bench.difference import difference
 from tests.harness import drumline, survivors, write_config
 from tests.tiny import tiny_model_dir
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_strategies_agree_and_a_refusal_is_told(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=4)
     config = write_config(tmp_path, model, rows=40, optimizer={"lr": 1e-3})
