@@ -44,19 +44,19 @@ def main() -> None:
 def work(folder: str) -> dict[str, Any]:
     from drumline.checkpoint.load import load
     from drumline.checkpoint.save import Checkpointer
-    from drumline.config.model import ModelConfig
-    from drumline.config.schema import OptimizerConfig
-    from drumline.config.strategies import FSDP2Strategy
+    from drumline.core.config import OptimizerConfig
+    from drumline.core.mesh import Mesh
+    from drumline.core.model import ModelConfig
+    from drumline.core.strategies import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.names import canonical_tensors
     from drumline.models.shards import Values
-    from drumline.plan.mesh import Mesh
-    from drumline.strategies.norms import local
-    from drumline.strategies.optimizer import build_optimizer, optimizer_tensors
-    from drumline.strategies.transforms import apply_fsdp2
+    from drumline.parallel.norms import local
+    from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
+    from drumline.parallel.transforms import apply_fsdp2
 
     ranks = start("cpu", "gloo", 600)
     path = str(Path(folder) / "model")

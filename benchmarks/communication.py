@@ -78,7 +78,7 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
     """plan.json of one run."""
     import yaml
 
-    from drumline.config.load import load
+    from drumline.core.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     def problems(size: int, seed: int) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
 
 
 def figures(run_dir: Path) -> dict[str, float]:
-    from drumline.report.events import read, series
+    from drumline.telemetry.events import read, series
 
     events = read(run_dir / "events.jsonl")
     sent = [b for b in series(events, "sent_bytes").values() if b is not None]

@@ -113,8 +113,8 @@ def main() -> None:
 
 def measure(run: Run, folder: Path) -> dict[str, Any]:
     """One run in a process of its own: its plan's verdict, whether it was out of memory, and by category predicted and measured."""
+    from drumline.core.plan import Plan
     from drumline.models.shapes import find
-    from drumline.plan.plan import Plan
 
     known = None if run.model == "tiny" else find(run.model)
     path = ready(folder / "run", dict(known.values) if known else {"model_type": "llama", **TINY}, run.length, 1, run.sections)
@@ -130,10 +130,10 @@ def measure(run: Run, folder: Path) -> dict[str, Any]:
 
 def train(path: Path) -> None:
     """The worker: a few steps of the plan, and the `measured` event; no checkpoint."""
+    from drumline.core.plan import Plan
+    from drumline.core.signals import StopFlag
     from drumline.dist.start import start, stop
-    from drumline.launch.asked import StopFlag
-    from drumline.plan.plan import Plan
-    from drumline.report.events import EventLog
+    from drumline.telemetry.events import EventLog
     from drumline.train.build import build
     from drumline.train.exhausted import watched
     from drumline.train.state import Goodput

@@ -124,9 +124,9 @@ def predicted(row: Published) -> list[dict[str, Any]]:
 def _figures(sections: dict[str, Any], way: dict[str, Any]) -> dict[str, float | None]:
     import yaml
 
-    from drumline.config.load import Loaded, load_text
-    from drumline.plan.choice.search import evaluate
-    from drumline.planning.question import ask
+    from drumline.core.load import Loaded, load_text
+    from drumline.planner.question import ask
+    from drumline.planner.search.search import evaluate
 
     said = yaml.safe_dump({**sections, "data": {**sections["data"], "train": [{"kind": "file", "path": "rows.jsonl"}]}})
     overrides = [f"{key}={value}" for key, value in way.items()]

@@ -139,7 +139,7 @@ def ready(folder: Path, shape: dict[str, Any], length: int, processes: int, sect
     """plan.json of a run that may start: a random model of that Hugging Face config, rows that fill `length` tokens each."""
     import yaml
 
-    from drumline.config.load import load
+    from drumline.core.load import load
     from drumline.train.setup import Request, claim_run_dir, make_plan
     from tests.tiny import tiny_tokenizer
 
@@ -171,9 +171,9 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     """By category what the planner says now of a run that has ended, and what was measured in it. The plan speaks of one rank of a
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
-    from drumline.plan.forecast.truth import Measurement, compare
-    from drumline.plan.plan import Plan
-    from drumline.report.events import read
+    from drumline.core.plan import Plan
+    from drumline.telemetry.events import read
+    from drumline.telemetry.truth import Measurement, compare
     from drumline.train.replan import question
     from drumline.train.setup import predict
 

@@ -127,7 +127,7 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def _configuration(options: argparse.Namespace, work: Path) -> Any:
     import yaml
 
-    from drumline.config.load import load
+    from drumline.core.load import load
 
     rows = options.micro_batch * options.steps
     words = ["every", "rank", "keeps", "in", "step", "with", "the", "drum", "and", "no", "token", "is", "counted", "twice"]
@@ -219,8 +219,8 @@ class PeakMemory:
 
 def drumline(bench: dict[str, Any], work: Path) -> None:
     """What `drumline train` does, of a plan that saves nothing."""
-    from drumline.config.load import load
-    from drumline.launch.local import launch
+    from drumline.core.load import load
+    from drumline.launchers.local import launch
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(load(work / "bench.yaml", [f"run.dir={work / bench['run']}"]))
@@ -256,8 +256,8 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
 
 
 def _model(bench: dict[str, Any], work: Path) -> Any:
-    from drumline.config.load import load
-    from drumline.config.schema import NoAdapter
+    from drumline.core.config import NoAdapter
+    from drumline.core.load import load
     from drumline.models.adapters import inject
     from drumline.models.build import build_model
 

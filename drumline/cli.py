@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from drumline import __version__
+from drumline.core.redact import redact
 from drumline.errors import DrumlineError, UserError
 from drumline.foreign import first_line, path_mistake
-from drumline.report.redact import redact
 
 app = typer.Typer(
     name="drumline",
@@ -111,19 +111,22 @@ def plan(
 ) -> None:
     """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
     if check is not None:
-        from drumline.planning.check import check as run_check
+        from drumline.planner.report.check import check as run_check
 
         raise typer.Exit(run_check(check, as_json))
-    from drumline.planning.asked import Flags
-    from drumline.planning.command import Options
-    from drumline.planning.command import plan as run
-    from drumline.planning.further import Kind
+    from drumline.planner.command import Options, Trial
+    from drumline.planner.command import plan as run
+    from drumline.planner.report.extra import Kind
+    from drumline.planner.report.flags import Flags
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
     if max_seq and max_batch:
         raise UserError("--max-seq and --max-batch are questions of their own", where="drumline plan", fix="ask one at a time")
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
-    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, probe, trace)
+    trial: Trial | None = None
+    if probe:
+        from drumline.train.probe import probe as trial
+    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, trial, trace)
     raise typer.Exit(run(asked))
 
 
@@ -142,8 +145,8 @@ def init(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what no flag says is as by default.")] = False,
 ) -> None:
     """Ask five questions, plan, and write a commented YAML."""
-    from drumline.planning.init import Answers
-    from drumline.planning.init import init as run
+    from drumline.planner.init import Answers
+    from drumline.planner.init import init as run
 
     raise typer.Exit(run(config, Answers(model, algorithm, data, cluster, adapter, length, batch), yes))
 
@@ -264,7 +267,7 @@ def strategies(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
     """Print what goes with what: every strategy against tensor, context and pipeline parallelism, LoRA, offload and the rest."""
-    from drumline.plan.matrix import as_markdown, as_text
+    from drumline.core.matrix import as_markdown, as_text
 
     print((as_markdown if markdown else as_text)(_device(device)))
 
@@ -274,7 +277,7 @@ def schema() -> None:
     """Print the JSON Schema of the YAML, for editors."""
     import json
 
-    from drumline.config.load import schema as json_schema
+    from drumline.core.load import schema as json_schema
 
     print(json.dumps(json_schema(), indent=2))
 
@@ -287,8 +290,8 @@ def _device(name: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; a DrumlineError becomes one line on stderr and its exit code, and so does a signal while nothing can be lost."""
-    from drumline.launch.asked import NOTHING_LOST, Interrupted, Stoppable
-    from drumline.launch.environment import another_does, first_rank
+    from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
+    from drumline.launchers.environment import another_does, first_rank
 
     arguments = _bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     if another_does(arguments[0] if arguments else ""):
@@ -325,7 +328,7 @@ def _unforeseen(error: Exception) -> int:
 
 def _run(arguments: list[str], speaks: bool) -> None:
     """`speaks`: one rank of another launcher reports a mistake on the command line; it is the same on all."""
-    from drumline.launch.environment import first_speaks
+    from drumline.launchers.environment import first_speaks
 
     if speaks:
         app(arguments)

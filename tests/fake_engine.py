@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from drumline.dist.live import Held
-from drumline.strategies.engine import Read, Sums
+from drumline.parallel.engine import Read, Sums
+from drumline.telemetry.memory_tracker import Held
 
 
 class FakeEngine:

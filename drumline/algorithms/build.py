@@ -12,8 +12,8 @@ from drumline.algorithms.policy import KLController
 from drumline.algorithms.ppo import PPO
 from drumline.algorithms.reward import RewardModel
 from drumline.algorithms.tokens import NextToken
-from drumline.config.algorithms import ClassifyConfig, DPOConfig, GRPOConfig, PPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
-from drumline.config.schema import Config
+from drumline.core.algorithms import ClassifyConfig, DPOConfig, GRPOConfig, PPOConfig, PretrainConfig, RewardModelConfig, SFTConfig
+from drumline.core.config import Config
 
 
 def build_algorithm(config: Config) -> Algorithm:

@@ -13,12 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.cluster.calibration import Calibration, Measured, hardware, place, read, software, write
-from drumline.cluster.detect import Machine, cache_dir, detect, free_bytes
+from drumline.core.signals import Asked
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.launch.asked import Asked
-from drumline.launch.environment import listen
-from drumline.launch.postmortem import root_cause
+from drumline.hardware.calibration import Calibration, Measured, hardware, place, read, software, write
+from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
+from drumline.launchers.environment import listen
+from drumline.launchers.postmortem import root_cause
 
 MIB = 2**20
 MOST_CPU_RANKS = 8  # unless --nproc says more, and there are as many cores
@@ -98,7 +98,7 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
 
 def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibration:
     """Start the ranks, which die with this process, and read what rank 0 wrote."""
-    from drumline.launch.agent import Agent
+    from drumline.launchers.agent import Agent
 
     with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, Asked() as asked:
         task = Task(
@@ -113,7 +113,16 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
         said = Path(work, "task.json")
         said.write_text(json.dumps(asdict(task)))
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says
-        command = ["-u", "-X", "faulthandler", "-m", "drumline.launch.worker", str(os.getpid()), "drumline.bench.calibrate_rank", str(said)]
+        command = [
+            "-u",
+            "-X",
+            "faulthandler",
+            "-m",
+            "drumline.launchers.worker",
+            str(os.getpid()),
+            "drumline.bench.calibrate_rank",
+            str(said),
+        ]
         ends = Agent(command, ranks, listen(None), Path(work, "logs"), asked, grace_seconds=5.0).attempt()
         if asked.number:
             raise Preempted("asked to stop: nothing was stored")

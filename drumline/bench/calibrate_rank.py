@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from drumline.bench.calibrate import MIB, Task, group_sizes
-from drumline.cluster.calibration import Calibration, Measured, Product, line_through, write
 from drumline.dist.start import Ranks, start, stop
-from drumline.dist.traffic import SentBytes
+from drumline.hardware.calibration import Calibration, Measured, Product, line_through, write
+from drumline.telemetry.traffic import SentBytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import CheckpointError
-from drumline.report.events import read, series
+from drumline.telemetry.events import read, series
 
 PORTION = 64 * 2**20  # entries read at once
 SMALLEST_NORM = 1e-12  # a tensor of zeros has no relative difference

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from drumline.bench.difference import Difference, difference
-from drumline.config.load import Loaded, load
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.load import Loaded, load
+from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.plan.plan import Plan
 from drumline.report.bars import OnProgress, bars
 
 # What is tried where nobody says which; with four processes or more, mixes too.
@@ -86,9 +86,9 @@ def _spell(name: str) -> str:
 
 def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
+    from drumline.core.batch import resolve_batch
     from drumline.models.load import load_config
     from drumline.models.package import resolve
-    from drumline.plan.batch import resolve_batch
 
     config = load(config_path, overrides).config
     samples = resolve_batch(config, nproc)[0]
@@ -134,7 +134,7 @@ class _Failed(Exception):
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     """Train to the end. Raises _Failed where a rank failed."""
-    from drumline.launch.local import launch
+    from drumline.launchers.local import launch
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(loaded)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.cluster.process import named, this_process
+from drumline.core.process import named, this_process
 from drumline.data.checksums import checksums, digest_of
 from drumline.errors import DataError, EnvironmentFault
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from drumline.cluster.detect import cache_dir
-from drumline.config.data import DigitsSource
+from drumline.core.data import DigitsSource
 from drumline.data.files import Raw
 from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import cache_dir
 
 TEST = 360  # the last ones
 

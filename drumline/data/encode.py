@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drumline.config.algorithms import ROLLOUT, Algorithm, ClassifyConfig, GRPOConfig, PPOConfig
-from drumline.config.data import DataConfig
+from drumline.core.algorithms import ROLLOUT, Algorithm, ClassifyConfig, GRPOConfig, PPOConfig
+from drumline.core.data import DataConfig
 from drumline.data.images import ImageRows
 from drumline.data.labelled import LabelledImages, LabelledTexts
 from drumline.data.pairs import PairRows

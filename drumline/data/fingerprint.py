@@ -9,15 +9,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drumline.cluster.detect import cache_dir
-from drumline.config.algorithms import ROLLOUT, ClassifyConfig
-from drumline.config.data import DigitsSource, FileSource, HubSource, Source, TasksSource
-from drumline.config.schema import Config
+from drumline.core.algorithms import ROLLOUT, ClassifyConfig
+from drumline.core.config import Config
+from drumline.core.data import DigitsSource, FileSource, HubSource, Source, TasksSource
 from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.foreign import first_line, open_plain
+from drumline.hardware.detect import cache_dir
 from drumline.models.package import tokenizer_folder
 from drumline.models.vision import Vision
 

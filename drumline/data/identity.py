@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from drumline.core.plan import DataIdentity
 from drumline.data.cache import TokenCache, read_info
 from drumline.data.checksums import digest_of
-from drumline.plan.plan import DataIdentity
 
 
 def identify(cache: TokenCache) -> DataIdentity:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.config.data import DataConfig
+from drumline.core.data import DataConfig
 from drumline.data.sources import Row, is_image
 from drumline.data.templates import Encoded, Encoder, Example, Messages, truncate
 from drumline.errors import DataError

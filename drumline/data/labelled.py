@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.config.algorithms import ClassifyConfig
-from drumline.config.data import DataConfig
+from drumline.core.algorithms import ClassifyConfig
+from drumline.core.data import DataConfig
 from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
 from drumline.data.cache import TokenCache
 from drumline.data.sources import Row

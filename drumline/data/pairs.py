@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from drumline.config.data import DataConfig
+from drumline.core.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages
 from drumline.errors import ConfigError, DataError

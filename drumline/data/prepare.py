@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.data import Source
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.data import Source
 from drumline.data.cache import commit, read_info, temporary_folder, write_layout
 from drumline.data.checksums import verify
 from drumline.data.fingerprint import cache_key, kept_free, template_path

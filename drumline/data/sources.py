@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from drumline.config.algorithms import Algorithm, ClassifyConfig
-from drumline.config.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.core.algorithms import Algorithm, ClassifyConfig
+from drumline.core.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
 from drumline.data.tools import TableRow, read_calls, read_tools
-from drumline.data.wrong import wrong_answer
+from drumline.data.wrong_answers import wrong_answer
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import first_line, judged
 

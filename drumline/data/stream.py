@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from drumline.core.plan import BatchPlan
 from drumline.data.cache import TokenCache
-from drumline.plan.plan import BatchPlan
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.data import DataConfig
+from drumline.core.data import DataConfig
 from drumline.data.sources import Row
 from drumline.data.tools import Tools
 from drumline.errors import DataError

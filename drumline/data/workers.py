@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.cluster.detect import usable_cores
-from drumline.cluster.process import die_with_parent
-from drumline.config.algorithms import Algorithm, ClassifyConfig
-from drumline.config.data import DataConfig
-from drumline.config.model import ModelConfig
+from drumline.core.algorithms import Algorithm, ClassifyConfig
+from drumline.core.data import DataConfig
+from drumline.core.model import ModelConfig
+from drumline.core.process import die_with_parent
 from drumline.data.encode import RowEncoder, row_encoder
 from drumline.data.sources import Row
 from drumline.data.templates import Example
 from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import usable_cores
 from drumline.models.vision import Vision
 
 # Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.

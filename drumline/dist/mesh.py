@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from drumline.plan.mesh import DIMENSIONS, Mesh
+from drumline.core.mesh import DIMENSIONS, Mesh
 
 
 def device_mesh(mesh: Mesh, device: str) -> DeviceMesh:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.core.facts import ModelFacts
 from drumline.errors import ModelError
 from drumline.foreign import first_line
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, tried
 from drumline.models.weights import counted
-from drumline.plan.facts import ModelFacts
 
 TRIED_SIDE = 64  # pixels, of models that take any size
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
-from drumline.config.model import Head, ModelConfig
-from drumline.config.schema import LoRAConfig
+from drumline.core.config import LoRAConfig
+from drumline.core.model import Head, ModelConfig
+from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
 from drumline.models import adapters
@@ -32,7 +33,6 @@ from drumline.models.package import tokenizer_folder
 from drumline.models.scores import VALUE
 from drumline.models.small import probe
 from drumline.models.vision import copy_processor
-from drumline.plan.plan import Plan
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
@@ -52,8 +52,13 @@ class ExportResult:
 
 
 def export(
-    run_dir: Path, to: Path, which: Which, on_progress: Callable[[str, int, int | None], None] | None = None, dtype: str = "fp32",
-    adapter: bool = False, trust: bool = False,
+    run_dir: Path,
+    to: Path,
+    which: Which,
+    on_progress: Callable[[str, int, int | None], None] | None = None,
+    dtype: str = "fp32",
+    adapter: bool = False,
+    trust: bool = False,
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 

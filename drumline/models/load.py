@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from drumline.config.model import Head, ModelConfig
-from drumline.config.schema import Adapter, LoRAConfig
-from drumline.config.suggest import nearest
+from drumline.core.config import Adapter, LoRAConfig
+from drumline.core.facts import ModelFacts
+from drumline.core.model import Head, ModelConfig
+from drumline.core.suggest import nearest
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
@@ -25,7 +26,6 @@ from drumline.models.router import trains_router
 from drumline.models.scores import score_head, with_head
 from drumline.models.shapes import written_out
 from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
-from drumline.plan.facts import ModelFacts
 
 T = TypeVar("T")
 # What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.

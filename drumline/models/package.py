@@ -7,10 +7,10 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from drumline.cluster.detect import cache_dir
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.foreign import first_line
+from drumline.hardware.detect import cache_dir
 
 OnProgress = Callable[[str, int, int | None], None]
 PREFIX = "package:"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.config.model import Head
+from drumline.core.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classifier import head_weights, looks_ahead

@@ -38,7 +38,7 @@ class SequencePart:
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
         """A model's inputs for this part of a batch. The mask of ones stands for the whole length: it keeps transformers from reading
-        documents out of the positions of one part (see `strategies.context_parallel`, which makes the mask that holds)."""
+        documents out of the positions of one part (see `parallel.context_parallel`, which makes the mask that holds)."""
         self.positions_BT, self.mask_BT, self.active = batch.position_ids_BT, getattr(batch, "attention_mask_BT", None), True
         return {
             "input_ids": self.cut(batch.input_ids_BT),

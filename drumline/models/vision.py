@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config.model import ModelConfig
+from drumline.core.algorithms import ClassifyConfig
+from drumline.core.config import Config
+from drumline.core.model import ModelConfig
 from drumline.errors import DataError, EnvironmentFault, ModelError
-from drumline.models.classes import is_vision_language
+from drumline.models.classes import LM, is_vision_language
 from drumline.models.classifier import side_of_model
 from drumline.models.load import from_hub, hub_options
 
@@ -194,3 +196,16 @@ def _resized(processor: Any, side: int) -> Any:
         if size is not None:
             setattr(processor, name, {key: side for key, value in dict(size).items() if value is not None})
     return processor
+
+
+def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
+    """How the model takes images beside text; None where it does not. Raises ModelError for a kind that is not known."""
+    return find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
+
+
+def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:
+    """Pixels of the square images that the model is given."""
+    assert isinstance(config.algorithm, ClassifyConfig)
+    require_pillow()
+    processor = load_processor(model_path, config.model, hf_config, config.algorithm.image_size)
+    return side_of(processor, int(getattr(hf_config, "num_channels", 3)))

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from drumline.core.facts import Place, Weight
 from drumline.errors import ModelError
 from drumline.models.blocks import block_list, blocks
 from drumline.models.classes import reads_images
-from drumline.plan.facts import Place, Weight
 from drumline.vendor.torch import BatchNorm
 
 
@@ -93,7 +93,7 @@ def _tied(model: Any) -> nn.Parameter | None:
 
 
 def _styles(model: Any) -> dict[int, str]:
-    """Layer → how tensor parallelism cuts it (see strategies.tensor_parallel); embedding and head by the vocabulary."""
+    """Layer → how tensor parallelism cuts it (see parallel.tensor_parallel); embedding and head by the vocabulary."""
     if reads_images(model) or not (plan := tensor_plan(model)):
         return {}
     modules = dict(model.named_modules())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 from weakref import WeakSet
 
-from drumline.config.model import Head
+from drumline.core.model import Head
+from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.models import adapters
 from drumline.models.blocks import blocks
@@ -14,14 +15,20 @@ from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token
 from drumline.models.shards import Source, Values
-from drumline.plan.plan import Plan
-from drumline.strategies.engine import Engine
-from drumline.strategies.forward import LOW_PRECISION, ForwardEngine
-from drumline.strategies.several import POLICY, Several, of_role
-from drumline.strategies.transforms import casts
+from drumline.parallel.composite import POLICY, Several, of_role
+from drumline.parallel.engine import Engine
+from drumline.parallel.forward import LOW_PRECISION, ForwardEngine
+from drumline.parallel.transforms import casts
+from drumline.telemetry.memory_tracker import Held
 
 # Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
+
+
+def held_with_frozen(engine: Engine) -> Held:
+    """Bytes that this rank holds of the model that learns, and of the frozen ones beside it."""
+    held = engine.held()
+    return held._replace(parameters=held.parameters + sum(frozen.held().parameters for frozen in frozen_engines))
 
 
 def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
@@ -61,19 +68,19 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
         keep_frozen_low(plan, model)
     values = Values(source, device, config.run.seed, held)
     if plan.data_parallel in ("local_sgd", "diloco"):
+        from drumline.parallel.native import prepare
         from drumline.strategies.local import LocalEngine
-        from drumline.strategies.native import prepare
 
         return prepare(plan, model, values, LocalEngine)
     if plan.engine == "native":
-        from drumline.strategies.native import NativeEngine, prepare
+        from drumline.parallel.native import NativeEngine, prepare
 
         return prepare(plan, model, values, NativeEngine)
     if plan.engine == "deepspeed":
         from drumline.strategies import deepspeed
 
         return deepspeed.prepare(plan, model, values)
-    from drumline.strategies import pipeline
+    from drumline.parallel import pipeline
 
     return pipeline.prepare(plan, model, values)
 
@@ -100,10 +107,10 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
             give_fp32(model)
     values = Values(source, device, plan.config.run.seed)
     if plan.engine == "pipeline":
-        from drumline.strategies import pipeline
+        from drumline.parallel import pipeline
 
         return pipeline.prepare_frozen(plan, model, values)
-    from drumline.strategies.native import prepare
+    from drumline.parallel.native import prepare
 
     engine = prepare(plan, model, values, ForwardEngine)
     if pure:

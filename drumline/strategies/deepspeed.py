@@ -27,20 +27,20 @@ from deepspeed.utils import (
 )
 from torch import nn
 
-from drumline.config.secret import reveal
-from drumline.dist.live import Held, tensors_in
+from drumline.core.plan import Plan
+from drumline.core.secret import reveal
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head
 from drumline.models.shards import Values
-from drumline.plan.plan import Plan
-from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
-from drumline.strategies.engine import Read, Sums, reader, total
-from drumline.strategies.forward import LOW_PRECISION
-from drumline.strategies.optimizer import new_optimizer
-from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
+from drumline.parallel.engine import Read, Sums, reader, total
+from drumline.parallel.forward import LOW_PRECISION
+from drumline.parallel.optimizer import new_optimizer
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero_fill import InTurn, filled, part, share
+from drumline.telemetry.memory_tracker import Held, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
 SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

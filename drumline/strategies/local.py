@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drumline.config.strategies import DiLoCoStrategy, LocalSGDStrategy
-from drumline.dist.live import Held
+from drumline.core.communication import averages
+from drumline.core.plan import Plan
+from drumline.core.strategies import DiLoCoStrategy, LocalSGDStrategy
 from drumline.dist.reduce import sum_over_ranks
 from drumline.models.names import canonical_tensors
-from drumline.plan.communication import averages
-from drumline.plan.plan import Plan
-from drumline.strategies.engine import Sums
-from drumline.strategies.forward import Around
-from drumline.strategies.native import NativeEngine
-from drumline.strategies.spread import Spread, buckets
+from drumline.parallel.data_parallel import Spread, buckets
+from drumline.parallel.engine import Sums
+from drumline.parallel.forward import Around
+from drumline.parallel.native import NativeEngine
+from drumline.telemetry.memory_tracker import Held
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
 
 CHUNK = 2**26  # bytes averaged by one collective

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from drumline.core.plan import Plan
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
-from drumline.plan.plan import Plan
-from drumline.strategies.forward import LOW_PRECISION
+from drumline.parallel.forward import LOW_PRECISION
 
 
 class InTurn(nn.Module):

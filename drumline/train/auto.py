@@ -7,16 +7,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Literal
 
-from drumline.cluster.calibration import calibration_for
-from drumline.cluster.cluster import Cluster
-from drumline.cluster.detect import Machine
-from drumline.config.schema import Config
-from drumline.plan.choice.auto import choose
-from drumline.plan.choice.search import Question
-from drumline.plan.cluster import cluster_of
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import DataPlan, RolePlan
-from drumline.plan.resolve import device_of, processes_of
+from drumline.core.config import Config
+from drumline.core.facts import ModelFacts
+from drumline.core.plan import DataPlan, RolePlan
+from drumline.core.resolve import device_of, processes_of
+from drumline.hardware.calibration import calibration_for
+from drumline.hardware.cluster import Cluster
+from drumline.hardware.detect import Machine
+from drumline.planner.cluster import cluster_of
+from drumline.planner.search.auto import choose
+from drumline.planner.search.search import Question
 
 
 def settle(

@@ -18,24 +18,24 @@ from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.ranks import Ranks as Together
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.algorithms import ROLLOUT
+from drumline.core.algorithms import ROLLOUT
+from drumline.core.communication import step_kind
+from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
 from drumline.data.checksums import Verification
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
-from drumline.dist.traffic import Traffic
 from drumline.errors import CheckpointError, DataError
-from drumline.launch.asked import StopFlag
-from drumline.plan.communication import step_kind
-from drumline.plan.plan import Plan
-from drumline.report.events import series
-from drumline.strategies.build import build_engine
-from drumline.strategies.engine import OPTIONAL, Engine
-from drumline.train.host import process_bytes
+from drumline.parallel.engine import OPTIONAL, Engine
+from drumline.strategies.build import build_engine, held_with_frozen
+from drumline.telemetry.events import series
+from drumline.telemetry.host import process_bytes
+from drumline.telemetry.measure import Measure
+from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
-from drumline.train.measure import Measure
 from drumline.train.references import Reference
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
@@ -100,7 +100,9 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
-        measure=Measure(plan, engine, gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)),
+        measure=Measure(
+            plan, lambda: held_with_frozen(engine), gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)
+        ),
         seen_step=max(series(past, "loss"), default=0),
         saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )

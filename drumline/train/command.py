@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
-from drumline.config.compat.overlay import from_environment, from_file
-from drumline.config.convert import convert as to_drumline
-from drumline.config.load import load, to_yaml
+from drumline.compat.convert import convert as to_drumline
+from drumline.compat.overlay import from_environment, from_file
+from drumline.core.explain import explain, plan_line
+from drumline.core.load import load, to_yaml
 from drumline.errors import UserError
-from drumline.launch.environment import die_with_launchers, first_rank, launched_by, listen, require_rendezvous
-from drumline.launch.lease import Lease
-from drumline.plan.explain import explain, plan_line
+from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, listen, require_rendezvous
+from drumline.launchers.lease import Lease
 from drumline.report.bars import bars
-from drumline.report.events import read
 from drumline.report.progress import Progress
+from drumline.telemetry.events import read
 
 if TYPE_CHECKING:
     from drumline.train.setup import Request
@@ -78,7 +78,7 @@ def _train(request: Request) -> int:
         plan = make_plan(request, on_progress=on_progress)
     _tell(plan.data.left_out if plan.data else ())
     listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
-    from drumline.launch.local import launch
+    from drumline.launchers.local import launch
     from drumline.train.replan import Replanner
 
     with Lease(Path(plan.run_dir)):
@@ -111,10 +111,11 @@ def convert(old: Path, output: Path | None) -> None:
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
+    from drumline.data.describe import describe
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.load import load_config
     from drumline.models.package import resolve
-    from drumline.train.setup import describe, vision_of
+    from drumline.models.vision import vision_of
 
     loaded = load(config_path, overrides)
     config = loaded.config

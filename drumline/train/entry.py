@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from drumline.core.explain import plan_line, strategy_name
+from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
-from drumline.launch.asked import StopFlag
-from drumline.plan.explain import plan_line, strategy_name
-from drumline.plan.plan import Plan
-from drumline.report.events import EventLog, read
+from drumline.telemetry.events import EventLog, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
 from drumline.train.state import Goodput
@@ -64,8 +64,8 @@ def train_on(
     plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: StopFlag, past: list[dict[str, Any]], goodput: Goodput
 ) -> None:
     """Build and run one plan in the process group that is there."""
+    from drumline.telemetry.measure import planned
     from drumline.train.build import build
-    from drumline.train.measure import planned
 
     emit(
         "run_start",
@@ -95,7 +95,7 @@ class Speaker:
     """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, and a listener."""
 
     def __init__(self, plan: Plan, listener: Listener | None) -> None:
-        from drumline.train.sinks import open_sinks
+        from drumline.telemetry.trackers import open_sinks
 
         run_dir = Path(plan.run_dir)
         self.plan, self.listener = plan, listener

@@ -11,12 +11,12 @@ from types import TracebackType
 
 import torch
 
-from drumline.cluster.detect import detect
+from drumline.core.out_of_memory import Exhausted
+from drumline.core.plan import Plan
 from drumline.errors import DrumlineError
-from drumline.plan.choice.exhausted import Exhausted
-from drumline.plan.plan import Plan
-from drumline.strategies.engine import Engine
-from drumline.train.host import process_bytes
+from drumline.hardware.detect import detect
+from drumline.parallel.engine import Engine
+from drumline.telemetry.host import process_bytes
 
 # Words of errors that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
 WORDS = (

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
-from drumline.report.redact import redact, redacted_streams
 from drumline.train.exhausted import OutOfMemory
 
 _noted = False

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from drumline.config.strategies import Zero3Strategy, ZeroStrategy
+from drumline.core.plan import Plan
+from drumline.core.strategies import Zero3Strategy, ZeroStrategy
 from drumline.errors import EnvironmentFault
-from drumline.plan.plan import Plan
 
 HELPER, MARKER = "async_io", "drumline.built"
 COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"

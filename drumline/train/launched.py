@@ -15,16 +15,16 @@ from typing import Any
 
 from rich.console import Console
 
-from drumline.cluster.process import process
-from drumline.config.load import to_yaml
-from drumline.config.secret import withheld
+from drumline.core.load import to_yaml
+from drumline.core.plan import Plan
+from drumline.core.process import process
+from drumline.core.secret import withheld
+from drumline.core.signals import NOTHING_LOST, Interrupted
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.launch.asked import NOTHING_LOST, Interrupted
-from drumline.launch.environment import launched_by
-from drumline.launch.lease import Lease, is_held_by
-from drumline.launch.local import newest_or
-from drumline.plan.plan import Plan
+from drumline.launchers.environment import launched_by
+from drumline.launchers.lease import Lease, is_held_by
+from drumline.launchers.local import newest_or
 from drumline.report.bars import bars
 from drumline.report.progress import Progress
 from drumline.train.entry import run

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
+from drumline.core.plan import Plan
+from drumline.core.schedule import learning_rate
+from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
-from drumline.launch.asked import StopFlag
 from drumline.models.router import router_figures
-from drumline.plan.plan import Plan
-from drumline.plan.schedule import learning_rate
-from drumline.strategies.engine import Engine
-from drumline.train.measure import Measure
+from drumline.parallel.engine import Engine
+from drumline.telemetry.measure import Measure
 from drumline.train.state import Goodput, Patience, TrainState, fallback_folder
 
 if TYPE_CHECKING:
-    from drumline.train.rollouts import Rollouts  # what generates takes a second to import
+    from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20

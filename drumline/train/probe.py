@@ -11,26 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.cluster.cluster import Cluster
-from drumline.config.algorithms import GRPOConfig, PPOConfig
-from drumline.config.data import FileSource
-from drumline.config.load import Loaded
-from drumline.config.schema import CheckpointConfig, Config, EvalConfig
+from drumline.core.algorithms import GRPOConfig, PPOConfig
+from drumline.core.config import CheckpointConfig, Config, EvalConfig
+from drumline.core.data import FileSource
+from drumline.core.load import Loaded
+from drumline.core.plan import Plan
+from drumline.core.roles import reference_kind
 from drumline.errors import EnvironmentFault
-from drumline.plan.choice.probe import Probe, again
-from drumline.plan.choice.search import Answer, Candidate
-from drumline.plan.forecast.truth import Measurement
-from drumline.plan.plan import Plan
-from drumline.plan.roles import reference_kind
+from drumline.planner.search.probe import Probe, again, require_here
+from drumline.planner.search.search import Answer, Candidate
 from drumline.report.bars import OnProgress
-from drumline.report.events import read
+from drumline.telemetry.events import read
+from drumline.telemetry.truth import Measurement
 
 STEPS = 5  # two to settle, one that is counted, two that are timed
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the two `best` candidates take (plan.choice.probe.again). They train on the run's
+    """The answer, its estimates corrected by what the two `best` candidates take (planner.search.probe.again). They train on the run's
     data where these are prepared, else on random words; nothing is evaluated, saved or left on disk.
 
     Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline
@@ -50,13 +49,6 @@ def best(answer: Answer) -> list[Candidate]:
     first, others = answer.ranked[:1], answer.ranked[1:]
     second = [c for c in others if c.family != first[0].family] or others
     return [*first, *second[:1]]
-
-
-def require_here(cluster: Cluster) -> None:
-    """Raises EnvironmentFault where `cluster` is not this machine."""
-    if not cluster.found:
-        what = f"the cluster to plan for ({cluster.world_size} × {cluster.device.name}) is not this machine, so nothing can be tried on it"
-        raise EnvironmentFault(what, where="--probe", fix="leave --probe out, or run it there without --cluster")
 
 
 def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
@@ -83,7 +75,7 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
 
 
 def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress) -> Probe:
-    from drumline.launch.local import launch
+    from drumline.launchers.local import launch
     from drumline.train.setup import Request, make_plan
 
     name, predicted = candidate.name, candidate.estimate

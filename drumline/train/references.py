@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from drumline.algorithms.dpo import DPO
+from drumline.core.plan import DataPlan, Plan
+from drumline.core.roles import reference_kind
+from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import add_up, sum_over_ranks
 from drumline.dist.start import Ranks
 from drumline.errors import Preempted
-from drumline.launch.asked import StopFlag
-from drumline.plan.plan import DataPlan, Plan
-from drumline.plan.roles import reference_kind
+from drumline.parallel.engine import Engine
 from drumline.strategies.build import build_engine
-from drumline.strategies.engine import Engine
 from drumline.train.streams import Streams
 
 Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[2P] of each

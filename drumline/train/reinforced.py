@@ -11,7 +11,8 @@ from typing import Any
 from drumline.algorithms.base import Algorithm
 from drumline.algorithms.build import build_objective
 from drumline.algorithms.policy import KLController
-from drumline.config.algorithms import GRPOConfig, PPOConfig
+from drumline.core.algorithms import GRPOConfig, PPOConfig
+from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.seeds import derive
@@ -21,19 +22,18 @@ from drumline.models.build import lay_out
 from drumline.models.load import load_tokenizer, pad_token_id
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
-from drumline.plan.plan import Plan
-from drumline.rollout.build import generator, greedy
-from drumline.rollout.generate import Generator
-from drumline.rollout.rewards import Rewards, reward_names
-from drumline.rollout.sampling import Completion, Request
-from drumline.rollout.split import generate_together
+from drumline.parallel.composite import Several
+from drumline.parallel.engine import Engine
+from drumline.parallel.forward import LOW_PRECISION
+from drumline.rl.build import generator, greedy
+from drumline.rl.curriculum import Curriculum
+from drumline.rl.generate import Generator
+from drumline.rl.reading import Reading, last_scores, log_probs_of, scores_after, values_of
+from drumline.rl.rewards import Rewards, reward_names
+from drumline.rl.rollouts import Readers, Rollouts
+from drumline.rl.sampling import Completion, Request
+from drumline.rl.split import generate_together
 from drumline.strategies.build import build_engine
-from drumline.strategies.engine import Engine
-from drumline.strategies.forward import LOW_PRECISION
-from drumline.strategies.several import Several
-from drumline.train.curriculum import Curriculum
-from drumline.train.reading import Reading, last_scores, log_probs_of, scores_after, values_of
-from drumline.train.rollouts import Readers, Rollouts
 from drumline.train.state import TrainState
 from drumline.train.streams import fixed_width
 

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from drumline.cluster.detect import detect
-from drumline.config.schema import BatchConfig, Config
-from drumline.config.strategies import AutoStrategy
+from drumline.core.config import BatchConfig, Config
+from drumline.core.estimate import Estimate
+from drumline.core.explain import size
+from drumline.core.layout import Layout
+from drumline.core.out_of_memory import Exhausted, limit, verdict
+from drumline.core.plan import Plan
+from drumline.core.resolve import resolve
+from drumline.core.strategies import AutoStrategy
+from drumline.hardware.detect import detect
 from drumline.models import load as models
 from drumline.models.classes import with_classes
-from drumline.plan.choice.advice import nothing_fits
-from drumline.plan.choice.exhausted import Exhausted, limit, verdict
-from drumline.plan.choice.lighter import changed, lighter
-from drumline.plan.choice.search import Candidate, Question, search
-from drumline.plan.explain import size
-from drumline.plan.figures import Estimate
-from drumline.plan.forecast.estimate import estimate
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
-from drumline.report.events import EventLog
+from drumline.models.vision import image_side
+from drumline.planner.cost.estimate import estimate
+from drumline.planner.search.advice import nothing_fits
+from drumline.planner.search.fallbacks import changed, lighter
+from drumline.planner.search.search import Candidate, Question, search
+from drumline.telemetry.events import EventLog
 from drumline.train.auto import cluster_here
 from drumline.train.roles import find_roles
 from drumline.train.setup import predict
-from drumline.train.streams import image_side
 
 MOST_REPLANS = 4
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.facts import ModelFacts
+from drumline.core.model import ModelConfig
+from drumline.core.plan import RolePlan
+from drumline.core.roles import wanted_roles
 from drumline.errors import ModelError
 from drumline.models import load as models
 from drumline.models.build import lay_out
 from drumline.models.classes import with_classes
 from drumline.models.package import resolve as resolve_model
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import RolePlan
-from drumline.plan.roles import wanted_roles
 from drumline.report.bars import OnProgress
 
 

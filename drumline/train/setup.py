@@ -5,41 +5,38 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drumline.checkpoint.load import check, newest, read_state
-from drumline.cluster.cluster import Cluster
-from drumline.cluster.detect import detect, free_bytes
-from drumline.config.algorithms import ROLLOUT, ClassifyConfig
-from drumline.config.load import Loaded, differences, to_yaml
-from drumline.config.schema import Config
-from drumline.config.secret import write_private
+from drumline.core.algorithms import ROLLOUT
+from drumline.core.config import Config
+from drumline.core.explain import default_run_dir, size
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.load import Loaded, differences, to_yaml
+from drumline.core.plan import DataIdentity, Plan
+from drumline.core.redact import plain
+from drumline.core.resolve import resolve
+from drumline.core.secret import write_private
 from drumline.data import prepare as data_prepare
-from drumline.data.cache import TokenCache, left_out
-from drumline.data.identity import identify, what_changed
-from drumline.data.labelled import classes
+from drumline.data.describe import describe, prompt_columns
+from drumline.data.identity import what_changed
 from drumline.errors import CheckpointError, EnvironmentFault
-from drumline.launch import lease
+from drumline.hardware.cluster import Cluster
+from drumline.hardware.detect import detect, free_bytes
+from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
-from drumline.models.classes import LM, with_classes
+from drumline.models.classes import with_classes
 from drumline.models.package import resolve as resolve_model
-from drumline.models.vision import Vision, find_vision
-from drumline.plan.explain import default_run_dir, size
-from drumline.plan.facts import ModelFacts
-from drumline.plan.forecast.estimate import estimate
-from drumline.plan.layout import Layout
-from drumline.plan.plan import DataIdentity, DataPlan, Plan
-from drumline.plan.resolve import resolve
+from drumline.models.vision import image_side, vision_of
+from drumline.planner.cost.estimate import estimate
 from drumline.report.bars import OnProgress
-from drumline.report.redact import plain
-from drumline.rollout import rewards
+from drumline.rl import rewards
+from drumline.telemetry.trackers import check_installed
 from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
 from drumline.train.roles import find_roles
-from drumline.train.sinks import check_installed
 from drumline.train.state import fallback_folder
-from drumline.train.streams import image_side
 
 CHECKPOINTS = "checkpoints"
 EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
@@ -64,7 +61,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.adapter.kind == "lora":
         adapters.require_trainable(config.adapter, config.model)
     if isinstance(config.algorithm, ROLLOUT):
-        from drumline.rollout import colocated  # what generates takes a second to import
+        from drumline.rl import colocated  # what generates takes a second to import
 
         rewards.require(config.algorithm.rewards)
         colocated.require_installed(config.algorithm.generator)
@@ -112,37 +109,6 @@ def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cl
     """The plan with what it is expected to need on `cluster`."""
     expected = estimate(Layout.of(plan, role_facts), facts, cluster)
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"estimate": expected})})
-
-
-def prompt_columns(prepared: data_prepare.Prepared) -> set[str]:
-    """What every prompt brings along for the rewards."""
-    caches = [TokenCache.open(folder) for folder in (prepared.train, prepared.eval) if folder is not None]
-    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
-
-
-def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
-    """How the model takes images beside text; None where it does not. Raises ModelError for a kind that is not known."""
-    return find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
-
-
-def describe(prepared: data_prepare.Prepared, config: Config, vision: Vision | None = None) -> DataPlan:
-    """What the token caches hold."""
-    train = TokenCache.open(prepared.train)
-    held_out = TokenCache.open(prepared.eval) if prepared.eval else None
-    labels = classes(train, held_out, config.algorithm.labels) if isinstance(config.algorithm, ClassifyConfig) else ()
-    return DataPlan(
-        train_cache=str(prepared.train),
-        eval_cache=str(prepared.eval) if prepared.eval else None,
-        train_samples=len(train),
-        train_tokens=int(train.lengths.sum()),
-        eval_samples=len(held_out) if held_out else 0,
-        images=train.info.get("images", 0),
-        image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
-        samples_with_images=train.info.get("samples_with_images", 0),
-        labels=labels,
-        identity=identify(train),
-        left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
-    )
 
 
 def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:

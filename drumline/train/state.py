@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drumline.config.schema import Config
-from drumline.launch.asked import StopFlag
+from drumline.core.config import Config
+from drumline.core.signals import StopFlag
 
 
 @dataclass

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config.algorithms import ClassifyConfig
-from drumline.config.schema import Config
+from drumline.core.algorithms import ClassifyConfig
+from drumline.core.plan import BatchPlan, Plan
+from drumline.core.resolve import total_samples
 from drumline.data.batches import collate, collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.labelled import ImageCollator, TextCollator
@@ -16,9 +17,7 @@ from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
 from drumline.data.vision import collate_vision
 from drumline.dist.seeds import derive
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
-from drumline.models.vision import find_vision, load_processor, require_pillow, side_of
-from drumline.plan.plan import BatchPlan, Plan
-from drumline.plan.resolve import total_samples
+from drumline.models.vision import find_vision, load_processor, side_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,3 @@ def labelled_collator(plan: Plan, width: int | None) -> Callable[[TokenCache], C
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
     return lambda cache: ImageCollator(cache, labels, processor, side, channels)
-
-
-def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:
-    """Pixels of the square images that the model is given."""
-    assert isinstance(config.algorithm, ClassifyConfig)
-    require_pillow()
-    processor = load_processor(model_path, config.model, hf_config, config.algorithm.image_size)
-    return side_of(processor, int(getattr(hf_config, "num_channels", 3)))

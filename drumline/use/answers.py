@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from drumline.config.algorithms import HFGenerator as HFConfig
-from drumline.config.algorithms import SFTConfig, TaskReward
-from drumline.config.data import TasksSource
+from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.core.algorithms import SFTConfig, TaskReward
+from drumline.core.data import TasksSource
+from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
 from drumline.data.sources import PROMPTS, read_rows
 from drumline.data.templates import Encoder
 from drumline.errors import DataError, UserError
-from drumline.plan.plan import Plan
-from drumline.rollout.generate import HFGenerator
-from drumline.rollout.rewards import Item, Rewards
-from drumline.rollout.sampling import Request
+from drumline.rl.generate import HFGenerator
+from drumline.rl.rewards import Item, Rewards
+from drumline.rl.sampling import Request
 from drumline.use.evaluate import planned, show, write
-from drumline.use.opened import Opened, open_plan
+from drumline.use.open import Opened, open_plan
 
 TOGETHER = 16  # sequences generated side by side
 SHOWN = 20  # answers that eval.json keeps

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from drumline.core.signals import CtrlC
 from drumline.errors import DataError, UserError
 from drumline.foreign import judged
-from drumline.launch.asked import CtrlC
 from drumline.report.bars import bars
-from drumline.rollout.generate import end_tokens
-from drumline.use.opened import Opened, open_model
+from drumline.rl.generate import end_tokens
+from drumline.use.open import Opened, open_model
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
 Message = dict[str, str]

@@ -17,13 +17,13 @@ from rich.table import Table
 
 from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
-from drumline.config.load import Loaded, load
+from drumline.core.explain import default_run_dir, strategy_name
+from drumline.core.load import Loaded, load
+from drumline.core.plan import Plan
 from drumline.errors import CheckpointError, ConfigError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import read_object
-from drumline.launch.environment import launched_by
-from drumline.launch.local import launch
-from drumline.plan.explain import default_run_dir, strategy_name
-from drumline.plan.plan import Plan
+from drumline.launchers.environment import launched_by
+from drumline.launchers.local import launch
 from drumline.report.bars import bars
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 

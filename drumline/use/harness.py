@@ -13,7 +13,7 @@ from rich.console import Console
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.report.bars import bars
 from drumline.use.evaluate import run_folder, show, write
-from drumline.use.opened import exported_folder, open_model
+from drumline.use.open import exported_folder, open_model
 
 YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"

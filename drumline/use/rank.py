@@ -6,9 +6,9 @@ import argparse
 import time
 from pathlib import Path
 
+from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
-from drumline.launch.asked import StopFlag
-from drumline.plan.plan import Plan
 from drumline.train.build import build
 from drumline.train.entry import Speaker, silent
 from drumline.train.failure import recording

@@ -40,13 +40,13 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 def main(folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
-    from drumline.config.strategies import DDPStrategy, FSDP2Strategy
+    from drumline.core.mesh import Mesh
+    from drumline.core.strategies import DDPStrategy, FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
     from drumline.models.names import canonical_tensors
-    from drumline.plan.mesh import Mesh
-    from drumline.strategies.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
-    from drumline.strategies.transforms import apply_ddp, apply_fsdp2
+    from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
+    from drumline.parallel.transforms import apply_ddp, apply_fsdp2
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -71,8 +71,8 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
+    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
-    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

@@ -13,10 +13,10 @@ from tests.distributed.ranks import share_groups
 
 
 def steps(plan: Any) -> dict[str, Any]:
-    from drumline.dist.live import LiveBytes
-    from drumline.dist.traffic import SentBytes
+    from drumline.planner.tracing.batch import batch_of, objective_of
     from drumline.strategies.build import build_engine
-    from drumline.tracing.batch import batch_of, objective_of
+    from drumline.telemetry.memory_tracker import LiveBytes
+    from drumline.telemetry.traffic import SentBytes
 
     objective, engine = objective_of(plan.config), build_engine(plan, "cpu")
     rows = plan.batch.micro_batch * plan.batch.rows_per_sample
@@ -37,8 +37,8 @@ def steps(plan: Any) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
+    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
-    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

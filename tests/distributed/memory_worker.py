@@ -17,8 +17,8 @@ from tests.distributed.ranks import share_groups
 def measure(plan: Any, rank: int) -> dict[str, Any]:
     """{"held": [parameters, gradients, optimizer], "peaks": {phase: bytes}, "base": bytes}."""
     from drumline.data.batches import TokenBatch
-    from drumline.dist.live import LiveBytes
     from drumline.strategies.build import build_engine
+    from drumline.telemetry.memory_tracker import LiveBytes
     from drumline.train.build import build_algorithm
 
     gc.collect()
@@ -55,8 +55,8 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
 
 
 def main(paths: list[str]) -> None:
+    from drumline.core.plan import Plan
     from drumline.dist.start import start, stop
-    from drumline.plan.plan import Plan
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

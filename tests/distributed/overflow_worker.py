@@ -18,7 +18,7 @@ SCALE = 1024.0
 
 def judge(how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict[str, Any]]) -> None:
     """Step or skip, as the loop does it, and write down what came of it. `before`: this rank's parts of the state."""
-    from drumline.strategies.norms import local
+    from drumline.parallel.norms import local
 
     norm = engine.grad_norm()
     finite = math.isfinite(norm)
@@ -34,13 +34,13 @@ def main(model_dir: Path, folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
     from drumline.algorithms.tokens import NextToken
-    from drumline.config.schema import Config
+    from drumline.core.config import Config
+    from drumline.core.mesh import resolve_mesh
+    from drumline.core.plan import BatchPlan, Plan, Predicted
     from drumline.data.batches import TokenBatch
     from drumline.dist.start import start, stop
-    from drumline.plan.mesh import resolve_mesh
-    from drumline.plan.plan import BatchPlan, Plan, Predicted
+    from drumline.parallel.norms import local
     from drumline.strategies.build import build_engine
-    from drumline.strategies.norms import local
 
     share_groups()
     ranks = start("cpu", "gloo", 60.0)

@@ -77,11 +77,11 @@ def share_groups() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    from drumline.core.plan import Plan
+    from drumline.core.signals import StopFlag
     from drumline.dist.start import start, stop
-    from drumline.dist.traffic import Traffic
-    from drumline.launch.asked import StopFlag
-    from drumline.plan.plan import Plan
-    from drumline.report.events import EventLog
+    from drumline.telemetry.events import EventLog
+    from drumline.telemetry.traffic import Traffic
     from drumline.train.entry import silent, train_on
     from drumline.train.state import Goodput
 

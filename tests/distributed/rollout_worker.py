@@ -15,13 +15,13 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.config import algorithms as c
+    from drumline.core import algorithms as c
     from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
-    from drumline.rollout.build import generator
-    from drumline.rollout.generate import HFGenerator
-    from drumline.rollout.sampling import Request
-    from drumline.rollout.split import generate_together
+    from drumline.rl.build import generator
+    from drumline.rl.generate import HFGenerator
+    from drumline.rl.sampling import Request
+    from drumline.rl.split import generate_together
     from tests.tiny import tiny_tokenizer
 
     share_groups()
@@ -54,11 +54,11 @@ def main(model_dir: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.config.algorithms import HFGenerator as Config
+    from drumline.core.algorithms import HFGenerator as Config
     from drumline.dist.start import start, stop
-    from drumline.rollout.generate import HFGenerator
-    from drumline.rollout.sampling import Request
-    from drumline.rollout.split import generate_together
+    from drumline.rl.generate import HFGenerator
+    from drumline.rl.sampling import Request
+    from drumline.rl.split import generate_together
     from tests.tiny import tiny_tokenizer
 
     share_groups()

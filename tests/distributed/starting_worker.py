@@ -12,9 +12,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from drumline.core.mesh import DIMENSIONS, Mesh
 from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.start import start, stop
-from drumline.plan.mesh import DIMENSIONS, Mesh
 from drumline.train.failure import recording
 
 

@@ -30,7 +30,7 @@ RING = ["llama", "qwen3, one head of keys"]
 
 
 def build(kind: str) -> Any:
-    from drumline.config.model import ModelConfig
+    from drumline.core.model import ModelConfig
     from drumline.models.build import build_model
 
     return build_model(None, ModelConfig(id=None, config=KINDS[kind]), seed=0)
@@ -78,7 +78,7 @@ def apart(kind: str, method: str, packed: bool) -> float:
     from torch.distributed.device_mesh import init_device_mesh
 
     from drumline.models.head import ForwardWithObjective
-    from drumline.strategies.context_parallel import apply_context_parallel
+    from drumline.parallel.context_parallel import apply_context_parallel
 
     whole, parted = (ForwardWithObjective(copy.deepcopy(model)) for model in [build(kind)] * 2)
     batch = made_batch(packed)
@@ -144,11 +144,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 def refusals() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from drumline.config.model import ModelConfig
+    from drumline.core.model import ModelConfig
     from drumline.errors import PlanError
     from drumline.models.build import build_model
     from drumline.models.head import ForwardWithObjective
-    from drumline.strategies.context_parallel import apply_context_parallel
+    from drumline.parallel.context_parallel import apply_context_parallel
 
     lines = []
     for config in REFUSED.values():

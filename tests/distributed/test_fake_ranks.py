@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from drumline.config.load import load
-from drumline.plan.plan import Plan
+from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir

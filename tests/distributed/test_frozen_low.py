@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.config.load import load
+from drumline.core.layout import Layout
+from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.models import load as models
-from drumline.plan.forecast.states import part_of, state_of
-from drumline.plan.forecast.traffic import flows
-from drumline.plan.forecast.truth import Measurement
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
+from drumline.planner.cost.states import part_of, state_of
+from drumline.planner.cost.traffic import flows
+from drumline.telemetry.truth import Measurement
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import events, write_config

@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from drumline.config.load import load
-from drumline.config.model import ModelConfig
-from drumline.config.strategies import FSDP2Strategy
+from drumline.core.load import load
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.strategies import FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh
 from drumline.errors import PlanError
 from drumline.models.build import build_model, lay_out
 from drumline.models.head import ForwardWithObjective
 from drumline.models.shards import Values
-from drumline.plan.mesh import Mesh
-from drumline.strategies.tensor_parallel import apply_tp
-from drumline.strategies.transforms import apply_fsdp2
+from drumline.parallel.tensor_parallel import apply_tp
+from drumline.parallel.transforms import apply_fsdp2
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import run_plans

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from drumline.config.load import load
+from drumline.core.layout import Layout
+from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.models.load import facts, load_config
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
-from drumline.tracing import trace as tracing
+from drumline.planner.tracing import trace as tracing
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_module
 from tests.distributed.rows import CUT

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.config.load import load
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.models import load as models
-from drumline.plan.facts import ModelFacts
-from drumline.plan.forecast.memory import memory, of_rank
-from drumline.plan.forecast.states import part_of, state_of
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
+from drumline.planner.cost.memory import memory, of_rank
+from drumline.planner.cost.states import part_of, state_of
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.memory_worker import measure
 from tests.distributed.ranks import run_module
@@ -118,8 +118,8 @@ def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
 
 
 def cluster_of_nothing() -> Any:
-    from drumline.cluster.detect import Machine
-    from drumline.plan.cluster import found
+    from drumline.hardware.detect import Machine
+    from drumline.planner.cluster import found
 
     return found(Machine([], 1, 2**30, "cpu", False), 1)
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from drumline.bench.difference import difference
-from drumline.config.load import load
+from drumline.core.layout import Layout
+from drumline.core.load import load
+from drumline.core.plan import Plan
 from drumline.models import load as models
-from drumline.plan.forecast.traffic import flows
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
+from drumline.planner.cost.traffic import flows
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.conftest import Record
 from tests.distributed.ranks import run_plans

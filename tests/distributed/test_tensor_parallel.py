@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.model import ModelConfig
-from drumline.config.schema import CompileConfig, LoRAConfig
+from drumline.core.config import CompileConfig, LoRAConfig
+from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.adapters import inject
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, require_next_token
-from drumline.strategies.tensor_parallel import apply_tp
-from drumline.strategies.transforms import apply_activation_checkpointing, apply_compile
+from drumline.parallel.tensor_parallel import apply_tp
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from tests.distributed.ranks import free_port
 
 SIZES = {

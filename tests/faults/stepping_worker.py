@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.errors import Preempted
-from drumline.launch.asked import StopFlag
-from drumline.plan.plan import Plan
-from drumline.report.events import EventLog
+from drumline.telemetry.events import EventLog
 from drumline.train.failure import note, recording
 
 SAVE_EVERY = 5

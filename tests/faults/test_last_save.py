@@ -19,7 +19,7 @@ import torch
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import EnvironmentFault, NotSaved, Preempted
-from drumline.report.events import read
+from drumline.telemetry.events import read
 from drumline.train.loop import Loop
 from drumline.train.setup import Request, claim_run_dir
 from drumline.train.state import fallback_folder

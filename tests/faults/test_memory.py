@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drumline.plan.plan import Plan
+from drumline.core.plan import Plan
 from tests.forks import Forked
 from tests.harness import ENV, events, losses, survivors, write_config
 from tests.tiny import tiny_model_dir

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.cluster.calibration import read
-from drumline.cluster.catalog import by_driver
+from drumline.hardware.calibration import read
+from drumline.hardware.catalog import by_driver
 from tests.harness import drumline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config import algorithms as c
-from drumline.rollout.continuous import ContinuousGenerator
-from drumline.rollout.generate import HFGenerator
-from drumline.rollout.sampling import Request, gumbel, request_seed
+from drumline.core import algorithms as c
+from drumline.rl.continuous import ContinuousGenerator
+from drumline.rl.generate import HFGenerator
+from drumline.rl.sampling import Request, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config.strategies import DDPStrategy
+from drumline.core.strategies import DDPStrategy
 from tests.harness import drumline, events, losses, write_config
 from tests.tiny import tiny_model_dir
 
@@ -67,8 +67,8 @@ def test_synchronised_batch_norm_is_torchs_own_over_nccl() -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from drumline.strategies.batchnorm import apply_sync_batchnorm
-    from drumline.strategies.transforms import apply_ddp
+    from drumline.parallel.batchnorm import apply_sync_batchnorm
+    from drumline.parallel.transforms import apply_ddp
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from drumline.cluster.detect import Machine
-from drumline.config.schema import Adapter, Config, LoRAConfig, NoAdapter
-from drumline.plan.choice.search import Question
-from drumline.plan.cluster import cluster_of
-from drumline.plan.facts import ModelFacts
+from drumline.core.config import Adapter, Config, LoRAConfig, NoAdapter
+from drumline.core.facts import ModelFacts
+from drumline.hardware.detect import Machine
+from drumline.planner.cluster import cluster_of
+from drumline.planner.search.search import Question
 
 # layers, hidden, heads, heads of keys and values, intermediate, vocabulary, tied
 SHAPES = {

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config, LoRAConfig
+from drumline.core.config import Config, LoRAConfig
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.load import facts, load_config
 from drumline.models.names import canonical_tensors
-from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import tiny_model_dir
 
 IDS = torch.arange(24)[None] * 7 % 300

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from drumline.config import strategies as s
-from drumline.config.schema import Config, LoRAConfig
+from drumline.core import strategies as s
+from drumline.core.config import Config, LoRAConfig
+from drumline.core.facts import with_length, with_lora
 from drumline.errors import PlanError
-from drumline.plan.choice.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
-from drumline.plan.choice.auto import choose
-from drumline.plan.choice.guides import asked_first, chosen_by, disagreements
-from drumline.plan.choice.search import Question, fits, search, ways_of
-from drumline.plan.facts import with_length, with_lora
-from drumline.planning.further import show_guides
+from drumline.planner.report.extra import show_guides
+from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
+from drumline.planner.search.auto import choose
+from drumline.planner.search.heuristics import asked_first, chosen_by, disagreements
+from drumline.planner.search.search import Question, fits, search, ways_of
 from tests.unit.shapes import asks, facts, laid, question
 
 BATCH = {"global_samples": 64}

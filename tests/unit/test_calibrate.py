@@ -12,7 +12,9 @@ import pytest
 
 from drumline.bench.calibrate import group_sizes
 from drumline.bench.calibrate_rank import rate_of_large
-from drumline.cluster.calibration import (
+from drumline.core.load import load
+from drumline.errors import EnvironmentFault
+from drumline.hardware.calibration import (
     Calibration,
     Measured,
     Product,
@@ -24,10 +26,8 @@ from drumline.cluster.calibration import (
     software,
     write,
 )
-from drumline.cluster.detect import Device, Machine, detect
-from drumline.config.load import load
-from drumline.errors import EnvironmentFault
-from drumline.plan.cluster import cluster_of
+from drumline.hardware.detect import Device, Machine, detect
+from drumline.planner.cluster import cluster_of
 from tests.faults.live import gone, kill
 from tests.harness import ENV, drumline, start_drumline, survivors
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from drumline.cluster import catalog
-from drumline.cluster.calibration import Calibration, Measured, Product
-from drumline.cluster.cluster import Cluster, Collective
-from drumline.cluster.detect import Device, Machine
-from drumline.config.load import load_text, schema
+from drumline.core.load import load_text, schema
 from drumline.errors import ConfigError
-from drumline.plan.cluster import cluster_of, found, with_nodes
+from drumline.hardware import catalog
+from drumline.hardware.calibration import Calibration, Measured, Product
+from drumline.hardware.cluster import Cluster, Collective
+from drumline.hardware.detect import Device, Machine
+from drumline.planner.cluster import cluster_of, found, with_nodes
 from tests.harness import ROOT
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"

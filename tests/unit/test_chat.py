@@ -17,7 +17,7 @@ import torch
 from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.use.chat import CONTROLS, Conversation, printer
-from drumline.use.opened import Opened, open_model
+from drumline.use.open import Opened, open_model
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan

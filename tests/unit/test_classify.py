@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from drumline.algorithms.classify import Classify
-from drumline.config.load import load
+from drumline.core.load import load
+from drumline.core.plan import Plan
+from drumline.data.cache import TokenCache
 from drumline.errors import DrumlineError
 from drumline.models.classifier import grey_image
-from drumline.plan.plan import Plan
 from drumline.train.entry import run
-from drumline.train.setup import Request, TokenCache, make_plan
+from drumline.train.setup import Request, make_plan
 from drumline.train.streams import labelled_collator
 from tests.harness import events, labelled_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from drumline.cluster.catalog import peak_flops
-from drumline.cluster.detect import Groups, detect, free_bytes
+from drumline.hardware.catalog import peak_flops
+from drumline.hardware.detect import Groups, detect, free_bytes
 
 
 def test_this_machine() -> None:
@@ -31,7 +31,7 @@ def test_a_system_without_affinity_and_proc(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_are_not_there_and_not_asked_for(hidden: str) -> None:
-    code = "import sys; from drumline.cluster.detect import detect; assert detect().device == 'cpu'; assert 'torch' not in sys.modules"
+    code = "import sys; from drumline.hardware.detect import detect; assert detect().device == 'cpu'; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "CUDA_VISIBLE_DEVICES": hidden}, check=True, timeout=60)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from drumline.config import strategies as s
+from drumline.core import strategies as s
+from drumline.core.communication import kept_bytes, step_kind
 from drumline.errors import PlanError
-from drumline.plan.communication import kept_bytes, step_kind
 from tests.unit.test_plan import plan
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from drumline.config.compat import recognise
-from drumline.config.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TABLE
-from drumline.config.compat.arguments import TABLE as ARGUMENTS
-from drumline.config.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
-from drumline.config.compat.deepspeed import TABLE as JSON_TABLE
-from drumline.config.load import drafted, load, load_text
+from drumline.compat import recognise
+from drumline.compat.accelerate import DEEPSPEED, FSDP, MEGATRON, PARALLELISM, TABLE
+from drumline.compat.arguments import TABLE as ARGUMENTS
+from drumline.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
+from drumline.compat.deepspeed import TABLE as JSON_TABLE
+from drumline.core.load import drafted, load, load_text
+from drumline.core.resolve import warmup_steps
+from drumline.core.schedule import learning_rate
 from drumline.errors import ConfigError
-from drumline.plan.resolve import warmup_steps
-from drumline.plan.schedule import learning_rate
 
 ACC = "compute_environment: LOCAL_MACHINE\n"
 DATA = "train_file: x.jsonl\n"

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.config.strategies import Compression
-from drumline.dist.traffic import SentBytes
-from drumline.strategies.compress import BLOCK, KINDS, Compressor, decode, encode
+from drumline.core.strategies import Compression
+from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode
+from drumline.telemetry.traffic import SentBytes
 
 
 @pytest.fixture(scope="module")

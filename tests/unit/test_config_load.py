@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from drumline.config.load import differences, load, load_text, schema, to_yaml
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
-from drumline.config.strategies import DDPStrategy
-from drumline.config.suggest import SYNONYMS, field_at, kinds_at
+from drumline.core.config import Config
+from drumline.core.load import differences, load, load_text, schema, to_yaml
+from drumline.core.model import ModelConfig
+from drumline.core.strategies import DDPStrategy
+from drumline.core.suggest import SYNONYMS, field_at, kinds_at
 from drumline.errors import ConfigError
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from drumline.config.load import schema
-from drumline.config.schema import Config
-from drumline.config.section import Short
-from drumline.config.suggest import kinds_at, models_at
+from drumline.core.config import Config
+from drumline.core.load import schema
+from drumline.core.section import Short
+from drumline.core.suggest import kinds_at, models_at
 
 DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}
 VALIDATOR = jsonschema.Draft202012Validator(schema())

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from drumline.config.algorithms import CurriculumConfig
+from drumline.core.algorithms import CurriculumConfig
 from drumline.errors import PlanError
-from drumline.train.curriculum import Curriculum
+from drumline.rl.curriculum import Curriculum
 
 DOMAINS = ["sums"] * 30 + ["logic"] * 10 + ["words"] * 60
 

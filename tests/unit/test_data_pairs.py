@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.config.data import DataConfig, TasksSource
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.data import DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.pairs import PairRows

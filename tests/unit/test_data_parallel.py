@@ -12,11 +12,11 @@ import torch
 from torch.nn.parallel import replicate
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.transforms import apply_dp
+from drumline.parallel.transforms import apply_dp
 from tests.tiny import tiny_model_dir
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from drumline.config.algorithms import GRPOConfig, HFGenerator
-from drumline.config.data import DataConfig, FileSource, TasksSource
+from drumline.core.algorithms import GRPOConfig, HFGenerator
+from drumline.core.data import DataConfig, FileSource, TasksSource
 from drumline.data.encode import PromptRows, row_encoder
 from drumline.data.sources import PROMPTS, Row, read_rows
 from drumline.errors import ConfigError, DataError
@@ -83,7 +83,7 @@ def test_domains_are_named_by_source_or_file(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    from drumline.config.load import load
+    from drumline.core.load import load
     from drumline.errors import PlanError
     from drumline.train.setup import Request, make_plan
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.load import load
+from drumline.core.load import load
+from drumline.core.plan import DataIdentity, Plan
 from drumline.data import checksums
 from drumline.data.cache import TokenCache
 from drumline.data.checksums import verify
+from drumline.data.describe import describe
 from drumline.data.identity import identify, what_changed
 from drumline.data.prepare import prepare
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, DataError
-from drumline.plan.plan import DataIdentity, Plan
 from drumline.train.build import build
-from drumline.train.setup import Request, claim_run_dir, describe, make_plan
+from drumline.train.setup import Request, claim_run_dir, make_plan
 from drumline.train.state import Goodput
 from tests.harness import chat_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from drumline.core.plan import BatchPlan
 from drumline.data.batches import TokenBatch, collate
 from drumline.data.cache import TokenCache, commit, temporary_folder, write_layout
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder, assign
-from drumline.plan.plan import BatchPlan
 
 # ---------------------------------------------------------------------------------------------------------------- order
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.config.algorithms import GRPOConfig
-from drumline.config.data import Columns, DataConfig, FileSource
+from drumline.core.algorithms import GRPOConfig
+from drumline.core.data import Columns, DataConfig, FileSource
 from drumline.data.encode import PromptRows, TextRows
 from drumline.data.files import find
 from drumline.data.pairs import PairRows

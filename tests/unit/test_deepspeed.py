@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens import NextToken
-from drumline.cluster.detect import Machine
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.model import ModelConfig
+from drumline.core.plan import Plan
+from drumline.core.resolve import resolve
 from drumline.errors import EnvironmentFault
+from drumline.hardware.detect import Machine
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
-from drumline.strategies.native import NativeEngine
-from drumline.strategies.native import prepare as native
+from drumline.parallel.native import NativeEngine
+from drumline.parallel.native import prepare as native
 from drumline.strategies.zero_fill import filled, part
 from drumline.train import helpers
 from tests.harness import ENV

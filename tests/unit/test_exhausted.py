@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cluster.detect import Groups, detect
-from drumline.config.schema import Config
-from drumline.launch.postmortem import RankEnd, exhausted
-from drumline.plan.choice.exhausted import Exhausted, correction, limit, verdict, wrong
-from drumline.plan.choice.lighter import changed
-from drumline.plan.figures import Memory
-from drumline.plan.mesh import Mesh
+from drumline.core.config import Config
+from drumline.core.estimate import Memory
+from drumline.core.mesh import Mesh
+from drumline.core.out_of_memory import Exhausted, correction, limit, verdict, wrong
+from drumline.hardware.detect import Groups, detect
+from drumline.launchers.postmortem import RankEnd, exhausted
+from drumline.planner.search.fallbacks import changed
 from drumline.train.exhausted import Watched, doing, is_out_of_memory, said_by_cuda
 from tests.unit.test_loop import plan
 

@@ -15,12 +15,12 @@ from pydantic import BaseModel
 
 from drumline import cli, foreign
 from drumline.algorithms.build import build_algorithm
-from drumline.config.algorithms import METRICS
-from drumline.config.load import load_text
-from drumline.config.schema import Config
+from drumline.core.algorithms import METRICS
+from drumline.core.config import Config
+from drumline.core.load import load_text
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
-from drumline.report.events import EventLog, read
+from drumline.telemetry.events import EventLog, read
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
 
@@ -176,7 +176,7 @@ def test_metrics_are_those_that_the_algorithms_measure() -> None:
 
     for kind, known in METRICS.items():
         if kind in ("ppo", "grpo"):
-            continue  # measured by completions: train.rollouts
+            continue  # measured by completions: rl.rollouts
         config = load_text(DATA, [f"algorithm={kind}"])
         measured = build_algorithm(config).metrics(Sums({"top": 1.0, "tp.0": 1.0}))
         assert set(measured) == set(known), kind

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config.algorithms import ContinuousGenerator as ContinuousConfig
-from drumline.config.algorithms import HFGenerator as HFConfig
+from drumline.core.algorithms import ContinuousGenerator as ContinuousConfig
+from drumline.core.algorithms import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
-from drumline.rollout.continuous import ContinuousGenerator
-from drumline.rollout.generate import HFGenerator
-from drumline.rollout.sampling import Endings, Request, Sampler, gumbel, request_seed
+from drumline.rl.continuous import ContinuousGenerator
+from drumline.rl.generate import HFGenerator
+from drumline.rl.sampling import Endings, Request, Sampler, gumbel, request_seed
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 TEXTS = ["The", "What is two plus three?", "Every rank keeps in step with the drum: one, two", "A gradient", "Rome", "one two three"]

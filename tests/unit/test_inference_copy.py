@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config import algorithms as c
-from drumline.config.schema import LoRAConfig
+from drumline.core import algorithms as c
+from drumline.core.config import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters
-from drumline.rollout.build import generator
-from drumline.rollout.generate import InferenceCopy
-from drumline.rollout.sampling import Request
+from drumline.rl.build import generator
+from drumline.rl.generate import InferenceCopy
+from drumline.rl.sampling import Request
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 

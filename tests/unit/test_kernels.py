@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drumline.dist.seeds import drawing
-from drumline.strategies.compress import Compressor
+from drumline.parallel.compress import Compressor
 from drumline.train import build
 from tests.harness import ROOT, environment
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from drumline.launch.local import _code, _next_attempt, _progress, newest_or
-from drumline.launch.postmortem import RankEnd, exhausted, read_error, report, root_cause
-from drumline.launch.restarts import Restarts
-from drumline.report.events import EventLog
+from drumline.launchers.local import _code, _next_attempt, _progress, newest_or
+from drumline.launchers.postmortem import RankEnd, exhausted, read_error, report, root_cause
+from drumline.launchers.restarts import Restarts
+from drumline.telemetry.events import EventLog
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 

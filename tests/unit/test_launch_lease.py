@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from drumline.cluster.process import ProcessId, here, named, process, this_process
+from drumline.core.process import ProcessId, here, named, process, this_process
 from drumline.errors import EnvironmentFault
-from drumline.launch import lease
-from drumline.launch.lease import NAME, Lease, is_held_by
+from drumline.launchers import lease
+from drumline.launchers.lease import NAME, Lease, is_held_by
 
-HOLD = "import sys, time; from pathlib import Path; from drumline.launch.lease import Lease\n"
+HOLD = "import sys, time; from pathlib import Path; from drumline.launchers.lease import Lease\n"
 HOLD += "with Lease(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
 
 

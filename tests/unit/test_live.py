@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from drumline.dist.live import Held, LiveBytes
-from drumline.dist.traffic import SentBytes
+from drumline.telemetry.memory_tracker import Held, LiveBytes
+from drumline.telemetry.traffic import SentBytes
 
 KB = 1000 * 4  # bytes of a vector of 1000
 

@@ -17,17 +17,17 @@ import torch
 from drumline.algorithms.tokens import NextToken
 from drumline.checkpoint.load import newest, read_state
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.mesh import Mesh
+from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted
 from drumline.data.batches import TokenBatch
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
-from drumline.dist.traffic import Traffic
 from drumline.errors import ConfigError, Preempted, TrainingStopped
-from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, DataPlan, Plan, Predicted
+from drumline.telemetry.measure import Measure
+from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
-from drumline.train.measure import Measure
 from drumline.train.state import Goodput, TrainState
 from tests.fake_engine import FakeEngine
 
@@ -78,7 +78,7 @@ def loop(
         memory_bytes=lambda: 7,
         state=TrainState(),
         goodput=Goodput(time.time()),
-        measure=Measure(made, engine, gather, emit, Traffic(lambda step: "whole", "cpu")),
+        measure=Measure(made, engine.held, gather, emit, Traffic(lambda step: "whole", "cpu")),
     )
     return built, said
 

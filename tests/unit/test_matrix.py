@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.config.load import load_text
-from drumline.config.strategies import AnyStrategy
-from drumline.config.together import NOT_TOGETHER
+from drumline.core.load import load_text
+from drumline.core.matrix import FEATURES, KINDS, as_markdown, as_text, matrix
+from drumline.core.strategies import AnyStrategy
+from drumline.core.together import NOT_TOGETHER
 from drumline.errors import ConfigError
-from drumline.plan.matrix import FEATURES, KINDS, as_markdown, as_text, matrix
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 

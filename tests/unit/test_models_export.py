@@ -13,14 +13,14 @@ import torch
 
 from drumline import __version__
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.mesh import Mesh
+from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
 from drumline.models import export as module
 from drumline.models.build import build_model
 from drumline.models.export import export
 from drumline.models.names import canonical_tensors
-from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import CHATML, tiny_model_dir
 
 TEMPLATE = CHATML + "{# own #}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.load import check_fits, facts, facts_of_module, load_config, load_tokenizer, pad_token_id

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.cluster.detect import cache_dir
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
+from drumline.hardware.detect import cache_dir
 from drumline.models.package import resolve
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
@@ -95,7 +95,7 @@ def test_a_second_time_nothing_is_converted(cache: Path) -> None:
 RESOLVE = """
 import os, sys, time
 from pathlib import Path
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.models.package import resolve
 
 def wait_for_another(phase, done, total):
@@ -225,7 +225,7 @@ def hub() -> Iterator[str]:
 
 ASK = """
 import json, sys
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.package import resolve
 

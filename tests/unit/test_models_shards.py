@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.models.build import build_model, lay_out
 from drumline.models.draw import Drawn
 from drumline.models.shards import FromFiles, Loaded, Values

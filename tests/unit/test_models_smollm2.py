@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.models.build import build_model
 from drumline.models.head import can_split, require_next_token
 from drumline.models.load import facts, load_config, load_tokenizer

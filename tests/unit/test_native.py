@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config, OptimizerConfig
+from drumline.core.config import Config, OptimizerConfig
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.data.batches import TokenBatch
 from drumline.errors import PlanError
 from drumline.models.build import lay_out
 from drumline.models.shards import Values
-from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, Plan, Predicted
-from drumline.strategies import norms
-from drumline.strategies.native import NativeEngine, prepare
-from drumline.strategies.optimizer import build_optimizer
-from drumline.strategies.transforms import apply_activation_checkpointing, blocks
+from drumline.parallel import norms
+from drumline.parallel.native import NativeEngine, prepare
+from drumline.parallel.optimizer import build_optimizer
+from drumline.parallel.transforms import apply_activation_checkpointing, blocks
 from tests.tiny import tiny_model_dir
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from drumline.config.compat.overlay import Overlay, from_environment, from_file
-from drumline.config.convert import convert
-from drumline.config.load import drafted, load
+from drumline.compat.convert import convert
+from drumline.compat.overlay import Overlay, from_environment, from_file
+from drumline.core.load import drafted, load
 from drumline.errors import ConfigError
 from tests.unit.test_compat import ACC, DATA, OWN, notes
 

@@ -16,7 +16,7 @@ import torch
 from drumline.algorithms.dpo import DPO
 from drumline.algorithms.reward import RewardModel
 from drumline.algorithms.tokens import NextToken
-from drumline.config.data import DataConfig
+from drumline.core.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
 from drumline.data.pairs import PairRows
 from drumline.data.sources import Row

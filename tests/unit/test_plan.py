@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from drumline.cluster.detect import Device, Machine
-from drumline.config.schema import BatchConfig, Config, ScheduleConfig
+from drumline.core.batch import resolve_batch
+from drumline.core.config import BatchConfig, Config, ScheduleConfig
+from drumline.core.explain import count, explain, plan_line, size
+from drumline.core.facts import ModelFacts
+from drumline.core.plan import DataPlan, Plan
+from drumline.core.resolve import resolve
+from drumline.core.schedule import learning_rate
 from drumline.errors import PlanError
-from drumline.plan.batch import resolve_batch
-from drumline.plan.explain import count, explain, plan_line, size
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import DataPlan, Plan
-from drumline.plan.resolve import resolve
-from drumline.plan.schedule import learning_rate
+from drumline.hardware.detect import Device, Machine
 
 CPU = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 TWO_H100 = Machine(devices=[Device("NVIDIA H100 80GB HBM3", 80 * 2**30)] * 2, cores=16, memory_bytes=2**37, device="cuda", bf16=True)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from drumline.cluster.cluster import Cluster, DeviceSpec, Link
-from drumline.config.schema import Config
-from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.figures import Memory
-from drumline.plan.forecast.activations import formula
-from drumline.plan.forecast.host import host_memory
-from drumline.plan.forecast.memory import flying, memory
-from drumline.plan.forecast.states import Part, held, part
-from drumline.plan.layout import Layout
-from drumline.plan.mesh import resolve_mesh
-from drumline.plan.plan import BatchPlan, Plan, RolePlan
-from drumline.plan.resolve import data_parallel_of, engine_of
-from drumline.plan.stages import plan_pipeline
+from drumline.core.config import Config
+from drumline.core.estimate import Memory
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.layout import Layout
+from drumline.core.mesh import resolve_mesh
+from drumline.core.plan import BatchPlan, Plan, RolePlan
+from drumline.core.resolve import data_parallel_of, engine_of
+from drumline.core.stages import plan_pipeline
+from drumline.hardware.cluster import Cluster, DeviceSpec, Link
+from drumline.planner.cost.activations import formula
+from drumline.planner.cost.host import host_memory
+from drumline.planner.cost.memory import flying, memory
+from drumline.planner.cost.states import Part, held, part
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
@@ -277,7 +277,7 @@ ROLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROLES)
 def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
-    from drumline.config.load import load
+    from drumline.core.load import load
     from drumline.models import load as models
     from drumline.strategies.build import build_engine
     from drumline.train.roles import find_roles

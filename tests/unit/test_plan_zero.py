@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from drumline.cluster.detect import Machine
-from drumline.config.load import load
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.facts import ModelFacts
+from drumline.core.load import load
+from drumline.core.plan import Plan
+from drumline.core.resolve import resolve
 from drumline.errors import ConfigError, PlanError
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
+from drumline.hardware.detect import Machine
 
 FACTS = ModelFacts(name="llama", parameters=1000, flops_per_token=6000.0, vocab_size=320, max_positions=512, layers=2, hidden=32)
 

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_published import ROWS, Published, predicted
-from drumline.cluster import catalog
-from drumline.cluster.cluster import Cluster
-from drumline.config.algorithms import SFTConfig
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.core.algorithms import SFTConfig
+from drumline.core.config import Config
+from drumline.core.estimate import Seconds
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.layout import Layout, tokens_of_a_row
+from drumline.core.mesh import Mesh, resolve_mesh
+from drumline.core.model import ModelConfig
+from drumline.core.plan import BatchPlan
+from drumline.core.resolve import data_parallel_of, engine_of
+from drumline.core.stages import bubble, plan_pipeline
+from drumline.hardware import catalog
+from drumline.hardware.cluster import Cluster
 from drumline.models.load import facts, load_config
-from drumline.plan.facts import ModelFacts, Weight
-from drumline.plan.figures import Seconds
-from drumline.plan.forecast.times import seconds
-from drumline.plan.forecast.traffic import flows
-from drumline.plan.layout import Layout, tokens_of_a_row
-from drumline.plan.mesh import Mesh, resolve_mesh
-from drumline.plan.plan import BatchPlan
-from drumline.plan.resolve import data_parallel_of, engine_of
-from drumline.plan.stages import bubble, plan_pipeline
+from drumline.planner.cost.times import seconds
+from drumline.planner.cost.traffic import flows
 
 PUBLISHED = [row for row in ROWS if not row.without and "tokens_per_s" in row.measured]
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.cluster.detect import Device, Machine
-from drumline.config.load import load
-from drumline.config.model import ModelConfig
-from drumline.config.schema import LoRAConfig
+from drumline.core.config import LoRAConfig
+from drumline.core.load import load
+from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
+from drumline.hardware.detect import Device, Machine
 from drumline.models.adapters import require_trainable
-from drumline.plan.choice.search import Answer, search
-from drumline.planning.asked import Flags, asked
-from drumline.planning.figures import CATEGORIES
-from drumline.planning.question import ask
+from drumline.planner.question import ask
+from drumline.planner.report.flags import Flags, asked
+from drumline.planner.report.metrics import CATEGORIES
+from drumline.planner.search.search import Answer, search
 from tests.harness import ROOT, write_config
 from tests.unit.conftest import Run
 
@@ -115,7 +115,7 @@ def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine([Device("NVIDIA A100-SXM4-80GB", 85 * 10**9)], 8, 2**36, "cuda", True)
-    monkeypatch.setattr("drumline.planning.question.detect", lambda: machine)
+    monkeypatch.setattr("drumline.planner.question.detect", lambda: machine)
     for said, kind in (("cluster={price_per_device_hour: 1}", "cpu"), ("cluster=4x4090", "cuda"), ("run.seed=1", "cpu")):
         config = asked(None, ["run.device=cpu", said], Flags(model="gpt2"))
         assert ask(config, lambda *_: None).question.cluster.device.kind == kind
@@ -272,7 +272,7 @@ def texts_that_meet(figure: Any) -> list[tuple[str, str]]:
 )
 def test_the_figure_is_readable(flags: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs `pip install matplotlib`")
-    from drumline.planning import picture
+    from drumline.planner.report import picture
 
     answer = searched(flags)
     shown = picture.chosen_of(answer)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from drumline.config.load import load
+from drumline.core.load import load
 from drumline.errors import EnvironmentFault
-from drumline.plan.choice.probe import Factors, Probe, again, corrected, factors_of, mean
-from drumline.plan.choice.search import Answer, Candidate, Refused, search
-from drumline.planning.check import in_words
-from drumline.planning.question import ask
-from drumline.train.probe import STEPS, best, random_rows, require_here, short
+from drumline.planner.question import ask
+from drumline.planner.report.check import in_words
+from drumline.planner.search.probe import Factors, Probe, again, corrected, factors_of, mean, require_here
+from drumline.planner.search.search import Answer, Candidate, Refused, search
+from drumline.train.probe import STEPS, best, random_rows, short
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir
 from tests.unit import test_truth

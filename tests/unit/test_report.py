@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from drumline.report.bars import bars
-from drumline.report.events import EventLog, Tail, read, series
 from drumline.report.progress import Progress, duration, size, spark
+from drumline.telemetry.events import EventLog, Tail, read, series
 
 STEP = {
     "lr": 1e-4, "grad_norm": 1.5, "tokens": 100, "samples": 4, "tokens_per_s": 1234.5, "samples_per_s": 2.0, "mfu": None, "seconds": 0.5,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.report.events import KINDS, EventLog, read, series
-from drumline.report.redact import plain, redact, redacted_streams
+from drumline.core.redact import plain, redact, redacted_streams
+from drumline.telemetry.events import KINDS, EventLog, read, series
 
 PACKAGE = Path(__file__).parents[2] / "drumline"
 

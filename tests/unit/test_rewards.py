@@ -17,10 +17,10 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.config.algorithms import GRPOConfig, Reward
+from drumline.core.algorithms import GRPOConfig, Reward
 from drumline.errors import ConfigError, EnvironmentFault
-from drumline.rollout.isolated import Isolated
-from drumline.rollout.rewards import Item, Rewards, check, overlong, reward_names
+from drumline.rl.isolated import Isolated
+from drumline.rl.rewards import Item, Rewards, check, overlong, reward_names
 from tests.harness import ENV, drumline, write_config
 from tests.tiny import tiny_model_dir
 
@@ -208,8 +208,8 @@ def test_a_daemon_dies_with_a_killed_rank(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.config.algorithms import Reward
-from drumline.rollout.rewards import Item, Rewards
+from drumline.core.algorithms import Reward
+from drumline.rl.rewards import Item, Rewards
 reward = TypeAdapter(Reward).validate_python(dict(kind="function", path="mine.py:daemon"))
 Rewards([reward], Path({str(folder)!r}), workers=1).score([Item("", {str(folder / "left")!r}, 1)])
 print(flush=True)
@@ -310,8 +310,8 @@ def test_no_process_outlives_a_killed_parent(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.config.algorithms import Reward
-from drumline.rollout.rewards import Item, Rewards
+from drumline.core.algorithms import Reward
+from drumline.rl.rewards import Item, Rewards
 make = TypeAdapter(Reward).validate_python
 rewards = Rewards([make(dict(kind="function", path="mine.py:" + name)) for name in ("pid", "naughty")], Path({str(folder)!r}), workers=2)
 print(*(int(s.parts["pid"]) for s in rewards.score([Item("", "ok", 1)] * 20)), flush=True)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cluster.detect import Machine
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.plan import Plan
+from drumline.core.resolve import resolve
+from drumline.core.roles import wanted_roles
 from drumline.errors import ModelError
+from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
-from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
-from drumline.plan.roles import wanted_roles
+from drumline.parallel.composite import Several
 from drumline.strategies.build import build_engine
-from drumline.strategies.several import Several
 from drumline.train.roles import find_roles
 from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_model_dir, tiny_tokenizer

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch, collate
 from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
 from drumline.models.load import facts, load_config
 from drumline.models.router import router_figures, router_of
-from drumline.train.sinks import figures
+from drumline.telemetry.trackers import figures
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 64, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from drumline.checkpoint.save import Checkpointer
-from drumline.config.model import Head, ModelConfig
-from drumline.config.schema import Config, LoRAConfig
+from drumline.core.config import Config, LoRAConfig
+from drumline.core.mesh import Mesh
+from drumline.core.model import Head, ModelConfig
+from drumline.core.plan import BatchPlan, Plan, Predicted
 from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.build import build_model, lay_out
@@ -21,8 +23,6 @@ from drumline.models.head import can_split, outputs, split
 from drumline.models.load import facts, load_config
 from drumline.models.names import canonical_tensors
 from drumline.models.small import Tokens
-from drumline.plan.mesh import Mesh
-from drumline.plan.plan import BatchPlan, Plan, Predicted
 from tests.tiny import tiny_model_dir
 
 IDS_BT = torch.arange(3, 15).view(2, 6)

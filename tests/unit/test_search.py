@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from drumline.config import strategies as s
-from drumline.config.load import load_text
-from drumline.plan.choice.auto import with_little_room
-from drumline.plan.choice.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, in_order, look_at, search, ways_of
-from drumline.plan.choice.ways import describe, ways
-from drumline.plan.figures import TIGHT, HostMemory
-from drumline.plan.plan import RolePlan
-from drumline.plan.roles import wanted_roles
+from drumline.core import strategies as s
+from drumline.core.estimate import TIGHT, HostMemory
+from drumline.core.load import load_text
+from drumline.core.plan import RolePlan
+from drumline.core.roles import wanted_roles
+from drumline.planner.search.auto import with_little_room
+from drumline.planner.search.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, in_order, look_at, search, ways_of
+from drumline.planner.search.space import describe, ways
 from tests.unit.shapes import asks, facts, question
 
 BATCH = {"global_samples": 64}
@@ -234,7 +234,7 @@ def test_what_fits_without_accumulation_alone_is_found() -> None:
 
 def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
     """Auto may choose another micro-batch when a run goes on."""
-    from drumline.config.load import differences
+    from drumline.core.load import differences
 
     data = "data: {train: [{kind: file, path: x}]}\n"
     old, new = (load_text(data + f"batch: {{global_samples: 8, micro_batch: {micro}}}\n", []) for micro in (2, 4))

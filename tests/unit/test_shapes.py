@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.config.model import ModelConfig
+from drumline.core.model import ModelConfig
 from drumline.models.load import facts, load_config
 from drumline.models.shapes import KNOWN, find, hub_id, near, written_as
 

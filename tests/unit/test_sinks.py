@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.errors import EnvironmentFault
-from drumline.train.sinks import LIBRARIES, Sink, Tracker, check_installed, figures, open_sinks
+from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, figures, open_sinks
 
 STEP: dict[str, Any] = {
     "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from drumline.strategies.spread import Averaged
+from drumline.parallel.data_parallel import Averaged
 from tests.distributed.ranks import free_port
 
 pytestmark = pytest.mark.slow

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.cluster.detect import Machine
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.explain import explain
+from drumline.core.facts import ModelFacts
+from drumline.core.plan import Plan
+from drumline.core.resolve import resolve
+from drumline.core.stages import Cost, balance, bubble, stage_cost
 from drumline.errors import PlanError
+from drumline.hardware.detect import Machine
 from drumline.models.small import Tokens
-from drumline.plan.explain import explain
-from drumline.plan.facts import ModelFacts
-from drumline.plan.plan import Plan
-from drumline.plan.resolve import resolve
-from drumline.plan.stages import Cost, balance, bubble, stage_cost
-from drumline.strategies.stages import Absent, Stage, find_layout, look, part, stages_make_the_whole, tied
+from drumline.parallel.stages import Absent, Stage, find_layout, look, part, stages_make_the_whole, tied
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 # Llama 3.2 1B: the head alone is worth more than four of the 16 layers.

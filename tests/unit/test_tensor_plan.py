@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
 from drumline.errors import PlanError
 from drumline.models.load import facts, load_config
-from drumline.plan.mesh import Mesh
-from drumline.plan.rule import Case
-from drumline.plan.rules import check_rules
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 6, "num_hidden_layers": 1, "vocab_size": 64}
 LLAMA = {"model_type": "llama", "intermediate_size": 32, "num_key_value_heads": 2, **SIZES}

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from drumline.cluster.detect import Machine
-from drumline.config.load import load
-from drumline.config.strategies import SingleStrategy
-from drumline.dist.live import LiveBytes
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.load import load
+from drumline.core.plan import Plan
+from drumline.core.strategies import SingleStrategy
+from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
-from drumline.plan.cluster import found
-from drumline.plan.facts import ModelFacts
-from drumline.plan.forecast.memory import memory
-from drumline.plan.layout import Layout
-from drumline.plan.plan import Plan
+from drumline.planner.cluster import found
+from drumline.planner.cost.memory import memory
+from drumline.planner.tracing import trace as tracing
+from drumline.planner.tracing.batch import batch_of, objective_of
+from drumline.planner.tracing.run import Traced, Untraceable, run
 from drumline.strategies.build import build_engine
-from drumline.tracing import trace as tracing
-from drumline.tracing.batch import batch_of, objective_of
-from drumline.tracing.run import Traced, Untraceable, run
+from drumline.telemetry.memory_tracker import LiveBytes
 from drumline.train.setup import Request, make_plan
 from tests.harness import LETTERS, write_config
 from tests.tiny import tiny_model_dir

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.config.load import load
+from drumline.core.load import load
 from drumline.models.export import _plan_of
 from drumline.use.evaluate import find_weights
 from tests.harness import ENV, ROOT, write_config
@@ -56,8 +56,8 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
     "command",
     [
         ["-m", "drumline", "--version"],
-        ["-m", "drumline.launch.worker"],
-        ["-m", "drumline.rollout.guard"],
+        ["-m", "drumline.launchers.worker"],
+        ["-m", "drumline.rl.guard"],
         [str(ROOT / "main.py"), "--help"],
         [str(ROOT / "run.py"), "--help"],
         [str(ROOT / "scripts" / "run_distributed.py"), "--help"],

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from drumline.core.estimate import Estimate, HostMemory, Memory, Seconds, Traffic
+from drumline.core.plan import Plan, Predicted
 from drumline.errors import UserError
-from drumline.plan.figures import Estimate, HostMemory, Memory, Seconds, Traffic
-from drumline.plan.forecast.truth import Measurement, Row, compare, notes
-from drumline.plan.plan import Plan, Predicted
-from drumline.planning.check import check, only_shown
-from drumline.report.events import EventLog
-from drumline.train.host import HostPeak
-from drumline.train.measure import planned
+from drumline.planner.report.check import check, only_shown
+from drumline.telemetry.events import EventLog
+from drumline.telemetry.host import HostPeak
+from drumline.telemetry.measure import planned
+from drumline.telemetry.truth import Measurement, Row, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoImageProcessor
 
 from drumline.algorithms.tokens import NextToken
-from drumline.config.data import DataConfig
-from drumline.config.model import ModelConfig
-from drumline.config.schema import Config
+from drumline.core.config import Config
+from drumline.core.data import DataConfig
+from drumline.core.model import ModelConfig
 from drumline.data.cache import TokenCache
 from drumline.data.encode import row_encoder
 from drumline.data.images import cut as cut_images

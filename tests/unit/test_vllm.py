@@ -16,16 +16,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from drumline.config import algorithms as c
-from drumline.config.schema import Config
+from drumline.core import algorithms as c
+from drumline.core.batch import steps_of_rollouts
+from drumline.core.config import Config
+from drumline.core.plan import BatchPlan
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
-from drumline.plan.batch import steps_of_rollouts
-from drumline.plan.plan import BatchPlan
-from drumline.rollout import colocated, vllm
-from drumline.rollout.build import generator, greedy
-from drumline.rollout.generate import HFGenerator
-from drumline.rollout.sampling import Request, request_seed
-from drumline.rollout.vllm import VLLMServer, WeightFolder
+from drumline.rl import colocated, vllm
+from drumline.rl.build import generator, greedy
+from drumline.rl.generate import HFGenerator
+from drumline.rl.sampling import Request, request_seed
+from drumline.rl.vllm import VLLMServer, WeightFolder
 from tests.distributed.ranks import free_port
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.vllm_stub import StubServer

@@ -1,0 +1,341 @@
+"""An accelerate config file → strategy, processes, precision.
+
+Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`).
+"""
+
+from __future__ import annotations
+
+from drumline.compat.combine import low_precision, own_deepspeed_file
+from drumline.compat.deepspeed import STAGES, clip, device, put_offload
+from drumline.compat.sheet import (
+    AUTO,
+    Old,
+    Rule,
+    Sheet,
+    choice,
+    flag,
+    gone,
+    later,
+    nothing,
+    only,
+    read,
+    refuse,
+    switch,
+    to,
+    whole,
+    words,
+)
+from drumline.core.suggest import by_word, nearest
+
+WHAT = "an accelerate config"
+DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"
+TYPES = {"no": "single", "multi_gpu": "ddp", "multi_cpu": "ddp", "fsdp": "fsdp2", "deepspeed": "zero2", "megatron_lm": "ddp", "tp": "tp"}
+SHARDING = {  # FSDP1's names and their numbers → (kind, reshard_after_forward, hybrid)
+    "full_shard": ("fsdp2", True, False),
+    "shard_grad_op": ("fsdp2", False, False),
+    "no_shard": ("ddp", None, False),
+    "hybrid_shard": ("fsdp2", True, True),
+    "hybrid_shard_zero2": ("fsdp2", False, True),
+}
+SHARDING |= {str(index): SHARDING[name] for index, name in enumerate(list(SHARDING), start=1)}
+
+
+def accelerate_file(sheet: Sheet, olds: list[Old]) -> None:
+    """Put a whole accelerate config on the sheet. Raises ConfigError by the old file's line."""
+    read(TABLE, sheet, olds, WHAT)
+    combine(sheet)
+
+
+def combine(sheet: Sheet) -> None:
+    """Strategy, processes and precision out of the keys that wait."""
+    taken = sheet.taken
+    type_ = taken.get("distributed_type")
+    kind = choice(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
+    sections: dict[str, tuple[str, Rule]] = {
+        "fsdp_config": ("fsdp2", fsdp),
+        "deepspeed_config": ("zero2", lambda sheet, old: read_deepspeed(sheet, old, old.by_key())),
+        "megatron_lm_config": ("ddp", lambda sheet, old: read_megatron(sheet, old, prefixed(old, "megatron_lm_", MEGATRON))),
+    }
+    for name, (wanted, translate) in sections.items():
+        old = taken.pop(name, None)
+        if old is None or not old.inside():
+            continue
+        if kind in (None, wanted) and (name != "megatron_lm_config" or (type_ and str(type_.value).lower() == "megatron_lm")):
+            translate(sheet, old)
+        else:
+            sheet.note(old, f"without effect: distributed_type is {type_.value}" if type_ else "without effect")
+    if type_ and kind and sheet.get("strategy.kind") is None:
+        sheet.put("strategy.kind", kind, type_)
+    if type_ and str(type_.value).upper() == "MULTI_CPU":
+        sheet.put("run.device", "cpu", type_)
+    if (old := taken.pop("parallelism_config", None)) is not None:
+        read_parallelism(sheet, prefixed(old, "parallelism_config_", PARALLELISM))
+    processes(sheet)
+    low_precision(sheet)
+
+
+def read_parallelism(sheet: Sheet, olds: list[Old]) -> None:
+    """Keys of parallelism_config without their prefix."""
+    read(PARALLELISM, sheet, olds, "parallelism_config")
+
+
+def processes(sheet: Sheet) -> None:
+    """Processes of this machine. On several machines, one launcher a machine is what other launchers do, too."""
+    taken = sheet.taken
+    machines = whole(taken["num_machines"]) if "num_machines" in taken else 1
+    if (old := taken.get("num_processes")) is not None and whole(old) > 0:
+        if whole(old) % machines:
+            raise refuse(old, f"{old.value} processes do not divide over {machines} machines", "make it a multiple of num_machines")
+        sheet.put("launch.nproc", whole(old) // machines, old)
+    if machines > 1:
+        address = taken["main_process_ip"].value if "main_process_ip" in taken else "HOST"
+        port = taken["main_process_port"].value if "main_process_port" in taken else 29500
+        sheet.note(
+            taken["num_machines"],
+            f"start it on each machine: torchrun --nnodes {machines} --node-rank R --nproc-per-node N --master-addr {address}"
+            f" --master-port {port} -m drumline train CONFIG.yaml",
+        )
+        return
+    if (old := taken.get("main_process_port")) is not None and whole(old):
+        sheet.put("launch.port", whole(old), old)
+    for name in ("main_process_ip", "machine_rank"):
+        if (old := taken.get(name)) is not None and old.value not in (0, "0", "127.0.0.1", "localhost"):
+            sheet.note(old, "one machine needs none")
+
+
+def prefixed(old: Old, prefix: str, table: dict[str, Rule]) -> list[Old]:
+    """The keys of a section with or without the prefix that accelerate's own files give them."""
+    made = []
+    for each in old.inside():
+        bare = each.key.removeprefix(prefix)
+        guess = None if bare in table else nearest(bare, list(table))
+        if guess:
+            raise refuse(each, f"unknown key {each.key!r} of {old.key}", f"did you mean {prefix + guess!r}?")
+        made.append(Old(bare, each.value, each.source, each.place))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------- FSDP
+
+
+def fsdp(sheet: Sheet, old: Old) -> None:
+    """fsdp_config, of accelerate or of Hugging Face's Trainer."""
+    read_fsdp(sheet, prefixed(old, "fsdp_", FSDP))
+    sharding(sheet, old)
+
+
+def read_fsdp(sheet: Sheet, olds: list[Old]) -> None:
+    """Keys of FSDP without their prefix. How far to shard waits for `sharding`."""
+    read(FSDP, sheet, olds, "fsdp_config")
+
+
+def sharding(sheet: Sheet, section: Old) -> None:
+    """Two keys say how far to shard: FSDP1's sharding_strategy, and reshard_after_forward, which FSDP1 gives the same names."""
+    answers: dict[str, tuple[Old, tuple[str, bool | None, bool]]] = {}
+    version = sheet.taken.pop("version", None)
+    for name in ("sharding_strategy", "reshard_after_forward"):
+        if (old := sheet.taken.pop(name, None)) is None:
+            continue
+        if name == "reshard_after_forward" and str(old.value).lower() in ("true", "false"):
+            answers[name] = (old, ("fsdp2", flag(old), False))
+        else:
+            answers[name] = (old, choice(SHARDING)(old))
+    first, *rest = answers.values() or [(section, ("fsdp2", True, False))]
+    for other, means in rest:
+        # FSDP2 reads reshard_after_forward, FSDP1 the other one; only the one that is read may be told apart by its default.
+        if means[:2] != first[1][:2] and not (version and str(version.value) == "1" and means[1] is True):
+            raise refuse(other, f"{other.value!r}, but {first[0].where} is {first[0].value!r}", "keep one of them")
+    old, (kind, reshard, hybrid) = first
+    sheet.put("strategy.kind", kind, old)
+    if kind == "ddp":
+        sheet.note(old, "no shards: that is DDP")
+        for name in [name for name in sheet.values["strategy"] if name != "kind"]:
+            del sheet.values["strategy"][name]
+        return
+    sheet.put("strategy.reshard_after_forward", reshard, old)
+    if hybrid:
+        machines = whole(sheet.taken["num_machines"]) if "num_machines" in sheet.taken else 1
+        sheet.put("strategy.replicate", machines, old)
+        sheet.note(old, f"a copy a machine: strategy.replicate is {machines}; raise it for more copies")
+
+
+def _wrap(sheet: Sheet, old: Old) -> None:
+    if words(old):
+        sheet.put("strategy.wrap", words(old), old)
+
+
+FSDP: dict[str, Rule] = by_word(
+    {
+        "version sharding_strategy reshard_after_forward mixed_precision": later(),
+        "cpu_offload offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
+        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _wrap,
+        "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
+        "backward_prefetch": to(
+            "strategy.backward_prefetch", choice({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
+        ),
+        "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
+        "activation_checkpointing": switch("memory.activation_checkpointing", "full"),
+        "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
+        "ignored_modules": only(why="every parameter is sharded", fix="remove it"),
+        "state_dict_type": gone("checkpoints are sharded, and any strategy reads them; the Hugging Face folder is whole"),
+        "use_orig_params": gone("FSDP2 always keeps the original parameters"),
+        "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
+        "sync_module_states": gone("all ranks begin with the same weights"),
+        "limit_all_gathers": gone("FSDP2 needs no rate limit"),
+        "mixed_precision_policy": only(
+            why="the types are set one by one", fix="say precision, strategy.param_dtype and strategy.reduce_dtype"
+        ),
+        "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
+    }
+)
+
+PARALLELISM: dict[str, Rule] = by_word(
+    {
+        "dp_replicate_size": to("strategy.replicate", whole),
+        "dp_shard_size": gone("shards go over all processes that tp, cp and replicate leave"),
+        "tp_size": to("strategy.tp", whole),
+        "cp_size": to("strategy.cp", whole),
+        "cp_backend sp_backend": gone("strategy.cp_method says how"),
+        "cp_comm_strategy": gone("strategy.cp_method says how: ulysses, or ring on GPUs"),
+        "sp_size": lambda sheet, old: sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None,
+        "sp_seq_length": gone("data.max_length says it"),
+        "sp_seq_length_is_variable": gone("sequences may differ in length"),
+        "sp_attn_implementation": gone("model.attention says it"),
+    }
+)
+
+# ----------------------------------------------------------------------------------------------------- DeepSpeed, Megatron
+
+
+def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
+    """Keys of deepspeed_config, wherever they come from: a stage and a few switches, or the path of a DeepSpeed JSON."""
+    if (file := inner.get("deepspeed_config_file")) is not None and str(file.value).lower() not in ("none", ""):
+        own_deepspeed_file(sheet, file)
+        inner = {key: each for key, each in inner.items() if key != "zero_stage"}
+    read(DEEPSPEED, sheet, list(inner.values()), "deepspeed_config")
+    stage = sheet.taken.pop("zero_stage", None)
+    if sheet.get("strategy.kind") is None:
+        kind = choice(STAGES)(stage) if stage else "zero2"
+        sheet.put("strategy.kind", kind, stage or old)
+    kind = sheet.get("strategy.kind")
+    for part, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
+        where, path = sheet.taken.pop(f"offload_{part}_device", None), sheet.taken.pop(f"offload_{part}_nvme_path", None)
+        if where is None or str(where.value).lower() in ("none", ""):
+            continue
+        section = {"device": where.value} | ({"nvme_path": path.value} if path and str(path.value).lower() != "none" else {})
+        made = device(Old(where.key, section, where.source, where.place))
+        put_offload(sheet, kind, name, made, where)
+
+
+DEEPSPEED: dict[str, Rule] = by_word(
+    {
+        "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path": later(),
+        "deepspeed_config_file": nothing,  # read first
+        "gradient_accumulation_steps": to("batch.accumulation", whole),
+        "gradient_clipping": to("optimizer.max_grad_norm", clip),
+        "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
+        "zero3_save_16bit_model": gone("`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"),
+        "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", words),
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
+            "one launcher a machine starts the ranks; nothing goes over ssh"
+        ),
+    }
+)
+
+
+def read_megatron(sheet: Sheet, old: Old, olds: list[Old]) -> None:
+    """Megatron's degrees are those of ddp with tp, pp and cp."""
+    sheet.put("strategy.kind", "ddp", old)
+    read(MEGATRON, sheet, olds, "megatron_lm_config")
+
+
+def _recompute(sheet: Sheet, old: Old) -> None:
+    kinds = {"full": "full", "selective": "selective", "true": "selective", "false": "none", "no": "none"}
+    if (kind := choice(kinds)(old)) != "none":
+        sheet.put("memory.activation_checkpointing", kind, old)
+
+
+NOT_MEGATRON = gone("the model is transformers' own, not Megatron's")
+MEGATRON: dict[str, Rule] = by_word(
+    {
+        "tp_degree": to("strategy.tp", whole),
+        "pp_degree": to("strategy.pp", whole),
+        "context_parallel_size": to("strategy.cp", whole),
+        "num_micro_batches": to("batch.accumulation", whole),
+        "gradient_clipping": to("optimizer.max_grad_norm", clip),
+        "recompute_activations recompute_granularity": _recompute,
+        "recompute_method recompute_num_layers": gone("each block is one unit"),
+        "sequence_parallelism": gone("tensor parallelism does what it can with the sequence by itself"),
+        "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
+        "use_custom_fsdp": only(why="that is another strategy", fix="say strategy: {kind: fsdp2, tp: N}"),
+        "expert_model_parallel_size expert_tensor_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
+        "attention_dropout hidden_dropout": gone("model.config says it, by the model's own name"),
+        "eod_mask_loss": gone("what carries loss is data.learn_on"),
+        "calculate_per_token_loss": gone("losses are always sums over tokens"),
+        "no_load_optim no_save_optim optimizer_cpu_offload use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d": NOT_MEGATRON,
+        "decoder_last_pipeline_num_layers attention_backend attention_softmax_in_fp32 use_rotary_position_embeddings": NOT_MEGATRON,
+    }
+)
+
+# ------------------------------------------------------------------------------------------------------------ the whole file
+
+
+def _machine(sheet: Sheet, old: Old) -> None:
+    if str(old.value).upper() != "LOCAL_MACHINE":
+        raise refuse(old, f"{old.value!r} is not this machine", "use LOCAL_MACHINE, and start Drumline where the devices are")
+
+
+def _gpus(sheet: Sheet, old: Old) -> None:
+    if old.value not in (*AUTO, "all"):
+        sheet.note(old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(words(old))}")
+
+
+def dynamo(sheet: Sheet, old: Old) -> None:
+    """dynamo_config, or the older dynamo_backend."""
+    compile_blocks(
+        sheet, {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old}
+    )
+
+
+def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:
+    """dynamo's keys without their prefix → compile."""
+    backend = inner.pop("backend", None)
+    if backend is None or str(backend.value).lower() in ("no", "false", "none", ""):
+        return
+    if str(backend.value).lower() != "inductor":
+        raise refuse(backend, f"no backend {backend.value!r} here", "use INDUCTOR, torch.compile's own, or NO")
+    sheet.put("compile.enabled", True, backend)
+    for key, each in inner.items():
+        if key == "mode" and each.value not in (*AUTO, "default"):
+            sheet.put("compile.mode", str(each.value), each)
+        elif key != "mode":
+            sheet.note(each, "each block is compiled by itself, with torch's own choice of the rest")
+
+
+OTHER_DEVICES = ("xla", "tpu", "multi_npu", "multi_mlu", "multi_sdaa", "multi_musa", "multi_xpu", "multi_hpu", "multi_neuron")
+
+
+def _no_fp8(_: Sheet, old: Old) -> None:
+    if old.inside():
+        raise refuse(old, "FP8 is not to be had", "use mixed_precision: bf16")
+
+
+TABLE: dict[str, Rule] = by_word(
+    {
+        "compute_environment": _machine,
+        "distributed_type num_processes num_machines machine_rank main_process_ip main_process_port": later(),
+        "mixed_precision fp16 fsdp_config deepspeed_config megatron_lm_config parallelism_config": later(),
+        "dynamo_config dynamo_backend": dynamo,
+        "gpu_ids": _gpus,
+        "use_cpu": switch("run.device", "cpu"),
+        "debug": gone("NCCL's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it"),
+        "rdzv_backend same_network": gone("one launcher a machine, and a store that rank 0 holds"),
+        "main_training_function": gone("there is no training script"),
+        "enable_cpu_affinity": gone("bind from outside: numactl or taskset"),
+        "downcast_bf16": only(why=DEVICES, fix="set it to 'no'"),
+        "fp8_config": _no_fp8,
+        "ipex_config": gone("for Intel CPUs; accelerate has dropped it"),  # accelerate 1.10 writes it
+        "mpirun_config": lambda sheet, old: sheet.note(old, "under mpirun, start one launcher a machine") if old.inside() else None,
+        "tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env command_file commands": gone("TPUs are not used"),
+    }
+)

@@ -1,0 +1,254 @@
+"""What each training argument becomes. Names by transformers 5.23, TRL 1.16, and the guides around them."""
+
+from __future__ import annotations
+
+from drumline.compat.combine import found, shown
+from drumline.compat.deepspeed import clip, tracker
+from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
+from drumline.compat.sheet import AUTO, Old, Rule, Sheet, choice, flag, gone, later, number, only, refuse, switch, to, whole, words
+from drumline.core.suggest import by_word
+
+
+def _checkpointing(sheet: Sheet, old: Old) -> None:
+    kinds = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
+    sheet.put("memory.activation_checkpointing", choice(kinds)(old), old)
+
+
+def _backend(sheet: Sheet, old: Old) -> None:
+    if str(old.value).lower() not in ("nccl", "gloo", "none", "auto"):
+        raise refuse(old, f"no backend {old.value!r} here", "remove it: NCCL on GPUs, gloo on CPUs")
+    sheet.note(old, "NCCL on GPUs, gloo on CPUs")
+
+
+def _trackers(sheet: Sheet, old: Old) -> None:
+    names = [word.lower() for word in words(old)]
+    known = ("tensorboard", "wandb", "mlflow", "trackio")
+    for name in names:
+        if name not in (*known, "none", "all", "false"):
+            raise refuse(old, f"no tracker {name!r} here", f"there are {', '.join(known)}")
+    if "all" in names:
+        sheet.note(old, "TensorBoard; name others one by one")
+    sheet.put("run.report_to", ["tensorboard"] if "all" in names else [name for name in names if name in known], old)
+
+
+def _resume(sheet: Sheet, old: Old) -> None:
+    if old.value in (*AUTO, False, "", "false", "none"):
+        return
+    name = str(old.value).lower().rstrip("/").rpartition("/")[2].removeprefix("checkpoint-")
+    sheet.resume = "newest" if name in ("true", "latest", "last", "newest") else str(old.value)
+    sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line says it")
+
+
+def _steps(old: Old) -> int | None:
+    """max_steps: -1 is Hugging Face's way to say: by epochs."""
+    return whole(old) if whole(old) > 0 else None
+
+
+def _optimizer(sheet: Sheet, old: Old) -> None:
+    kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
+    sheet.put("optimizer.kind", choice({**kinds, "sgd": "sgd"})(old), old)
+    if str(old.value).lower() == "adamw_torch":
+        sheet.put("optimizer.fused", False, old)
+
+
+def _hub(sheet: Sheet, old: Old) -> None:
+    if old.value not in (*AUTO, False):
+        sheet.note(old, "nothing is sent to the hub; RUN/export is the folder to upload")
+
+
+def _batch(sheet: Sheet, old: Old) -> None:
+    """Where launchers are used, guides hand it to each process's loader."""
+    if old.value not in AUTO:
+        sheet.put("batch.micro_batch", whole(old), old)
+        sheet.note(old, "taken for the samples of one device, as guides for launchers mean it; of all devices it is global_batch_size")
+
+
+def _distributed(sheet: Sheet, old: Old) -> None:
+    """The name of a strategy, or a guide's switch."""
+    if isinstance(old.value, bool) or str(old.value).lower() in ("true", "false"):
+        sheet.note(old, HOST)
+    else:
+        later("distributed_strategy")(sheet, old)
+
+
+def _if_on(rule: Rule) -> Rule:
+    return lambda sheet, old: rule(sheet, old) if flag(old) else None
+
+
+SECRET = "secrets stand in the environment (HF_TOKEN), not in a config"
+ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")}
+HOST = "the launcher says it: torchrun's flags, or --nproc"
+LENGTHS = "rows of like length share a micro-batch anyhow"
+LOADER = "a thread collates ahead (data.prefetch); there are no loader processes"
+LOGS = "events.jsonl has every figure; the display is one line a step"
+NEUTRAL = "Drumline does not do that"
+OUTSIDE = "the tracker's own environment variables say it"
+SUMS = "evaluation sums the loss over all held-out rows"
+AS_TRAINING = "evaluation runs in the precision of training"
+WHOLE = "a checkpoint has all that is needed to go on, and any strategy reads it"
+
+TABLE: dict[str, Rule] = by_word(
+    {
+        # model
+        "model_name_or_path model_name base_model pretrained_model_name_or_path": to("model.id"),
+        "model_revision": to("model.revision"),
+        "tokenizer_name tokenizer_name_or_path": to("model.tokenizer"),
+        "attn_implementation": to("model.attention", choice(ATTENTION)),
+        "use_flash_attention_2 use_flash_attention use_flash_attn": switch("model.attention", "flash_attention_2"),
+        "trust_remote_code": to("model.trust_remote_code", flag),
+        "chat_template_path": lambda sheet, old: sheet.put("model.chat_template", shown(sheet, found(sheet.base, str(old.value))), old),
+        "dtype torch_dtype": later("dtype"),
+        "use_cache": gone("training keeps no cache of keys and values"),
+        "cache_dir": gone("HF_HOME says where the hub's files are kept"),
+        "low_cpu_mem_usage": gone("weights are read where they are needed"),
+        "device_map": gone("the strategy says where the model goes"),
+        "config_overrides": to("model.config"),
+        "use_fast_tokenizer": gone("tokenizers are fast"),
+        "padding_side": gone("rows are packed, or padded at their end"),
+        "eos_token": only(why="the tokenizer's own is used", fix="remove it"),
+        "pad_token": gone("padding carries no loss, so any token will do"),
+        # batch
+        "per_device_train_batch_size per_gpu_train_batch_size train_micro_batch_size_per_gpu": to("batch.micro_batch", whole),
+        "micro_batch_size batch_size_per_gpu batch_size_per_device": to("batch.micro_batch", whole),
+        "gradient_accumulation_steps": to("batch.accumulation", whole),
+        "batch_size": _batch,
+        "train_batch_size global_batch_size": to("batch.global_samples", whole),
+        "auto_find_batch_size": only(why=NEUTRAL, fix="say per_device_train_batch_size"),
+        "average_tokens_across_devices": gone("losses are divided by the tokens of the whole global batch"),
+        "split_batches": gone("batch.global_samples says how many samples a step has, on any number of devices"),
+        "accelerator_config": gone("samples are dealt by a global order, the same on any number of devices"),
+        # optimizer, schedule, precision
+        "learning_rate lr": later("learning_rate"),
+        "base_learning_rate base_lr": later("base_learning_rate"),
+        "use_linear_scaling linear_scaling": later("use_linear_scaling"),
+        "base_batch_size": to("optimizer.lr_base_samples", whole),
+        "weight_decay": to("optimizer.weight_decay", number),
+        "adam_beta1 adam_beta2 lr_scheduler_kwargs warmup_ratio warmup_steps bf16 fp16": later(),
+        "adam_betas": to("optimizer.betas"),
+        "adam_epsilon": to("optimizer.eps", number),
+        "momentum": to("optimizer.momentum", number),
+        "optim": _optimizer,
+        "max_grad_norm gradient_clipping gradient_clip_val clip_grad_norm": to("optimizer.max_grad_norm", clip),
+        "lr_scheduler_type lr_scheduler": to("schedule.kind", choice(SCHEDULES, NO_SCHEDULES)),
+        "min_lr_ratio min_lr_rate": to("schedule.min_ratio", number),
+        "mixed_precision precision": later("mixed_precision"),
+        "tf32": to("precision.tf32", flag),
+        "initial_scale_power": to("precision.initial_scale", lambda old: 2.0 ** number(old)),
+        "gradient_checkpointing activation_checkpointing": _checkpointing,
+        "torch_compile": to("compile.enabled", flag),
+        "torch_compile_mode": to("compile.mode"),
+        "torch_compile_backend": only("inductor", why="blocks are compiled by torch's own backend", fix="remove it"),
+        # checkpoints, evaluation, figures
+        "output_dir": to("run.dir"),
+        "save_strategy": later(),
+        "save_steps save_interval save_every": later("save_steps"),
+        "save_total_limit": to("checkpoint.keep", whole),
+        "load_best_model_at_end": to("checkpoint.export", lambda old: "best" if flag(old) else "last"),
+        "metric_for_best_model": to("eval.metric", lambda old: str(old.value).removeprefix("eval_")),
+        "greater_is_better": to("eval.mode", lambda old: "max" if flag(old) else "min"),
+        "resume_from_checkpoint": _resume,
+        "eval_strategy evaluation_strategy": later("eval_strategy"),
+        "eval_steps eval_interval eval_every": later("eval_steps"),
+        "eval_on_start": to("eval.at_start", flag),
+        "per_device_eval_batch_size per_gpu_eval_batch_size": to("eval.micro_batch", whole),
+        "logging_steps log_interval log_every": to("run.log_every", step_count),
+        "use_wandb": _if_on(tracker("wandb")),
+        "use_tensorboard": _if_on(tracker("tensorboard")),
+        "report_to": _trackers,
+        "max_steps": to("run.steps", _steps),
+        "num_train_epochs num_epochs epochs max_epochs": to("run.epochs", number),
+        "seed": to("run.seed", whole),
+        "full_determinism": to("run.deterministic", flag),
+        "device": to("run.device", choice({"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "auto": "auto"})),
+        "use_cpu no_cuda": switch("run.device", "cpu"),
+        "do_train": only(True, why="train trains", fix="set it to true"),
+        # data
+        "dataset_name dataset_test_split dataset_streaming max_train_samples max_eval_samples dataset_text_field prompt_column": later(),
+        "dataset_config dataset_config_name": later("dataset_config"),
+        "dataset_train_split dataset_split": later("dataset_train_split"),
+        "train_file train_files train_data_path dataset_path data_path": later("train_file"),
+        "validation_file eval_file": later("validation_file"),
+        "test_file": gone("evaluation is on data.eval"),
+        "completion_column response_column": later("completion_column"),
+        "messages_column messages_field": later("messages_column"),
+        "max_seq_length max_length max_seq_len block_size cutoff_len model_max_length": to("data.max_length", whole),
+        "packing": to("data.packing", flag),
+        "truncation_mode": to("data.truncation", choice({"keep_start": "right", "keep_end": "left"})),
+        "assistant_only_loss completion_only_loss": to("data.learn_on", lambda old: "assistant" if flag(old) else "all"),
+        "train_on_inputs": to("data.learn_on", lambda old: "all" if flag(old) else "assistant"),
+        "dataset_num_proc preprocessing_num_workers": to("data.workers", whole),
+        "dataloader_prefetch_factor": to("data.prefetch", whole),
+        "shuffle_dataset": to("data.order", lambda old: "shuffle" if flag(old) else "sequential"),
+        # strategy
+        "distributed_strategy zero_stage fsdp fsdp_config": later(),
+        "distributed": _distributed,
+        "distributed_backend ddp_backend": _backend,
+        "ddp_timeout": to("launch.timeout_seconds", number),
+        "ddp_bucket_cap_mb bucket_cap_mb": later("ddp.bucket_cap_mb"),
+        "ddp_find_unused_parameters find_unused_parameters": later("ddp.find_unused_parameters"),
+        "ddp_broadcast_buffers broadcast_buffers": later("ddp.broadcast_buffers"),
+        "ddp_static_graph static_graph": later("ddp.static_graph"),
+        "gradient_as_bucket_view": later("ddp.gradient_as_bucket_view"),
+        "deepspeed deepspeed_config": later("deepspeed"),
+        "fsdp_transformer_layer_cls_to_wrap": later("fsdp_layer"),
+        "tensor_parallel_size": later("tp"),
+        "pipeline_parallel_size": later("pp"),
+        "context_parallel_size sequence_parallel_size": later("cp"),
+        "world_size num_gpus n_gpu": later("num_processes"),
+        "nproc_per_node": to("launch.nproc", whole),
+        "sync_bn sync_batchnorm use_sync_bn": later("sync_bn"),
+        "sync_bn_group_size": later(),
+        # adapters
+        "use_peft use_lora": later("use_peft"),
+        "lora_r lora_rank": later("lora_r"),
+        "lora_alpha lora_dropout lora_target_modules load_in_4bit load_in_8bit": later(),
+        "lora_bias": only("none", why="only the factors learn", fix="set it to none"),
+        "lora_modules_to_save": only([], why="only the factors learn", fix="remove it"),
+        "lora_target_parameters": only([], why="adapters are on linear layers", fix="name layers in lora_target_modules"),
+        "lora_task_type": gone("the algorithm says it"),
+        "use_rslora": only(why=NEUTRAL, fix="set it to false; lora_alpha × √lora_r has the same scale"),
+        "use_dora": only(why=NEUTRAL, fix="set it to false"),
+        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant": gone("QLoRA is NF4 with double quantisation"),
+        "bnb_4bit_compute_dtype": gone("the compute type is the precision"),
+        # what would change the numbers, and is not done
+        "label_smoothing_factor": only(0, 0.0, why=NEUTRAL, fix="set it to 0"),
+        "neftune_noise_alpha optim_target_modules": only(why=NEUTRAL, fix="remove it"),
+        "router_aux_loss_coef": only(0, 0.0, why=NEUTRAL, fix="remove it"),
+        "optim_args": only(why="no optimizer here takes others", fix="remove it"),
+        "model_init_kwargs": only({}, why="values of the model's config go one by one", fix="write config_overrides: {key: value}"),
+        "dataset_kwargs": only({}, why="each has a key of its own", fix="write it as a key under data"),
+        "loss_type": only("nll", why="the loss is the cross-entropy", fix="set it to nll"),
+        "validation_split_percentage": only(
+            0, why="rows are held out by number", fix="write data.holdout=N as an override, or a validation_file"
+        ),
+        "padding_free": gone("packing pads nothing"),
+        "eval_packing": gone("as in training"),
+        "activation_offloading": only(why="activations stay on the device", fix="use gradient_checkpointing: true"),
+        # what has no meaning any more
+        "local_rank rank nnodes num_nodes node_rank master_addr master_port init_method dist_url rdzv_endpoint rdzv_id": gone(HOST),
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_multiprocessing_context": gone(LOADER),
+        "dataloader_in_order persistent_workers": gone(LOADER),
+        "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
+        "group_by_length length_column_name train_sampling_strategy pad_to_multiple_of packing_strategy padding": gone(LENGTHS),
+        "remove_unused_columns label_names": gone("columns are found by name"),
+        "logging_dir logging_strategy logging_first_step log_level log_level_replica log_on_each_node disable_tqdm run_name": gone(LOGS),
+        "logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics verbose debug": gone(LOGS),
+        "experiment_name": gone("the run folder is named by run.dir, or after the YAML"),
+        "project trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project wandb_entity wandb_run_name": gone(OUTSIDE),
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant": gone("blocks are run again without re-entering"),
+        "bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend half_precision_backend": gone(AS_TRAINING),
+        "eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics": gone(
+            SUMS
+        ),
+        "prediction_loss_only do_eval do_predict include_inputs_for_metrics": gone(SUMS),
+        "overwrite_output_dir": gone("a run folder that is not empty is refused; --resume goes on with it"),
+        "save_only_model save_on_each_node save_safetensors restore_callback_states_from_checkpoint": gone(WHOLE),
+        "enable_jit_checkpoint": gone("SIGTERM saves, and --resume goes on"),
+        "ignore_data_skip": gone("the position in the data is resumed exactly"),
+        "data_seed": gone("run.seed fixes the order of the data, too"),
+        "use_liger_kernel liger_kernel_config use_liger": gone("the cross-entropy never makes all logits at once: algorithm.loss_chunk"),
+        "torch_empty_cache_steps": gone("torch keeps its own cache"),
+        "hub_token token use_auth_token hf_token push_to_hub_token wandb_api_key api_key": gone(SECRET),
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision": _hub,
+    }
+)

@@ -1,0 +1,233 @@
+"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, and what it says of batch, rate and precision.
+
+Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.compat.sheet import AUTO, Old, Rule, Sheet, choice, flag, gone, later, nothing, number, only, read, refuse, to, whole
+from drumline.core.suggest import by_word
+
+STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
+WHAT = "a DeepSpeed config"
+
+
+def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
+    """Put a whole DeepSpeed config on the sheet.
+
+    `own_file`: its path, where Drumline's engine is to read it itself; then only what the plan must know is taken out of it.
+    Without one, whatever has no word in Drumline goes to strategy.options.
+    """
+    aside = Sheet(sheet.base, sheet.folder) if own_file else sheet
+    zero = next((old for old in olds if old.key == "zero_optimization"), None)
+    inside = zero.inside() if zero else []
+    read(ZERO, aside, inside, f"{WHAT}'s zero_optimization")
+    kind = next((choice(STAGES)(old) for old in inside if old.key == "stage"), "ddp")
+    stated = zero or Old("zero_optimization", {}, olds[0].source, ("zero_optimization",))
+    sheet.put("strategy.kind", kind, stated)
+    if own_file and kind != "ddp":
+        sheet.put("strategy.config", own_file, stated)
+    for old in olds:
+        target = aside if own_file and old.key not in PLANNED else sheet
+        if kind == "ddp" and old.key in ENGINE_ONLY:
+            target.note(old, "only DeepSpeed's engine knows it, and ZeRO stage 0 is plain DDP")
+        else:
+            read({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
+    if zero is not None and own_file is None:
+        _offload(sheet, kind)
+
+
+def option(*place: str) -> Rule:
+    """The value goes on to DeepSpeed as it is."""
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        if old.value not in AUTO:
+            sheet.put(".".join(("strategy.options", *place, old.key)), old.value, old)
+
+    return rule
+
+
+def _low(precision: str) -> Rule:
+    """fp16: {enabled: true, …}: whether it is on waits for the others that speak of precision."""
+    others = {
+        "initial_scale_power": to("precision.initial_scale", lambda old: 2.0 ** number(old)),
+        "loss_scale": only(0, why="Drumline's loss scale is dynamic", fix="set it to 0, and initial_scale_power to begin elsewhere"),
+    }
+    silent = gone("Drumline's loss scaler has no such setting")
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        inner = old.by_key()
+        if (on := inner.pop("enabled", None)) and on.value not in AUTO:
+            later(precision)(sheet, on)
+        if on and on.value not in AUTO and flag(on):
+            for each in inner.values():
+                others.get(each.key, silent)(sheet, each)
+
+    return rule
+
+
+def device(old: Old) -> dict[str, Any]:
+    """offload_…: {device: cpu | nvme, nvme_path: …, pin_memory: …} as Drumline's own section."""
+    inner = old.by_key()
+    kind = choice({"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"})(inner["device"]) if "device" in inner else "none"
+    made: dict[str, Any] = {"kind": kind}
+    if kind == "nvme":
+        if "nvme_path" not in inner or inner["nvme_path"].value in AUTO:
+            raise refuse(old, "nvme without nvme_path", "add nvme_path: a folder on the disk")
+        made["path"] = str(inner["nvme_path"].value)
+    if "pin_memory" in inner and kind != "none" and flag(inner["pin_memory"]):
+        made["pin_memory"] = True
+    return made
+
+
+def _offload(sheet: Sheet, kind: str) -> None:
+    """Where state is kept, of a DeepSpeed config of strategy `kind`."""
+    for name in ("offload_optimizer", "offload_parameters"):
+        if (old := sheet.taken.pop(name, None)) is not None:
+            made = {"kind": "cpu" if flag(old) else "none"} if old.key.startswith("cpu_offload") else device(old)
+            if made["kind"] != "none":
+                put_offload(sheet, kind, name, made, old)
+
+
+def put_offload(sheet: Sheet, kind: str, name: str, made: dict[str, Any], old: Old) -> None:
+    """Parameters are offloaded under ZeRO-3 only, as in DeepSpeed itself."""
+    if kind == "ddp" or (name == "offload_parameters" and kind != "zero3"):
+        sheet.note(old, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}")
+    else:
+        sheet.put(f"strategy.{name}", made, old)
+
+
+def _typed(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule:
+    """{type: one of `kinds`, params: {…}}: both go to a section of the new config."""
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        inner = old.by_key()
+        if "type" in inner:
+            sheet.put(f"{section}.kind", choice(kinds)(inner["type"]), inner["type"])
+        if "params" in inner:
+            read(params, sheet, inner["params"].inside(), f"{WHAT}'s {old.key}")
+
+    return rule
+
+
+def _enabled(then: Rule) -> Rule:
+    """What happens if a section {enabled: true, …} is on."""
+
+    def rule(sheet: Sheet, old: Old) -> None:
+        if any(inner.key == "enabled" and inner.value not in AUTO and flag(inner) for inner in old.inside()):
+            then(sheet, old)
+
+    return rule
+
+
+def tracker(name: str) -> Rule:
+    """One more of the trackers."""
+    return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
+
+
+def clip(old: Old) -> float | None:
+    """0 is DeepSpeed's and Hugging Face's way to say: never."""
+    return number(old) or None
+
+
+OPTIMIZER: dict[str, Rule] = by_word(
+    {
+        "lr": to("optimizer.lr", number),
+        "betas": to("optimizer.betas"),
+        "eps": to("optimizer.eps", number),
+        "weight_decay": to("optimizer.weight_decay", number),
+        "momentum": to("optimizer.momentum", number),
+        "torch_adam fused": gone("the engine picks the kernel"),
+        "adam_w_mode": only(True, why="plain Adam adds decay to the gradient; Drumline's AdamW does not", fix="set it to true"),
+        "bias_correction": only(True, why="AdamW without bias correction is not to be had", fix="set it to true"),
+        "amsgrad": only(why="AMSGrad is not to be had", fix="set it to false"),
+        "adamw_mode": gone("the optimizer is AdamW"),
+    }
+)
+
+SCHEDULER: dict[str, Rule] = by_word(
+    {
+        "warmup_min_lr warmup_min_ratio": only(0, 0.0, why="warm-up begins at 0", fix="set it to 0"),
+        "warmup_max_lr": to("optimizer.lr", number),
+        "warmup_num_steps": to("schedule.warmup_steps", whole),
+        "total_num_steps": to("run.steps", whole),
+        "cos_min_ratio": to("schedule.min_ratio", number),
+        "warmup_type": gone("warm-up is linear"),
+        "last_batch_iteration": gone("a resumed run knows its step"),
+    }
+)
+
+ZERO_OPTION = option("zero_optimization")
+ZERO: dict[str, Rule] = by_word(
+    {
+        "stage": nothing,  # read before the others: it decides what they mean
+        "offload_optimizer cpu_offload": later("offload_optimizer"),
+        "offload_param cpu_offload_params cpu_offload_param": later("offload_parameters"),
+        "cpu_offload_use_pin_memory": gone("say it with the offload: pin_memory"),
+        "zero_quantized_weights": to("strategy.zeropp.quantized_weights", flag),
+        "zero_quantized_gradients": to("strategy.zeropp.quantized_gradients", flag),
+        "zero_hpz_partition_size": to("strategy.zeropp.hierarchical_partition", whole),
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(
+            "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
+        ),
+        "stage3_gather_fp16_weights_on_model_save": gone("`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"),
+        "elastic_checkpoint": gone("every checkpoint is read on any number of devices"),
+        "load_from_fp32_weights": gone("weights are kept in fp32 checkpoints always"),
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions": ZERO_OPTION,
+        "allgather_bucket_size overlap_comm sub_group_size round_robin_gradients legacy_stage1 ignore_unused_parameters": ZERO_OPTION,
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters": ZERO_OPTION,
+        "max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters": ZERO_OPTION,
+        "stage3_model_persistence_threshold stage3_max_reuse_distance stage3_module_granularity_threshold": ZERO_OPTION,
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential module_granularity_threshold": ZERO_OPTION,
+        "allgather_sequential use_all_reduce_for_fetch_params zero_quantized_nontrainable_weights": ZERO_OPTION,
+        "memory_efficient_linear parameter_alignment pipeline_loading_checkpoint override_module_apply": ZERO_OPTION,
+        "log_trace_cache_warnings enable_sanity_checks leaf_module mics_shard_size mics_hierarchical_params_gather": ZERO_OPTION,
+        "zenflow compute_grad_norm save_muon_momentum_buffer_in_memory": ZERO_OPTION,
+    }
+)
+
+# What the plan must know, whoever reads the rest.
+TABLE: dict[str, Rule] = by_word(
+    {
+        "train_batch_size": to("batch.global_samples", whole),
+        "train_micro_batch_size_per_gpu": to("batch.micro_batch", whole),
+        "gradient_accumulation_steps": to("batch.accumulation", whole),
+        "gradient_clipping": to("optimizer.max_grad_norm", clip),
+        "fp16": _low("fp16"),
+        "bf16 bfloat16": _low("bf16"),
+        "optimizer": _typed("optimizer", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}, OPTIMIZER),
+        "scheduler": _typed("schedule", {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}, SCHEDULER),
+        "zero_optimization": nothing,  # read before the others
+        "activation_checkpointing": gone("memory.activation_checkpointing says it; this section is for models that call DeepSpeed's own"),
+        "steps_per_print": gone("figures come each run.log_every steps"),
+        "wall_clock_breakdown": gone("events.jsonl has the times of each step"),
+        "memory_breakdown": gone("events.jsonl has each rank's memory"),
+        "dump_state": gone("--dry-run shows every value"),
+        "log_level": gone("Drumline says what matters on one line"),
+        "flops_profiler": _enabled(lambda sheet, old: sheet.put("strategy.flops_profiler", True, old)),
+        "tensorboard": _enabled(tracker("tensorboard")),
+        "wandb": _enabled(tracker("wandb")),
+        "csv_monitor": _enabled(gone("events.jsonl has the figures")),
+        "comet": _enabled(gone("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")),
+        "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": gone("Drumline's engine chooses the optimizer"),
+        "amp": _enabled(only(why="NVIDIA Apex is not used", fix="say bf16 or fp16")),
+        "pipeline": gone("strategy pp is Drumline's pipeline"),
+        "autotuning": gone("only the deepspeed launcher tunes"),
+        "elasticity": gone("any number of devices resumes any checkpoint"),
+        "curriculum_learning data_efficiency": _enabled(only(why="there is no curriculum", fix="remove it")),
+    }
+)
+PLANNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16",
+           "bfloat16", "optimizer", "scheduler"}  # fmt: skip
+ENGINE_OPTION = option()
+ENGINE_ONLY: dict[str, Rule] = by_word(
+    {
+        "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor": ENGINE_OPTION,
+        "gradient_allreduce_op sparse_gradients disable_allgather aio data_types checkpoint comms_logger": ENGINE_OPTION,
+        "compression_training torch_autocast compile zenflow graph_harvesting hybrid_engine nebula": ENGINE_OPTION,
+        "sparse_attention use_data_before_expert_parallelism timers tensor_parallel": ENGINE_OPTION,
+    }
+)

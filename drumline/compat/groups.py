@@ -1,0 +1,242 @@
+"""What training arguments say in several keys at once: rate, warm-up, when to save, data, adapters; and what they leave unsaid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.compat.combine import PRECISIONS, found, shown
+from drumline.compat.sheet import Old, Sheet, choice, contradiction, flag, number, pop, refuse, said, whole, words
+from drumline.compat.strategy import choose
+
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+             "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip
+NO_SCHEDULES = {
+    name: f"take one of {', '.join(dict.fromkeys(SCHEDULES))}"
+    for name in ("cosine_with_restarts", "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
+}
+
+
+def combine(sheet: Sheet) -> None:
+    """Every group in turn. What waits afterwards is accelerate's."""
+    for group in (_rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
+        group(sheet)
+    if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
+        ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
+        sheet.note(ratio, f"without effect: {steps.where} says {said(steps.value)}")
+
+
+# ------------------------------------------------------------------------------------------------------ rate and schedule
+
+
+def _rate(sheet: Sheet) -> None:
+    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is said. Beside
+    num_gpus guides mean × √devices by it."""
+    old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
+    plain, base = old.get("learning_rate"), old.get("base_learning_rate")
+    scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])
+    if scaled:
+        root = base is not None and "num_processes" in sheet.taken and sheet.taken["num_processes"].key == "num_gpus"
+        sheet.put("optimizer.lr_scaling", "sqrt" if root else "linear", old["use_linear_scaling"])
+        if root:
+            sheet.note(
+                old["use_linear_scaling"], "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
+            )
+    used, other = (base or plain, plain) if scaled or plain is None else (plain, base)
+    if used is not None:
+        sheet.put("optimizer.lr", number(used), used)
+    if other is not None and other is not used:
+        sheet.note(other, f"without effect: {'base_learning_rate is scaled' if scaled else 'use_linear_scaling is not on'}")
+
+
+def _betas(sheet: Sheet) -> None:
+    old = pop(sheet, "adam_beta1", "adam_beta2")
+    if old:
+        betas = [number(old[name]) if name in old else default for name, default in (("adam_beta1", 0.9), ("adam_beta2", 0.999))]
+        sheet.put("optimizer.betas", betas, next(iter(old.values())))
+
+
+def _warmup(sheet: Sheet) -> None:
+    """warmup_steps goes before warmup_ratio unless it is 0; below 1 it is a ratio itself (transformers 5)."""
+    old = pop(sheet, "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
+    kind = sheet.origins.get(("schedule", "kind"))
+    constant = kind is not None and str(kind.value).lower() == "constant"
+    steps, ratio = old.get("warmup_steps"), old.get("warmup_ratio")
+    for each in (steps, ratio):
+        if each is not None and constant and number(each):
+            sheet.note(each, "without effect: `constant` has no warm-up; `constant_with_warmup` has")
+    used = next((each for each in (steps, ratio) if each is not None and number(each) and not constant), None)
+    if used is not None:
+        part = used is ratio or number(used) < 1
+        sheet.put(f"schedule.warmup_{'ratio' if part else 'steps'}", number(used) if part else whole(used), used)
+        sheet.put("schedule.warmup_from_zero", True, used)
+    for each in old["lr_scheduler_kwargs"].inside() if "lr_scheduler_kwargs" in old else ():
+        if each.key not in ("min_lr", "min_lr_rate", "min_lr_ratio"):
+            raise refuse(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
+        low, lr = number(each), sheet.get("optimizer.lr", 5e-5)
+        sheet.put("schedule.min_ratio", low / lr if each.key == "min_lr" else low, each)
+
+
+def _dtype(sheet: Sheet) -> None:
+    """torch_dtype is what weights are held in, there. Here they are held in fp32; where nothing else is said it gives the precision."""
+    old = sheet.taken.pop("dtype", None)
+    if old is None or str(old.value) == "auto":
+        return
+    kind = PRECISIONS.get(str(old.value).lower().removeprefix("torch."))
+    if kind is None:
+        raise refuse(old, f"no type {said(old.value)} here", f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}")
+    if {"bf16", "fp16", "mixed_precision"} & sheet.taken.keys() or kind == "fp32":
+        sheet.note(old, "master weights are fp32; the compute type is `precision`")
+    else:
+        sheet.note(old, f"master weights are fp32; they are computed with in {kind}")
+        sheet.put("precision.kind", kind, old)
+
+
+# ----------------------------------------------------------------------------------------------------------- when, and on what
+
+
+def step_count(old: Old) -> int:
+    """A number of steps. Parts of the run (0.1) have no home: how long it is stands only after the data is read."""
+    if 0 < number(old) < 1:
+        raise refuse(old, f"{old.value} of all steps", "write a number of steps")
+    return whole(old)
+
+
+def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, what: str, unasked: int | None) -> None:
+    """A strategy of no, steps, epoch or best, and a number of steps → `every`."""
+    kind = choice({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
+    if strategy is not None and kind in ("epoch", "best"):
+        better = " and after a better evaluation" if kind == "best" else ""
+        sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
+    if kind != "steps":
+        if every is not None and strategy is not None:
+            sheet.note(every, f"without effect: {strategy.key} is {kind}")
+    elif every is not None:
+        sheet.put(dotted, step_count(every), every)
+    elif strategy is not None and unasked:
+        sheet.put(dotted, unasked, strategy)
+
+
+def _saving(sheet: Sheet) -> None:
+    old = pop(sheet, "save_strategy", "save_steps")
+    _times(sheet, old.get("save_strategy"), old.get("save_steps"), "checkpoint.every", "saved", 500)
+
+
+def _evaluation(sheet: Sheet) -> None:
+    old = pop(sheet, "eval_strategy", "eval_steps")
+    _times(sheet, old.get("eval_strategy"), old.get("eval_steps"), "eval.every", "evaluated", sheet.get("run.log_every", 500))
+
+
+COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion": "completion_column", "messages": "messages_column"}
+
+
+def _data(sheet: Sheet) -> None:
+    """Files or a hub's data set, with limits and columns."""
+    old = pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
+               "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
+               "messages_column")  # fmt: skip
+    columns = {part: str(old[name].value) for part, name in COLUMNS.items() if name in old}
+    if columns.get("text") in ("text", "messages"):
+        del columns["text"]  # TRL's default, which it passes over for rows of messages
+    for part, files, split, limit in (
+        ("train", "train_file", "dataset_train_split", "max_train_samples"),
+        ("eval", "validation_file", "dataset_test_split", "max_eval_samples"),
+    ):
+        rest: dict[str, Any] = {"columns": columns} if columns else {}
+        if limit in old and whole(old[limit]) > 0:
+            rest["limit"] = whole(old[limit])
+        if files in old:
+            sheet.put(f"data.{part}", [{**_source(sheet, old[files], name), **rest} for name in _files(old[files])], old[files])
+        elif "dataset_name" in old and (part == "train" or split in old):
+            sheet.put(f"data.{part}", [{**_hub(old, old.get(split)), **rest}], old["dataset_name"])
+
+
+def _files(old: Old) -> list[str]:
+    if not isinstance(old.value, str | list) or not old.value:
+        raise refuse(old, f"{said(old.value)} given, a path is wanted", "give the path of a .jsonl, .json, .csv, .parquet or .txt file")
+    return [old.value] if isinstance(old.value, str) else [str(name) for name in old.value]
+
+
+def _source(sheet: Sheet, old: Old, name: str) -> dict[str, Any]:
+    path = found(sheet.base, name)
+    if not path.exists() and "." not in path.name and "*" not in name:
+        return {"kind": "hub", "id": name}  # data_path and the like name either
+    return {"kind": "saved" if path.is_dir() else "file", "path": shown(sheet, path)}
+
+
+def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
+    made: dict[str, Any] = {"kind": "hub", "id": str(old["dataset_name"].value)}
+    if "dataset_config" in old:
+        made["name"] = str(old["dataset_config"].value)
+    if split is not None:
+        made["split"] = str(split.value)
+    if "dataset_streaming" in old and flag(old["dataset_streaming"]):
+        made["streaming"] = True
+    return made
+
+
+# -------------------------------------------------------------------------------------------------------- the model's layers
+
+
+def _batch_norm(sheet: Sheet) -> None:
+    old = pop(sheet, "sync_bn", "sync_bn_group_size")
+    on = old.get("sync_bn")
+    if on is not None and flag(on):
+        sheet.put("model.sync_batchnorm", True, on)
+        if "sync_bn_group_size" in old and whole(old["sync_bn_group_size"]) > 1:
+            sheet.put("model.sync_batchnorm_ranks", whole(old["sync_bn_group_size"]), old["sync_bn_group_size"])
+    elif "sync_bn_group_size" in old:
+        sheet.note(old["sync_bn_group_size"], "without effect: sync_bn is not on")
+
+
+def _adapter(sheet: Sheet) -> None:
+    old = pop(sheet, "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit", "load_in_8bit")
+    on = old.pop("use_peft", None)
+    if on is not None and not flag(on):
+        for each in old.values():
+            sheet.note(each, f"without effect: {on.key} is false")
+        return
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if name in old and flag(old[name])]
+    if len(bits) > 1:
+        raise contradiction(old["load_in_8bit"], old["load_in_4bit"])
+    asked = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith("lora_")))), None)
+    if asked is None:
+        return
+    sheet.put("adapter.kind", "lora", asked)
+    for name, key, convert in (("lora_r", "r", whole), ("lora_alpha", "alpha", number), ("lora_dropout", "dropout", number)):
+        if name in old:
+            sheet.put(f"adapter.{key}", convert(old[name]), old[name])
+    if (targets := old.get("lora_target_modules")) is not None:
+        whole_set = targets.value if targets.value in ("all-linear", "attention") else words(targets)
+        sheet.put("adapter.targets", whole_set, targets)
+    if bits:
+        sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])
+
+
+# ------------------------------------------------------------------------------------------------------------------- defaults
+
+# What transformers' Trainer (5.23) takes where an argument is left out, and Drumline another: dotted key → value, and the name there.
+DEFAULTS: dict[str, tuple[Any, str]] = {
+    "batch.micro_batch": (8, "per_device_train_batch_size"),
+    "batch.accumulation": (1, "gradient_accumulation_steps"),
+    "optimizer.lr": (5e-5, "learning_rate"),
+    "schedule.kind": ("linear", "lr_scheduler_type"),
+    "run.epochs": (3.0, "num_train_epochs"),
+    "run.seed": (42, "seed"),
+    "precision.kind": ("fp32", "bf16"),
+    "data.packing": (False, "packing"),
+}
+
+
+def defaults(sheet: Sheet, old: Old) -> None:
+    """Fill in what the Trainer would have taken, and say so in one note. `old`: any key of the file."""
+    filled = []
+    for dotted, (value, name) in DEFAULTS.items():
+        section = dotted.partition(".")[0]
+        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
+            continue
+        if section == "batch" and sheet.get("batch.global_samples"):
+            continue
+        sheet.put(dotted, value, Old(name, value, old.source, (name,)))
+        filled.append(f"{dotted} {said(value)}")
+    if filled:
+        sheet.notes.append(f"{old.source.name}: not said there, so transformers' own defaults: {', '.join(filled)}")

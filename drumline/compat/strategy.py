@@ -1,0 +1,145 @@
+"""Which strategy training arguments ask for: distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage, ddp_… and degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from drumline.compat import accelerate as acc
+from drumline.compat.combine import found, load_file, own_deepspeed_file
+from drumline.compat.deepspeed import STAGES, deepspeed_config
+from drumline.compat.sheet import Old, Sheet, choice, contradiction, flag, number, pop, refuse, whole, words
+
+SHARDING = [name for name in acc.SHARDING if not name.isdigit()]
+STRATEGIES = {
+    **dict.fromkeys(("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp"), "ddp"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_sharded_data_parallel"), "fsdp2"),
+    **dict.fromkeys(("deepspeed", "zero"), "deepspeed"),
+    **{f"{before}{n}": f"zero{n}" for n in (1, 2, 3) for before in ("zero", "zero_", "zero-", "deepspeed_zero", "deepspeed_zero_")},
+    **dict.fromkeys(("single", "none", "no", "single_gpu"), "single"),
+    **dict.fromkeys(("tp", "tensor_parallel"), "tp"),
+    **dict.fromkeys(("pp", "pipeline", "pipeline_parallel"), "pp"),
+    **dict.fromkeys(("cp", "context_parallel", "sequence_parallel"), "cp"),
+    **{name: name for name in ("auto", "dp", "model_parallel", "local_sgd", "diloco")},
+}
+
+
+def choose(sheet: Sheet) -> None:
+    """distributed_strategy, and what fsdp, fsdp_config, deepspeed, zero_stage and ddp_… say besides. They must agree."""
+    old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
+    named = old.pop("distributed_strategy", None)
+    old = {name: each for name, each in old.items() if _is_on(sheet, each)}
+    kind = choice(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
+    shards, zero = _fsdp_parts(old), [old[name] for name in ("deepspeed", "zero_stage") if name in old]
+    if kind in (None, "fsdp2") and shards:
+        _fsdp(sheet, old)
+    elif shards and kind is not None and named is not None:
+        _unused(sheet, shards, named)
+    if (kind is None or kind == "deepspeed" or kind.startswith("zero")) and zero:
+        _zero(sheet, old)
+    elif zero and named is not None:
+        _unused(sheet, zero, named)
+    if named is not None and kind not in (None, "auto") and (kind != "deepspeed" or sheet.get("strategy.kind") is None):
+        sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
+    _degrees(sheet, {name: old[name] for name in ("tp", "pp", "cp") if name in old})
+    _ddp(sheet)
+
+
+def _is_on(sheet: Sheet, old: Old) -> bool:
+    """A section of a guide may have `enabled: false`."""
+    for each in old.inside() if isinstance(old.value, dict) else ():
+        if each.key == "enabled" and not flag(each):
+            sheet.note(old, "without effect: enabled is false")
+            return False
+    return True
+
+
+def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
+    """What asks for FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
+    on = old.get("fsdp")
+    if on is not None and (on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")):
+        return []
+    return [old[name] for name in ("fsdp", "fsdp_config", "fsdp_layer") if name in old]
+
+
+def _unused(sheet: Sheet, parts: Iterable[Old], named: Old) -> None:
+    """A section for another strategy is a guide's way to show all of them; one word is a contradiction."""
+    for old in parts:
+        if not isinstance(old.value, dict):
+            raise contradiction(old, named)
+        sheet.note(old, f"without effect: {named.where} is {named.value}")
+
+
+def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
+    """fsdp: "full_shard auto_wrap offload", with fsdp_config as keys and values or the path of a JSON."""
+    first = next(iter(_fsdp_parts(old)))
+    keys: dict[str, Any] = {}
+    switch = old.get("fsdp")
+    if switch is not None and isinstance(switch.value, str | list):
+        for word in words(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
+            low = word.lower()
+            if low in acc.SHARDING:
+                keys["sharding_strategy"] = low
+            elif low == "offload":
+                keys["offload_params"] = True
+            elif low not in ("auto_wrap", "true"):
+                what = f"no {word!r} here"
+                raise refuse(switch, what, f"there are {', '.join(n for n in acc.SHARDING if not n.isdigit())}, offload, auto_wrap")
+    if keys:
+        assert switch is not None
+        acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])
+    for name in ("fsdp", "fsdp_config"):
+        section = old.get(name)
+        if section is not None and isinstance(section.value, dict):
+            inside = {key: value for key, value in section.value.items() if key != "enabled"}
+            acc.read_fsdp(sheet, acc.prefixed(Old(section.key, inside, section.source, section.place), "fsdp_", acc.FSDP))
+        elif name == "fsdp_config" and section is not None and isinstance(section.value, str):
+            acc.read_fsdp(sheet, load_file(found(sheet.base, section.value), section))
+    if "fsdp_layer" in old:
+        acc.read_fsdp(sheet, [Old("transformer_layer_cls_to_wrap", old["fsdp_layer"].value, first.source, old["fsdp_layer"].place)])
+    acc.sharding(sheet, first)
+
+
+def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
+    """deepspeed: the path of a JSON, the JSON itself, or a stage and switches as accelerate has them."""
+    section = old.get("deepspeed")
+    if section is not None and isinstance(section.value, dict) and section.value:
+        inner = section.by_key()
+        file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
+        if file is not None and isinstance(file.value, str):
+            own_deepspeed_file(sheet, file)
+        elif "zero_optimization" in inner or not inner.keys() & {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}:
+            deepspeed_config(sheet, list(inner.values()))
+        else:
+            names = {"stage": "zero_stage"}
+            kept = {names.get(k, k): Old(names.get(k, k), e.value, e.source, e.place) for k, e in inner.items() if k != "enabled"}
+            acc.read_deepspeed(sheet, section, kept)
+    elif section is not None and isinstance(section.value, str) and section.value:
+        own_deepspeed_file(sheet, section)
+    if (stage := old.get("zero_stage")) is not None:
+        sheet.put("strategy.kind", choice(STAGES)(stage), stage)
+
+
+def _degrees(sheet: Sheet, degrees: dict[str, Old]) -> None:
+    for name, old in degrees.items():
+        if whole(old) > 1:
+            kind = sheet.get("strategy.kind")
+            if kind is None:
+                sheet.put("strategy.kind", "ddp", old)
+            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old), old)
+
+
+def _ddp(sheet: Sheet) -> None:
+    """Options of DDP, which the argument names have on any strategy."""
+    olds = {name: sheet.taken.pop(f"ddp.{name}") for name in DDP if f"ddp.{name}" in sheet.taken}
+    for name, old in olds.items():
+        kind = sheet.get("strategy.kind")
+        if kind is None:
+            sheet.put("strategy.kind", "ddp", old)
+        elif kind != "ddp":
+            sheet.note(old, f"without effect: the strategy is {kind}")
+            continue
+        sheet.put(f"strategy.{name}", number(old) if name == "bucket_cap_mb" else flag(old), old)
+
+
+DDP = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view")

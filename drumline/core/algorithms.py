@@ -1,0 +1,343 @@
+"""What a run learns by: one section a kind of algorithm, and what the kinds share (references, rewards, rollouts). No torch here.
+
+Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
+episodes of one prompt. `batch.global_samples` counts what an optimizer step learns from: sequences, pairs, rows or episodes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from drumline.core.model import ModelConfig
+from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
+
+
+class _TokenAlgorithm(Section):
+    loss_chunk: Amount = Field(1024, description="Tokens whose logits exist at once in the loss; 0: all of them.")
+
+
+class PretrainConfig(_TokenAlgorithm):
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class SFTConfig(_TokenAlgorithm):
+    kind: Literal["sft"] = "sft"
+
+
+# ---------------------------------------------------------------------------------------------------------- preferences
+
+
+class RewardModelConfig(Section):
+    """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
+
+    kind: Literal["reward"] = "reward"
+    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
+    center: float = Field(
+        0.0,
+        ge=0,
+        le=MOST_WEIGHT,
+        description="Weight of (r(chosen) + r(rejected))², which keeps rewards around zero (Eisenstein et al. 2023).",
+    )
+
+
+class DPOConfig(_TokenAlgorithm):
+    """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
+    loss: Literal["sigmoid", "ipo", "hinge"] = Field(
+        "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: assumed share of swapped pairs (conservative DPO).")
+    sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
+    reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
+        "auto",
+        description="Log-probs of the reference: precomputed once before training and kept on disk, live from a frozen copy, or from the"
+        " policy with its adapter switched off. auto: adapter under LoRA, else precomputed.",
+    )
+    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+
+    @model_validator(mode="after")
+    def _smooths_sigmoid(self) -> DPOConfig:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError("label_smoothing is of loss: sigmoid")
+        return self
+
+
+# -------------------------------------------------------------------------------------------------------------- rewards
+
+
+def _compiles(pattern: str | None) -> str | None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from error
+    return pattern
+
+
+def _has_group(pattern: str | None) -> str | None:
+    if pattern is not None and not re.compile(pattern).groups:
+        raise ValueError("has no group: put the answer's part in parentheses")
+    return pattern
+
+
+class _Reward(Section):
+    name: str | None = Field(None, description="What it is called in events; null: its function's name, or its kind.")
+    weight: float = Field(1.0, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="Rewards are summed with their weights.")
+    timeout_seconds: Seconds = Field(10.0, description="An answer that takes longer costs its sample: it gets no reward, and is counted.")
+
+
+class FunctionReward(_Reward):
+    kind: Literal["function"] = "function"
+    path: PathText = Field(
+        description="`module:function`, `file.py:function` (relative to the YAML), or an entry point of group drumline.rewards. Called as"
+        " f(prompt: str, completion: str, **columns of the row, **options) -> float, with those columns that it takes."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
+
+
+class TaskReward(_Reward):
+    kind: Literal["task"] = "task"  # the verifier of the reasoning-gym task that the prompt comes from
+    pattern: Annotated[str | None, AfterValidator(_compiles), AfterValidator(_has_group)] = Field(
+        None,
+        description="Regular expression whose first group is the answer in the completion, where it matches last; null: all of it.",
+    )
+
+
+class MathReward(_Reward):
+    kind: Literal["math"] = "math"  # math-verify against the row's `answer`
+    column: str = Field("answer", description="Column of the row that holds the right answer.")
+
+
+class RegexReward(_Reward):
+    kind: Literal["regex"] = "regex"  # 1 where the completion matches
+    pattern: Annotated[str, AfterValidator(_compiles)] = Field(description="Python regular expression.")
+    full: bool = Field(True, description="The whole completion must match, or any part of it.")
+
+
+class LengthReward(_Reward):
+    kind: Literal["length"] = "length"  # 0 up to `free` tokens, falling to −1 at `limit`
+    free: Amount = Field(description="Tokens that cost nothing.")
+    limit: Count = Field(description="Tokens at which the reward is −1 (the soft over-long punishment of DAPO, Yu et al. 2025).")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LengthReward:
+        if self.limit <= self.free:
+            raise ValueError("limit must be above free")
+        return self
+
+
+class ModelReward(_Reward):
+    kind: Literal["model"] = "model"  # a reward model, as `algorithm: reward` trains them
+    model: ModelConfig = Field(description="A model with a score head: RUN/export of a reward run, or any Hugging Face one.")
+
+
+Reward = Annotated[
+    FunctionReward | TaskReward | MathReward | RegexReward | LengthReward | ModelReward,
+    Field(discriminator="kind"),
+    KIND_ALONE,
+]
+
+
+def _task_reward() -> list[Reward]:
+    return [TaskReward()]
+
+
+# ------------------------------------------------------------------------------------------------------------- rollouts
+
+
+class _Generator(Section):
+    temperature: float = Field(1.0, gt=0, le=1000, description="Temperature of sampling.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the likeliest tokens that hold this much probability.")
+    top_k: Amount = Field(0, description="Sample from this many likeliest tokens; 0: all, 1: the likeliest (greedy).")
+    max_new_tokens: int = Field(64, gt=0, le=10**7, description="A completion is cut after this many tokens.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a completion, besides the end-of-sequence token.")
+
+
+class HFGenerator(_Generator):
+    """transformers' generate with its KV cache, prompts of like length together."""
+
+    kind: Literal["hf"] = "hf"
+    batch: int = Field(32, gt=0, le=10**6, description="Sequences generated side by side on a device.")
+
+
+class ContinuousGenerator(_Generator):
+    """transformers' continuous batching: a finished sequence makes room for the next."""
+
+    kind: Literal["continuous"] = "continuous"
+    batch: int = Field(32, gt=0, le=10**6, description="Sequences generated side by side on a device.")
+
+
+class VLLMGenerator(_Generator):
+    """vLLM, told the new weights before each rollout: a server (`vllm serve`), or an engine in each rank."""
+
+    kind: Literal["vllm"] = "vllm"
+    url: PathText | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")
+    batch: int = Field(64, gt=0, le=10**6, description="Sequences under way at once, of each rank.")
+    timeout_seconds: Seconds = Field(600.0, description="url: limit of one request, and of loading weights.")
+    weights: Literal["none", "folder"] = Field(
+        "folder",
+        description="url: folder: write the weights to a folder that the server reads too, and ask it to load them (it must run with"
+        " VLLM_SERVER_DEV_MODE=1); none: it keeps its own.",
+    )
+    folder: PathText | None = Field(None, description="weights=folder: the folder; null: RUN/rollout-weights.")
+    memory: float = Field(0.3, gt=0, lt=1, description="Without url: the part of the GPU's memory that the engine takes.")
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> VLLMGenerator:
+        if self.url is not None and not self.url.startswith(("http://", "https://", "${env:")):
+            raise ValueError("url begins with http:// or https://")
+        if self.url is None and (self.weights == "none" or self.folder is not None):
+            raise ValueError("weights and folder are of a server: set url")
+        if self.weights == "none" and self.folder is not None:
+            raise ValueError("folder is of weights: folder")
+        if self.temperature != 1 and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError(
+                "vLLM tells log-probs before the temperature, or after top_p and top_k too: leave temperature at 1, or top_p and top_k off"
+            )
+        return self
+
+
+Generator = Annotated[HFGenerator | ContinuousGenerator | VLLMGenerator, Field(discriminator="kind"), KIND_ALONE]
+
+
+class KLConfig(Section):
+    """How the policy is held to the reference."""
+
+    coefficient: Weight = Field(0.0, description="Weight of the divergence; 0: no reference model is loaded at all.")
+    target: Above0 | None = Field(None, description="Steer the coefficient to this divergence a token (Ziegler et al. 2019); null: fixed.")
+    horizon: Steps = Field(10000, description="target: episodes over which an error is corrected.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="k1: log π/π_ref; k2: half its square; k3: π_ref/π − 1 − log π_ref/π (Schulman 2020), unbiased and never negative.",
+    )
+    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
+
+
+class CurriculumConfig(Section):
+    """How many prompts of a rollout each domain gives (`domain` of a data source)."""
+
+    kind: Literal["data", "weights", "success"] = Field(
+        "data",
+        description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share follows how"
+        " uncertain its outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
+    )
+    weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field({}, description="weights: domain → its share, in any unit.")
+    floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
+    memory: float = Field(0.9, ge=0, lt=1, description="success: weight of the old success rate when a rollout updates it.")
+    solved: float = Field(0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with this reward or more is solved.")
+
+
+class RewardFailureConfig(Section):
+    """What is done about rewards that fail over and over: such a run learns nothing, and looks well."""
+
+    share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
+    rollouts: int = Field(3, gt=0, le=10_000, description="The action is taken after this many failed rollouts in a row.")
+    action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
+
+
+class _RolloutAlgorithm(_TokenAlgorithm):
+    rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
+    reward_workers: int | None = Field(
+        None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4."
+    )
+    reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="What is done when rewards keep failing.")
+    generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
+    epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    minibatches: int = Field(
+        1, gt=0, le=10**6, description="Optimizer steps of one pass; a rollout has minibatches × batch.global_samples episodes."
+    )
+    clip: Above0 = Field(0.2, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
+    kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
+    missing_stop_penalty: Weight = Field(0.0, description="Taken off the reward of a completion that was cut before its end.")
+
+
+class PPOConfig(_RolloutAlgorithm):
+    """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+
+    kind: Literal["ppo"] = "ppo"
+    group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
+    epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
+    value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
+    value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
+    value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
+    value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
+    value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
+    whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
+    entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
+    kl: KLConfig = Field(
+        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
+    )
+
+
+class GRPOConfig(_RolloutAlgorithm):
+    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
+
+    kind: Literal["grpo"] = "grpo"
+    group_size: int = Field(
+        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
+    )
+    scale: Literal["group", "batch", "none"] = Field(
+        "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
+    )
+    normalize: Literal["sequence", "token", "constant"] = Field(
+        "token",
+        description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
+    )
+    clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
+    dynamic_sampling: int = Field(
+        0,
+        ge=0,
+        le=10**4,
+        description="Roll out again, at most this often, until enough groups have rewards that differ (DAPO). 0: take groups as they are.",
+    )
+    importance: Literal["none", "token", "sequence"] = Field(
+        "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
+    )
+    importance_cap: float = Field(2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here.")
+
+    @field_validator("group_size")
+    @classmethod
+    def _has_peers(cls, size: int) -> int:
+        if size < 2:
+            raise ValueError("the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo")
+        return size
+
+
+# -------------------------------------------------------------------------------------------------------- classification
+
+
+class ClassifyConfig(Section):
+    """A class for each row: of a text (`text` and `label` columns) or an image (`image` and `label`)."""
+
+    kind: Literal["classify"] = "classify"
+    modality: Literal["text", "image"] = Field("text", description="What is classified.")
+    labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
+    image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
+
+
+Algorithm = Annotated[
+    PretrainConfig | SFTConfig | RewardModelConfig | DPOConfig | PPOConfig | GRPOConfig | ClassifyConfig,
+    Field(discriminator="kind"),
+    KIND_ALONE,
+]
+ROLLOUT = (PPOConfig, GRPOConfig)
+# What the eval event of each has, for `eval.metric`; reward/DOMAIN besides, of what learns from rollouts.
+_PAIRS = ("loss", "accuracy", "margin")
+_ROLLOUTS = ("reward", "length", "length_max", "ended")
+METRICS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("loss", "token_accuracy"),
+    "sft": ("loss", "token_accuracy", "exact_match"),
+    "reward": (*_PAIRS, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error"),
+    "dpo": (*_PAIRS, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"),
+    "ppo": _ROLLOUTS,
+    "grpo": _ROLLOUTS,
+    "classify": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
+}

@@ -1,0 +1,171 @@
+"""Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave. Of rollouts: minibatches ×
+global samples episodes each, learned from `epochs` times. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from drumline.core.algorithms import GRPOConfig, PPOConfig, VLLMGenerator
+from drumline.core.config import BatchConfig, Config
+from drumline.core.plan import BatchPlan, DataPlan
+from drumline.errors import PlanError
+
+# With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
+# matrix products busy, small enough for the activations of a 1B model on a 24 GB card.
+TOKENS_AT_ONCE = 4096
+IMAGE_TOKENS = 128  # an image counts as this many
+
+
+def row_tokens(config: Config) -> int:
+    """What a row counts as where micro-batches are chosen."""
+    return IMAGE_TOKENS if config.images_alone else config.data.max_length
+
+
+def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None) -> tuple[BatchPlan, list[str]]:
+    """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
+    where it is open. `batch`: in the place of the config's.
+
+    Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
+    """
+    why: list[str] = []
+    batch, rows_per_sample = batch or config.batch, config.rows_per_sample
+    tokens = row_tokens(config) * rows_per_sample
+    total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
+    micro, accumulation = batch.micro_batch, batch.accumulation
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or least_rounds((micro or 1) * data_ranks, config.samples_in_turn, in_flight)
+        total = micro * accumulation * data_ranks
+        why.append(
+            f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
+        )
+    elif micro and accumulation:
+        if micro * accumulation * data_ranks != total:
+            raise PlanError(
+                f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {data_ranks} data ranks"
+                f" = {micro * accumulation * data_ranks}",
+                where="batch",
+                fix="leave one of the three out, or make both sides equal",
+            )
+    elif micro:
+        accumulation = _divide(total, micro * data_ranks, f"micro_batch {micro} × {data_ranks} data ranks")
+    elif accumulation:
+        micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
+    else:
+        per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
+        fits = [m for m in divisors(per_rank) if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
+        micro = max(fits, default=1)
+        accumulation = per_rank // micro
+        why.append(
+            f"micro-batch {micro}: the largest divisor of {per_rank} samples a rank within {TOKENS_AT_ONCE} tokens at once"
+            + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
+        )
+    assert micro and accumulation
+    plan = BatchPlan(
+        global_samples=total,
+        micro_batch=micro,
+        accumulation=accumulation,
+        eval_micro_batch=config.eval.micro_batch or micro,
+        rows_per_sample=rows_per_sample,
+    )
+    return plan, why
+
+
+def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
+    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is said, it is
+    that of plain data parallel over all `world` processes, so that ways compare; where micro-batch and accumulation are said, that of
+    the data ranks. `least`: micro-batches in flight.
+
+    Raises PlanError where the numbers do not go together.
+    """
+    said = config.batch
+    if said.global_samples is None and said.global_tokens is None and not (said.micro_batch and said.accumulation):
+        total = (said.micro_batch or 1) * (said.accumulation or 1) * world
+        total *= least_rounds(total, config.samples_in_turn)
+        said = BatchConfig(global_samples=total, micro_batch=said.micro_batch, accumulation=said.accumulation)
+    first, _ = resolve_batch(config, data_ranks, least, said)
+    if said.micro_batch or said.accumulation:
+        yield first
+        return
+    per_rank = first.global_samples // data_ranks
+    for micro in divisors(per_rank):
+        held_out = config.eval.micro_batch or micro
+        yield first.model_copy(update={"micro_batch": micro, "accumulation": per_rank // micro, "eval_micro_batch": held_out})
+
+
+def least_rounds(samples: int, multiple: int, least: int = 1) -> int:
+    """How often to take so many samples, `least` times or more, for a multiple of `multiple`."""
+    whole = multiple // math.gcd(samples, multiple)
+    return whole * math.ceil(least / whole)
+
+
+def divisors(number: int) -> list[int]:
+    """The smallest first, in √number steps: a global batch may have millions of samples."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def nearest(number: int, by: int) -> str:
+    """The multiples of `by` next to a number that is none, in words."""
+    return " or ".join(map(str, sorted({max(1, number // by) * by, (number // by + 1) * by})))
+
+
+def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
+    """`tokens` of a sample, and how they are called."""
+    if batch.global_tokens is None:
+        return batch.global_samples
+    samples, rest = divmod(batch.global_tokens, tokens)
+    if rest or not samples:
+        raise PlanError(
+            f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}",
+            where="batch.global_tokens",
+            fix=f"nearest: {nearest(batch.global_tokens, tokens)}",
+        )
+    return samples
+
+
+def _divide(total: int, by: int, names: str) -> int:
+    quotient, rest = divmod(total, by)
+    if rest or not quotient:
+        raise PlanError(
+            f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}",
+            where="batch",
+            fix=f"nearest global batch: {nearest(total, by)}",
+        )
+    return quotient
+
+
+def steps_of_rollouts(
+    config: Config, algorithm: PPOConfig | GRPOConfig, batch: BatchPlan, data: DataPlan | None, why: list[str]
+) -> int | None:
+    """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
+    not come out whole, and for a generator that cannot be told the weights."""
+    if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
+        raise PlanError(
+            "vLLM is handed whole weights, and an adapter lies beside them",
+            where="algorithm.generator",
+            fix="generator=hf, or adapter=none",
+        )
+    episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
+    prompts, rest = divmod(episodes, group)
+    if rest or not prompts:
+        raise PlanError(
+            f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}",
+            where="algorithm.group_size",
+            fix=f"choose batch.global_samples × algorithm.minibatches as {nearest(episodes, group)}",
+        )
+    each = algorithm.epochs * algorithm.minibatches
+    why.append(
+        f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {algorithm.minibatches}"
+        f" minibatches = {each} steps"
+    )
+    if config.run.steps is None:
+        return None if data is None else each * max(1, math.ceil(config.run.epochs * data.train_samples / prompts))
+    if config.run.steps % each:
+        raise PlanError(
+            f"{config.run.steps} steps end within a rollout, which has {algorithm.epochs} epochs × {algorithm.minibatches} minibatches"
+            f" = {each} steps",
+            where="run.steps",
+            fix=f"nearest: {nearest(config.run.steps, each)}",
+        )
+    return config.run.steps

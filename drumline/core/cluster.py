@@ -1,0 +1,167 @@
+"""What a human may say about the devices to plan for; left out, those that are found here. No torch here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from drumline.core.section import MOST_SAMPLES, PathText, Rate, Section, Short
+from drumline.hardware import catalog
+from drumline.hardware.cluster import DeviceSpec, Link
+
+# `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
+SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
+MOST_NODES = 2**15  # the largest clusters there are have some 25,000
+MOST_GPUS = 16  # of one host, of the catalog's: DGX-2, and boards of eight in pairs
+MOST_OWN = 72  # of those that are described: NVIDIA's GB200 NVL72
+
+
+class DeviceConfig(Section):
+    """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
+
+    memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
+    bandwidth_gb_s: Rate = Field(description="Memory bandwidth, in 10^9 bytes a second.")
+    bf16_tflops: Rate | None = Field(None, description="Rate in bf16, in 10^12 FLOP/s; null: the device has no bf16.")
+    fp16_tflops: Rate | None = Field(None, description="Rate in fp16; null: as bf16.")
+    fp32_tflops: Rate = Field(description="Rate in fp32 as it runs by default: TF32 where the device has it.")
+    host_link: str = Field("pcie4", description="Between device and host: a link of the catalog or of `links`.")
+
+    def spec(self, name: str) -> DeviceSpec:
+        """The device as the planner sees it; its usual link is the one to its host."""
+        said = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
+        flops = {precision: rate * catalog.TERA for precision, rate in said.items() if rate}
+        return DeviceSpec(
+            name,
+            "cuda",
+            int(self.memory_gb * catalog.GIGA),
+            self.bandwidth_gb_s * catalog.GIGA,
+            flops,
+            source="cluster.devices",
+            intra=self.host_link,
+            host_link=self.host_link,
+        )
+
+
+class LinkConfig(Section):
+    """A link that the catalog lacks."""
+
+    gb_s: Rate = Field(description="10^9 bytes a second that one device sends (or one host, of links between hosts).")
+    latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds before the first byte is there.")
+
+    def link(self, name: str) -> Link:
+        """The link as the planner sees it: it is taken at its word."""
+        return Link(name, self.gb_s * catalog.GIGA, self.latency_us * 1e-6, source="cluster.links")
+
+
+def _as_text(value: Any) -> Any:
+    """YAML reads `device: 4090` as a number."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
+
+
+class ClusterConfig(Section):
+    """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
+
+    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="Further devices by name.")
+    links: dict[str, LinkConfig] = Field(default_factory=dict, description="Further links by name.")
+    device: Annotated[str | None, NUMBER] = Field(
+        None,
+        description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
+        json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
+    )
+    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices of a host; null: those found here, or 1 of another device.")
+    nodes: int = Field(1, gt=0, le=MOST_NODES, description="Hosts.")
+    intra: str | None = Field(
+        None,
+        description="Link between the devices of a host: nvlink4, pcie4, …; null: the device's usual one.",
+        json_schema_extra={"examples": list(catalog.LINKS)},
+    )
+    inter: str = Field("100Gb", description="Link between hosts, for each host: 400Gb, 8x400Gb, …")
+    host_memory_gb: Rate | None = Field(None, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited.")
+    calibration: PathText | None = Field(
+        None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
+    )
+    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="Price of a device for an hour, in any currency.")
+
+    @field_validator("devices")
+    @classmethod
+    def _host_links(cls, devices: dict[str, DeviceConfig]) -> dict[str, DeviceConfig]:
+        for name, device in devices.items():
+            if catalog.link(device.host_link) is None:
+                raise ValueError(f"{name}: host_link {_no_link(device.host_link, [])}")
+        return devices
+
+    @field_validator("device")
+    @classmethod
+    def _known(cls, device: str | None, info: ValidationInfo) -> str | None:
+        own = info.data.get("devices", {})
+        if device is None or device in own or catalog.plain(device) == catalog.CPU or catalog.device(device) is not None:
+            return device
+        raise ValueError(_unknown("device", device, [*own, *catalog.DEVICES, catalog.CPU]))
+
+    @field_validator("intra", "inter")
+    @classmethod
+    def _linked(cls, link: str | None, info: ValidationInfo) -> str | None:
+        own = info.data.get("links", {})
+        if link is None or link in own or catalog.link(link) is not None:
+            return link
+        raise ValueError(_no_link(link, list(own)))
+
+    @model_validator(mode="after")
+    def _possible(self) -> ClusterConfig:
+        """Refuse what nobody builds."""
+        spec = self.spec()
+        most = MOST_OWN if self.device in self.devices else MOST_GPUS
+        if spec is not None and self.per_node is not None and self.per_node > most:
+            nodes = -(-self.per_node * self.nodes // 8)
+            raise ValueError(f"no host holds {self.per_node} GPUs — for as many, nodes: {nodes} and per_node: 8")
+        link = catalog.link(self.intra) if self.intra is not None and self.intra not in self.links else None
+        if self.device is None or link is None or self.device in self.devices:
+            return self
+        name, usual = (spec.name, spec.intra) if spec is not None else (catalog.CPU, "loopback")
+        special = link.name.startswith("nvlink") or link.name == "infinity-fabric"
+        if special and link.name != usual:
+            raise ValueError(f"{name} has no {link.name} — its usual link is {usual}; leave intra out, or describe one under links")
+        return self
+
+    def spec(self) -> DeviceSpec | None:
+        """The device that is said; None where none is, and for a CPU: its rates depend on the machine."""
+        if self.device is None:
+            return None
+        own = self.devices.get(self.device)
+        return own.spec(self.device) if own is not None else catalog.device(self.device)
+
+    def link(self, name: str) -> Link:
+        """A link of `links` or of the catalog. Names were checked when the config was read."""
+        own = self.links.get(name)
+        found = own.link(name) if own is not None else catalog.link(name)
+        assert found is not None
+        return found
+
+
+def cluster_from_string(value: Any) -> Any:
+    """`cluster: 2x8xh100-80g` is short for `cluster: {nodes: 2, per_node: 8, device: h100-80g}`."""
+    text = _as_text(value)
+    if not isinstance(text, str) or (short := SHORT.match(text.strip())) is None:
+        return value
+    first, second, device = short.groups()
+    if second is not None:
+        return {"nodes": int(first), "per_node": int(second), "device": device}
+    return {"device": device} if first is None else {"per_node": int(first), "device": device}
+
+
+CLUSTER_ALONE = Short(cluster_from_string, {"type": ["string", "integer"], "examples": ["4x4090", "2x8xh100-80g"]})
+
+
+def _no_link(name: str, own: list[str]) -> str:
+    return _unknown("link", name, [*own, *catalog.LINKS], ", and networks by their rate: 100Gb, 8x400Gb")
+
+
+def _unknown(what: str, name: str, known: list[str], besides: str = "") -> str:
+    meant = catalog.nearest(name, known)
+    fix = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(known)}{besides}."
+    return f"no {what} {name!r} in the catalog — {fix} Others can be described under cluster.{what}s"

@@ -1,0 +1,134 @@
+"""What the planner says of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
+
+How they are come by is in forecast.estimate.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Of a device's memory: below the first it fits, up to the second it is tight (docs/planning.md, "Constants").
+FITS, TIGHT = 0.80, 0.95
+# Python, torch, transformers and DeepSpeed, imported: 349 MiB resident on a CPU. What CUDA's libraries add is not known.
+PROCESS = 400 * 2**20
+
+
+class Frozen(BaseModel):
+    """A part of a plan: frozen, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Memory(Frozen):
+    """Bytes on the rank that holds most. The first three are what lies there between steps (gradients: at the end of backward); the others
+    what comes on top at the peak, in `phase`. `peak` is of tensors, as torch's allocator counts them (max_memory_allocated)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int = Field(description="Gathered weights, reduction and communication buffers, copies of a step.")
+    overhead: int = Field(description="What torch does not own: context, kernels, communicators' memory.")
+    peak: int
+    reserved: int = Field(description="What the allocator holds at the peak, fragmentation included, plus `overhead`: what must fit.")
+    phase: Literal["forward", "loss", "backward", "clip", "step", "rollout"]
+    phases: dict[str, int] = Field(
+        default_factory=dict,
+        description="The peak of each part of the step; backward has three: at the head, through the blocks, at its end.",
+    )
+
+
+class HostMemory(Frozen):
+    """Bytes of one host, all its ranks together, at their largest: while weights are loaded, while it trains, while it saves, and while
+    rank 0 exports the model at the end."""
+
+    load: int
+    train: int
+    save: int
+    export: int = 0
+
+    @property
+    def most(self) -> int:
+        return max(self.load, self.train, self.save, self.export)
+
+
+class Traffic(Frozen):
+    """Bytes that a rank sends in one optimizer step, mean over ranks, by kind of collective; counted as `telemetry.traffic` counts them."""
+
+    all_reduce: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    p2p: float = 0.0
+    broadcast: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.all_reduce + self.all_gather + self.reduce_scatter + self.all_to_all + self.p2p + self.broadcast
+
+
+class Seconds(Frozen):
+    """Of one optimizer step. `communication` is what computing does not hide."""
+
+    compute: float
+    communication: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+    rollout: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.bubble + self.optimizer + self.offload + self.rollout
+
+
+class Estimate(Frozen):
+    """All of it. `tokens_per_s` of all devices; `mfu` None where the device's rate is not known."""
+
+    memory: Memory
+    host: HostMemory
+    traffic: Traffic
+    seconds: Seconds
+    tokens_per_s: float
+    mfu: float | None
+    limit: int = Field(description="Bytes of a device's memory.")
+    host_limit: int | None = None
+    calibrated: bool = Field(False, description="Seconds are by rates that `drumline calibrate` measured; otherwise by datasheets.")
+
+    @property
+    def host_fits(self) -> bool:
+        return self.host_limit is None or self.host.most <= self.host_limit
+
+    @property
+    def verdict(self) -> Literal["fits", "tight", "no"]:
+        """By the share of the device's memory that is reserved; host memory that does not suffice is a no, too."""
+        if not self.host_fits:
+            return "no"
+        share = self.memory.reserved / self.limit
+        return "fits" if share < FITS else "tight" if share <= TIGHT else "no"
+
+
+class Activations(Frozen):
+    """Of the whole model on one rank, at a layout's length, precision, checkpointing, adapter and tensor parallelism. Bytes for each token
+    (rows × length, of context parallelism this rank's part) of a micro-batch; gradients of weights are never among them.
+
+    With n blocks, n × saved_block + saved_ends are there when the objective begins. live_forward and live_backward come on top of what is
+    saved of blocks up to the one that computes (the ends are in them), live_loss and live_loss_backward on top of all that is saved.
+    """
+
+    saved_block: float = Field(description="Kept from a block's forward to its backward.")
+    saved_ends: float = Field(description="The same of embedding, last norm and head's input; logits are not counted.")
+    live_forward: float = Field(description="On top of what is saved, while a block computes forward.")
+    live_backward: float = Field(description="The same while it computes backward, recomputation included.")
+    live_loss: float | None = Field(None, description="On top of what is saved, while the objective computes; None: not traced.")
+    live_loss_backward: float | None = Field(None, description="The same in its backward, before any block's.")
+    copies: tuple[int, int] | None = Field(
+        None,
+        description="Bytes, not by token, of (a block, the ends; what the first block has less is taken off): weights in a lower "
+        "precision that autocast holds in forward. None: not traced.",
+    )
+    copies_kept: tuple[int, int] = Field((0, 0), description="Of these, what is there until backward.")
+    source: Literal["formula", "trace"] = "formula"

@@ -1,0 +1,118 @@
+"""A Plan in words: the one line above the progress display, and the whole of it for --dry-run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drumline.core.plan import PipelinePlan, Plan, Predicted
+
+
+def size(bytes_: float) -> str:
+    """Bytes in the largest binary unit that keeps them above one: 2.01 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(bytes_) < 1024:
+            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.2f} {unit}"
+        bytes_ /= 1024
+    return f"{bytes_:.2f} TiB"
+
+
+def count(number: float) -> str:
+    """A count the way models are named: 134.5M, 8.03B."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:g}"
+
+
+def strategy_name(plan: Plan) -> str:
+    """What the plan runs, mixes written out: `ddp`, `fsdp2 × tp 2`."""
+    kind, mesh = plan.config.strategy.kind, plan.mesh
+    base = plan.data_parallel if kind in ("tp", "cp", "pp", "model_parallel") else kind
+    parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
+    if kind == "model_parallel":
+        parts[0] = f"model_parallel {mesh.pp}"
+    # FSDP2 shards over the ranks of one sequence too: it is there even where all ranks see the same samples.
+    return " × ".join(parts if parts and mesh.data_ranks == 1 and base != "fsdp2" else [base, *parts])
+
+
+def _parameters(predicted: Predicted) -> str:
+    assert predicted.parameters is not None
+    all_learn = predicted.learned is None or predicted.learned == predicted.parameters
+    return count(predicted.parameters) + ("" if all_learn else f", {count(predicted.learned or 0)} of them learn")
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan on one line."""
+    predicted, world = plan.predicted, plan.mesh.world_size
+    model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
+    parts = [
+        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {_parameters(predicted)}" if predicted.parameters else ""),
+        f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world * plan.devices_per_rank} × {plan.device}",
+        plan.precision,
+        plan.batch.rule(plan.mesh.data_ranks),
+        f"{plan.steps if plan.steps is not None else '?'} steps",
+        f"lr {plan.lr:g} {plan.config.schedule.kind}",
+    ]
+    if estimate := predicted.estimate:
+        parts.append(f"{size(estimate.memory.reserved)} of {size(estimate.limit)} a rank at its peak")
+    return " · ".join(parts)
+
+
+def explain(plan: Plan) -> str:
+    """The whole plan: its numbers, and why they were chosen where the user left it open."""
+    data = plan.data
+    mesh = plan.mesh
+    rows = [
+        ("run folder", plan.run_dir),
+        ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
+        ("mesh", f"pp {mesh.pp} × replicate {mesh.replicate} × shard {mesh.shard} × cp {mesh.cp} × tp {mesh.tp} = {mesh.world_size} ranks"),
+        ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
+        ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
+        ("batch", plan.batch.rule(mesh.data_ranks)),
+        *([("pipeline", _stages(plan.pipeline, mesh.pp))] if plan.pipeline else []),
+        ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
+        ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
+        (
+            "data",
+            f"{data.train_samples} training samples ({count(data.train_tokens)} tokens), {data.eval_samples} held out"
+            if data
+            else "not prepared yet: `drumline prepare` or `drumline train` does it",
+        ),
+    ]
+    if plan.deepspeed:
+        rows.append(("DeepSpeed", json.dumps(plan.deepspeed)))
+    predicted = plan.predicted
+    if estimate := predicted.estimate:
+        memory = estimate.memory
+        states = memory.parameters + memory.gradients + memory.optimizer
+        rows.append(("state a rank", f"{size(states)} of weights, gradients and moments"))
+        rows.append(("peak a rank", f"{size(memory.reserved)} of {size(estimate.limit)}, in {memory.phase}"))
+    if predicted.flops_per_token:
+        rows.append(("FLOPs a token", f"{predicted.flops_per_token:.4g}"))
+    lines = [f"{name:<14} {value}" for name, value in rows]
+    return "\n".join(lines + [f"{'because':<14} {line}" for line in plan.why])
+
+
+def flow(value: Any) -> str:
+    """A value as YAML writes it on one line: `fsdp2`, `{kind: fsdp2, tp: 2}`."""
+    if isinstance(value, dict):
+        if set(value) == {"kind"}:
+            return str(value["kind"])
+        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _stages(pipeline: PipelinePlan, ranks: int) -> str:
+    stages = [f"stage {index} on rank {index % ranks}: layers {a}–{b - 1}" for index, (a, b) in enumerate(pipeline.layers)]
+    return "; ".join([pipeline.schedule, *(stages or ["stages known once the model is"])])
+
+
+def default_run_dir(config_path: Path) -> str:
+    """runs/<name of the YAML>, below the current folder."""
+    return str(Path("runs") / config_path.stem)

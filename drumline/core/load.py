@@ -1,0 +1,263 @@
+"""YAML and overrides → Config; every mistake as one line that names the place and the way out. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from drumline.core.algorithms import METRICS
+from drumline.core.config import Config
+from drumline.core.mistakes import Origins, check_numbers, first_mistake
+from drumline.core.secret import withhold
+from drumline.core.strategies import ZeroStrategy
+from drumline.core.suggest import kinds_at
+from drumline.core.yaml_lines import Place, read_yaml, write_yaml
+from drumline.errors import ConfigError
+from drumline.foreign import MIB, parse_json
+from drumline.foreign import read_text as plain_text
+
+if TYPE_CHECKING:
+    from drumline.compat.overlay import Overlay
+
+MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder.
+
+    `old`: it is another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: what it says of going on.
+    """
+
+    config: Config
+    path: Path
+    base_dir: Path
+    notes: tuple[str, ...] = ()
+    resume: str | None = None
+    old: bool = False
+
+
+def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
+    """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
+    the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code).
+
+    Raises ConfigError.
+    """
+    draft = drafted(read_text(path), str(path), path.parent, over)
+    config = validated(draft, overrides, trusted)
+    if config.model.chat_template is not None:
+        # Ranks read it from the plan, and no longer know where the YAML was.
+        template = str((path.parent / config.model.chat_template).absolute())
+        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+    if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
+        file = path.parent / config.strategy.config
+        own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
+        config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
+    if config.cluster is not None and config.cluster.calibration is not None:
+        measured = str((path.parent / config.cluster.calibration).absolute())
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"calibration": measured})})
+    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or over is not None)
+
+
+def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
+    """The same for a text; `name` stands in its error lines."""
+    return validated(drafted(text, name, Path(), None), overrides)
+
+
+def read_text(path: Path) -> str:
+    """The text of a config file. Raises ConfigError."""
+    text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
+    return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
+
+
+def read_deepspeed(path: Path) -> dict[str, Any]:
+    """The keys and values of a DeepSpeed JSON, to be judged by `plan.zero`. Raises ConfigError, with the line where there is one."""
+    text = plain_text(path, ConfigError, "strategy.config is a path relative to the YAML")
+    values = parse_json(text, str(path), ConfigError, lines=True, numbers=True, once=True)
+    if not isinstance(values, dict):
+        raise ConfigError("holds no keys and values", where=str(path), fix="a DeepSpeed config is one JSON object")
+    return values
+
+
+@dataclass
+class Draft:
+    """Values on their way to a Config, and where each was said. `old`: they come from another tool's file."""
+
+    name: str
+    values: dict[str, Any]
+    lines: dict[Place, int]
+    said: dict[Place, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    resume: str | None = None
+    old: bool = False
+
+
+def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folder: Path | None = None) -> Draft:
+    """The values of a config of whatever kind. `base`: the folder that it lies in; `folder`: the one that a new config is written to."""
+    from drumline.compat import translate
+    from drumline.compat.overlay import lay
+
+    values, lines = read_yaml(text, name)
+    if values is None:
+        raise ConfigError("the file is empty", where=name, fix="it needs at least data: {train: [{kind: file, path: rows.jsonl}]}")
+    if not isinstance(values, dict):
+        what = "a list" if isinstance(values, list) else f"only {values!r}"
+        raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
+    draft = Draft(name, values, lines)
+    if (new := translate(values, lines, name, base, folder or base)) is not None:
+        draft = Draft(name, new.values, {}, new.said, new.notes, new.resume, old=True)
+    if over is not None:
+        placed = lay(draft.values, over, Origins(name, draft.lines, {}, draft.said).where)
+        draft.said = {**placed, **draft.said}
+        draft.notes += over.notes
+    return draft
+
+
+def has_data(values: dict[str, Any]) -> bool:
+    """Whether the values say what to train on."""
+    return isinstance(values.get("data"), dict) and "train" in values["data"]
+
+
+def validated(draft: Draft, overrides: list[str], trusted: bool = True) -> Config:
+    """The Config of a draft with overrides over it. Raises ConfigError."""
+    values = draft.values
+    origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
+    if draft.old and not has_data(values):
+        fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
+        raise ConfigError("says nothing of data", where=draft.name, fix=fix)
+    values = withhold(values if trusted else _without_trust(values, tuple(origins.overrides)), origins.where)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise first_mistake(error, origins) from None
+    check_numbers(values, config.model_dump(), origins)
+    kind, metric = config.algorithm.kind, config.eval.metric
+    if metric not in METRICS[kind] and not (metric.startswith("reward/") and "reward" in METRICS[kind]):
+        what = f"algorithm {kind} measures no {metric!r}"
+        raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(METRICS[kind])}")
+    return config
+
+
+def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
+    """A copy of the values in which trust_remote_code is false wherever no override has said it."""
+    if isinstance(value, dict):
+        return {key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_trust(inner, granted, (*place, str(index))) for index, inner in enumerate(value)]
+    mine = any(place[: len(override)] == override for override in granted)
+    return False if place[-1:] == ("trust_remote_code",) and not mine else value
+
+
+# ------------------------------------------------------------------------------------------------------------- overrides
+
+
+def lay_over(values: dict[str, Any], override: str) -> Place:
+    """Set `a.b.0.c=value` in nested values, making sections on the way. Returns its place; raises ConfigError naming the override."""
+    dotted, equals, text = override.partition("=")
+    place = tuple(dotted.split("."))
+    if not equals or "" in place:
+        raise ConfigError(f"{override!r} is no override", where="command line", fix="write key=value, such as optimizer.lr=1e-4")
+    try:
+        value = read_yaml(text, "value")[0]
+    except ConfigError as error:
+        raise _wrong(override, error.what, "put the value in quotes, once for the shell and once for YAML: key='\"…\"'") from None
+    inside: Any = values
+    for depth, (key, following) in enumerate(pairwise(place), start=1):
+        if isinstance(inside, list):
+            inside = inside[_index(inside, key, override)]
+            continue
+        inside[key] = inside = _section(inside.get(key), place[:depth], following, override)
+    if isinstance(inside, list):
+        inside[_index(inside, place[-1], override)] = value
+    elif isinstance(inside, dict):
+        inside[place[-1]] = value
+    else:
+        raise _wrong(override, f"{'.'.join(place[:-1])} has no keys: it is {inside!r}", "give the whole of it")
+    return place
+
+
+def _section(current: Any, place: Place, following: str, override: str) -> Any:
+    """What an override goes into: the section that is there, a new one, or one made of its short form (`strategy: ddp`)."""
+    if isinstance(current, dict | list):
+        return current
+    if current is None:
+        if following.isdecimal():
+            dotted = ".".join(place)
+            raise _wrong(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
+        return {}
+    if isinstance(current, str) and kinds_at(place):
+        return {"kind": current}
+    raise _wrong(override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it")
+
+
+def _index(inside: list[Any], key: str, override: str) -> int:
+    if not key.isdecimal() or int(key) >= len(inside):
+        count = f"{len(inside)} item" + "s" * (len(inside) != 1)
+        fix = f"count from 0 to {len(inside) - 1}" if inside else "give the whole list"
+        raise _wrong(override, f"the list has {count}, no {key!r}", fix)
+    return int(key)
+
+
+def _wrong(override: str, what: str, fix: str) -> ConfigError:
+    return ConfigError(what, where=f"override {override}", fix=fix)
+
+
+# --------------------------------------------------------------------------------------------------- printing, comparing
+
+
+def to_yaml(config: Config) -> str:
+    """The config with every default visible."""
+    return write_yaml(config.model_dump(mode="json"))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key that differs between two configs; `matters`: the numbers of a resumed run would."""
+
+    key: str
+    old: Any
+    new: Any
+    matters: bool
+
+
+# What may change when a run goes on; everything else decides the numbers.
+FREE = (
+    "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
+    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
+    "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
+    "model.trust_remote_code",
+)  # fmt: skip
+
+
+def differences(old: Config, new: Config) -> list[Difference]:
+    """Keys whose values differ, in the order of the config. How a global batch that is said is cut up may change, too."""
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    totals = ("batch.global_samples", "batch.global_tokens")
+    same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
+    may = (*FREE, "batch.micro_batch", "batch.accumulation") if same_batch else FREE
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        if before.get(key) != after.get(key):
+            free = any(key == name or key.startswith(name + ".") for name in may)
+            found.append(Difference(key, before.get(key), after.get(key), not free))
+    return found
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key → value, of what stands in sections of sections."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the YAML, short forms too (`core.section.Short`)."""
+    made = Config.model_json_schema()
+    for section in made["$defs"].values():
+        if "const" in section["properties"].get("kind", {}):
+            section["required"] = ["kind", *section.get("required", [])]  # it tells the union's members apart
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "Drumline config"}

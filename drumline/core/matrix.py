@@ -1,0 +1,121 @@
+"""What goes with what, as one table: each cell is asked of the rules, so the table cannot say anything else than a run would. In print
+for a terminal, and as Markdown for the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from drumline.core.config import Config
+from drumline.core.mesh import resolve_mesh
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
+from drumline.core.together import NOT_TOGETHER
+from drumline.errors import PlanError
+
+KINDS = (
+    "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp", "model_parallel",
+)  # fmt: skip
+# What is asked of each strategy, with the world size it is asked at.
+FEATURES: dict[str, dict[str, Any]] = {
+    "tp": {"strategy": {"tp": 2}},
+    "cp": {"strategy": {"cp": 2}},
+    "pp": {"strategy": {"pp": 2}},
+    "tp × cp": {"strategy": {"tp": 2, "cp": 2}},
+    "tp × pp": {"strategy": {"tp": 2, "pp": 2}},
+    "cp × pp": {"strategy": {"cp": 2, "pp": 2}},
+    "hybrid": {"strategy": {"replicate": 2}},
+    "compression": {"strategy": {"compression": {"kind": "bf16"}}},
+    "CPU offload": {"strategy": {"offload": "cpu"}},
+    "NVMe offload": {"strategy": {"offload": "nvme"}},
+    "LoRA": {"adapter": {"kind": "lora"}},
+    "QLoRA": {"adapter": {"kind": "lora", "quantize": "4bit"}},
+    "SyncBatchNorm": {"model": {"sync_batchnorm": True}},
+    "checkpointing": {"memory": {"activation_checkpointing": "full"}},
+    "selective": {"memory": {"activation_checkpointing": "selective"}},
+    "compile": {"compile": {"enabled": True}},
+    "bf16": {"precision": {"kind": "bf16"}},
+    "fp16": {"precision": {"kind": "fp16"}},
+}
+PROCESSES = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`reason` and `instead` say why not; both empty where the two go together."""
+
+    kind: str
+    feature: str
+    reason: str = ""
+    instead: str = ""
+
+    @property
+    def works(self) -> bool:
+        return not self.reason
+
+
+def matrix(device: str) -> list[list[Cell]]:
+    """One row a strategy, one cell a feature. `device`: cpu or cuda."""
+    return [[_cell(kind, feature, device) for feature in FEATURES] for kind in KINDS]
+
+
+def _cell(kind: str, feature: str, device: str) -> Cell:
+    asked = FEATURES[feature]
+    for key, value in asked.get("strategy", {}).items():
+        spelled = f"offload_{value}" if key == "offload" else key
+        if (kind, spelled) in NOT_TOGETHER:
+            return Cell(kind, feature, *NOT_TOGETHER[kind, spelled])
+    options: dict[str, Any] = _own_words(kind, asked.get("strategy", {}))
+    sections = {name: section for name, section in asked.items() if name != "strategy"}
+    try:
+        config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "strategy": options, **sections})
+    except ValidationError as error:
+        raise AssertionError(f"{kind} × {feature} is neither in the schema nor in NOT_TOGETHER: {error}") from error
+    try:
+        mesh = resolve_mesh(config.strategy, 1 if kind in ("single", "dp") else PROCESSES)
+        check_rules(Case(config, mesh, device, config.precision.kind, None))
+    except PlanError as refusal:
+        return Cell(kind, feature, refusal.what.partition(": ")[2] or refusal.what, refusal.fix or "")
+    return Cell(kind, feature)
+
+
+def _own_words(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A strategy as one writes it with these options: tp and its kin are degrees of ddp, ZeRO offloads its optimizer."""
+    if kind in ("tp", "cp", "pp"):
+        return {"kind": "ddp", kind: 2, **options}
+    if "offload" in options and kind.startswith("zero"):
+        return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
+    return {"kind": kind, "degree": 2} if kind == "model_parallel" else {"kind": kind, **options}
+
+
+def as_text(device: str) -> str:
+    """A row for each option, a column for each strategy; what does not go together has the number of a reason below."""
+    rows, notes = _numbered(device)
+    first, widths = max(map(len, FEATURES)), [max(len(kind), 3) for kind in KINDS]
+    lines = [_padded("", KINDS, first, widths)]
+    lines += [_padded(feature, marks, first, widths) for feature, marks in rows.items()]
+    return "\n".join([*lines, "", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
+
+
+def as_markdown(device: str) -> str:
+    """The same as a table, the reasons as a list."""
+    rows, notes = _numbered(device)
+    lines = ["| | " + " | ".join(f"`{kind}`" for kind in KINDS) + " |", "|---|" + "---|" * len(KINDS)]
+    lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
+    return "\n".join([*lines, "", *(f"{number}. {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
+
+
+def _padded(name: str, marks: list[str] | tuple[str, ...], first: int, widths: list[int]) -> str:
+    return (name.ljust(first) + "  " + "  ".join(mark.ljust(width) for mark, width in zip(marks, widths, strict=True))).rstrip()
+
+
+def _numbered(device: str) -> tuple[dict[str, list[str]], dict[tuple[str, str], int]]:
+    """Option → marks of the strategies (yes, or the number of the reason), and the reasons with their numbers in order of appearance."""
+    notes: dict[tuple[str, str], int] = {}
+
+    def mark(cell: Cell) -> str:
+        return "yes" if cell.works else str(notes.setdefault((cell.reason, cell.instead), len(notes) + 1))
+
+    return {feature: [mark(row[index]) for row in matrix(device)] for index, feature in enumerate(FEATURES)}, notes

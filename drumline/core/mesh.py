@@ -1,0 +1,92 @@
+"""The mesh of a run: how many ways the model is spread each way, and where in it a rank stands. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from drumline.core import strategies as s
+from drumline.core.estimate import Frozen
+from drumline.errors import PlanError
+
+Dimension = Literal["pp", "replicate", "shard", "cp", "tp"]
+DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "cp", "tp")
+
+
+class Mesh(Frozen):
+    """Degrees of each way of spreading, outermost first. Their product is the world size.
+
+    A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages furthest apart.
+    """
+
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    def place(self, rank: int) -> dict[Dimension, int]:
+        """Where a rank stands in each dimension."""
+        at: dict[Dimension, int] = {}
+        for name in reversed(DIMENSIONS):
+            rank, at[name] = divmod(rank, getattr(self, name))
+        return at
+
+    def data_rank(self, rank: int) -> int:
+        """Which samples a rank sees: 0 … data_ranks − 1. Ranks that share them differ in pp, cp or tp."""
+        at = self.place(rank)
+        return at["replicate"] * self.shard + at["shard"]
+
+    def counts(self, rank: int) -> bool:
+        """True for the one of the ranks that share samples whose figures go into a sum over all ranks."""
+        at = self.place(rank)
+        return at["pp"] == at["cp"] == at["tp"] == 0
+
+    def stream(self, rank: int) -> tuple[int, ...]:
+        """What a rank's random numbers hang on. Tensor-parallel peers draw alike: what they hold whole must stay equal."""
+        at = self.place(rank)
+        apart = (at["pp"], at["cp"]) if self.pp * self.cp > 1 else ()
+        return (self.data_rank(rank), *apart)
+
+
+def resolve_mesh(strategy: s.AnyStrategy, world: int) -> Mesh:
+    """The mesh of a strategy on `world` processes. Raises PlanError where they do not divide."""
+    kind = strategy.kind
+    if isinstance(strategy, s.SingleStrategy | s.DPStrategy):
+        if world != 1:
+            raise PlanError(
+                f"strategy {kind} runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1"
+            )
+        return Mesh()
+    if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy):
+        model = strategy.tp * strategy.cp * strategy.pp
+        rest = _divide(world, model, f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp}", "strategy")
+        degrees = {"tp": strategy.tp, "cp": strategy.cp, "pp": strategy.pp}
+        if isinstance(strategy, s.DDPStrategy):
+            return Mesh(replicate=rest, **degrees)
+        shard = _divide(rest, strategy.replicate, f"{strategy.replicate} copies", "strategy.replicate")
+        return Mesh(replicate=strategy.replicate, shard=shard, **degrees)
+    if isinstance(strategy, s.TPStrategy | s.CPStrategy | s.PPStrategy | s.ModelParallelStrategy):
+        degree = strategy.degree or world
+        name: Dimension = "pp" if strategy.kind == "model_parallel" else strategy.kind
+        return Mesh(**{name: degree, "replicate": _divide(world, degree, f"degree {degree}", "strategy.degree")})
+    # ZeRO shards its state over all ranks; local SGD and DiLoCo hold a copy on each.
+    return Mesh(shard=world) if isinstance(strategy, s.ZeroStrategy) else Mesh(replicate=world)
+
+
+def _divide(world: int, by: int, what: str, where: str) -> int:
+    quotient, rest = divmod(world, by)
+    if rest or not quotient:
+        near = [n for n in range(1, world + 1) if world % n == 0]
+        raise PlanError(
+            f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=f"one of {', '.join(map(str, near))}"
+        )
+    return quotient

@@ -1,0 +1,183 @@
+"""The Plan: what will happen, every number resolved. Workers read `plan.json` and nothing else. No torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from drumline.core.config import Config, MemoryConfig, NoAdapter
+from drumline.core.estimate import Estimate, Frozen
+from drumline.core.mesh import Mesh
+from drumline.core.model import ModelConfig
+from drumline.core.secret import write_private
+from drumline.core.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.errors import CheckpointError
+from drumline.foreign import read_json
+
+
+class BatchPlan(Frozen):
+    """global_samples = micro_batch × accumulation × data_ranks, all in samples (packs, where packing is on; pairs)."""
+
+    global_samples: int
+    micro_batch: int
+    accumulation: int
+    eval_micro_batch: int
+    rows_per_sample: int = Field(1, description="Sequences that a sample puts into a micro-batch: a pair has two.")
+
+    def rule(self, data_ranks: int) -> str:
+        """The product rule with its numbers, for the plan line."""
+        return (
+            f"{self.global_samples} samples = {self.micro_batch} micro-batch × {self.accumulation} accumulation × {data_ranks} data ranks"
+        )
+
+
+class DataIdentity(Frozen):
+    """Identifies the data of a run, for a resume: a position counts samples of these rows, in their order."""
+
+    cache: str = Field(description="Folder of the token cache, whose name is a hash of all that it was made from.")
+    content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
+    rows: int
+    row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
+
+
+class DataPlan(Frozen):
+    """The prepared data: folders of the token cache (see data.prepare) and what they hold."""
+
+    train_cache: str
+    eval_cache: str | None = None
+    train_samples: int = 0
+    train_tokens: int = 0
+    eval_samples: int = 0
+    images: int = Field(0, description="In the training samples.")
+    image_tokens: int = Field(0, description="Of the training tokens, those that stand for images.")
+    samples_with_images: int = 0
+    labels: tuple[str, ...] = Field((), description="The classes in order, where rows have one.")
+    identity: DataIdentity | None = Field(None, description="Of the training data.")
+    left_out: tuple[str, ...] = Field((), description="How many rows were cut, dropped or skipped, in words.")
+
+
+class PipelinePlan(Frozen):
+    """How a pipeline runs; `model_parallel` is one micro-batch at a time through stages in turn."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
+    stages_per_rank: int = 1
+    layers: tuple[tuple[int, int], ...] = Field(
+        (), description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known."
+    )
+
+
+class RolePlan(Frozen):
+    """A model besides the one that learns first: the reference, the value or the reward model of an algorithm, spread like it."""
+
+    model: ModelConfig
+    model_path: str | None
+    head: Literal["lm", "score"] = Field(description="score: one number a token, by a linear head on the last hidden states.")
+    learns: bool = False
+    lr_ratio: float = Field(1.0, description="learns: its learning rate as a part of the policy's.")
+    layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
+
+
+class Predicted(Frozen):
+    """What the planner expects; null where it does not know yet."""
+
+    parameters: int | None = None
+    learned: int | None = Field(None, description="Of these, those that learn; the others lie frozen under an adapter.")
+    flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
+    peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
+    estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
+
+
+class Plan(Frozen):
+    """One run, resolved. `config` is what the human said, with every default filled in."""
+
+    version: Literal[1] = 1
+    config: Config
+    run_dir: str
+    base_dir: str = Field(".", description="Folder of the YAML: where files named by reward functions are looked for.")
+    mesh: Mesh
+    engine: Literal["native", "pipeline", "deepspeed"]
+    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(
+        "none", description="How ranks that see different samples share the work."
+    )
+    pipeline: PipelinePlan | None = None
+    cp_method: Literal["ulysses", "ring"] = "ulysses"
+    devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "cpu", "nvme"] = Field("none", description="Where training state is kept besides the devices.")
+    deepspeed: dict[str, Any] | None = Field(None, description="What DeepSpeed is given, where it is the engine.")
+    batch: BatchPlan
+    lr: float = Field(description="Peak rate after lr_scaling.")
+    steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")
+    warmup_steps: int = 0
+    data: DataPlan | None
+    model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
+    looks_ahead: bool = Field(False, description="Text classifiers: tokens see those behind them, so batches carry an attention mask.")
+    first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
+    roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
+    predicted: Predicted
+    saves: bool = Field(True, description="False: a few steps to be measured, whose weights nobody wants.")
+    why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes in order, where rows have one."""
+        return self.data.labels if self.data else ()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About what a checkpoint takes: in fp32 a weight that learns, and AdamW's two moments of it; 0 where the model is not known."""
+        return 12 * (self.predicted.learned or 0)
+
+    def save(self, path: Path) -> None:
+        """Write plan.json."""
+        write_private(path, self.model_dump_json(indent=2) + "\n")
+
+    def of_role(self, name: str) -> Plan:
+        """The plan of one of `roles` by itself, as `as_role` spreads it."""
+        role = self.roles[name]
+        values = as_role(role, self.config, self.data_parallel, self.pipeline)
+        values["offload"] = getattr(values["config"].strategy, "offload", self.offload)
+        values["deepspeed"] = _apart_on_disk(self.deepspeed, name) if role.learns else None
+        return self.model_copy(update={**values, "model_path": role.model_path})
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Raises CheckpointError for a file that is not there, and for what this version cannot read."""
+        try:
+            return cls.model_validate(read_json(path, CheckpointError, "name a run folder"))
+        except ValueError:  # json's and pydantic's
+            raise CheckpointError(
+                f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"
+            ) from None
+
+
+def as_role(role: RolePlan, config: Config, data_parallel: str, pipeline: PipelinePlan | None) -> dict[str, Any]:
+    """What differs in the plan (and the layout) of a role by itself: it is spread like the policy, without adapter. A frozen one under
+    DeepSpeed runs on the native engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
+    said: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+    values: dict[str, Any] = {"roles": {}, "pipeline": pipeline and pipeline.model_copy(update={"layers": role.layers})}
+    if not role.learns:
+        said["memory"] = MemoryConfig()
+        values |= {"activation_checkpointing": "none", "data_parallel": data_parallel if data_parallel in ("dp", "fsdp2") else "none"}
+        if isinstance(config.strategy, ZeroStrategy):
+            said["strategy"], values["engine"] = SingleStrategy(), "native"
+        if isinstance(config.strategy, Zero3Strategy):
+            offload = "none" if config.strategy.offload_parameters.kind == "none" else "cpu"
+            said["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+    return {**values, "config": config.model_copy(update=said)}
+
+
+def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:
+    """DeepSpeed's config with a folder of the role's own for what it keeps on NVMe: two engines would write the same files."""
+    if deepspeed is None:
+        return None
+    zero = dict(deepspeed["zero_optimization"])
+    for part in ("offload_param", "offload_optimizer"):
+        if zero.get(part, {}).get("nvme_path"):
+            zero[part] = {**zero[part], "nvme_path": str(Path(zero[part]["nvme_path"]) / role)}
+    return {**deepspeed, "zero_optimization": zero}

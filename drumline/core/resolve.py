@@ -1,0 +1,267 @@
+"""Config × model facts × machine → Plan. Pure: nothing is read, written or started here."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from drumline.core import strategies as st
+from drumline.core.algorithms import ROLLOUT
+from drumline.core.batch import resolve_batch, steps_of_rollouts
+from drumline.core.communication import communication_why
+from drumline.core.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
+from drumline.core.estimate import PROCESS
+from drumline.core.explain import size
+from drumline.core.facts import ModelFacts
+from drumline.core.mesh import Mesh, resolve_mesh
+from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
+from drumline.core.rule import Case, cp_method, offloads
+from drumline.core.rules import check_rules
+from drumline.core.stages import in_flight, plan_pipeline, stage_layers
+from drumline.core.zero import Decided, adopt, deepspeed_config
+from drumline.errors import PlanError
+from drumline.hardware.catalog import peak_flops
+from drumline.hardware.detect import Machine
+
+
+def resolve(
+    config: Config,
+    *,
+    run_dir: str,
+    machine: Machine,
+    world_size: int | None,
+    facts: ModelFacts | None,
+    model_path: str | None,
+    data: DataPlan | None,
+    base_dir: str = ".",
+    roles: dict[str, RolePlan] | None = None,
+    role_facts: dict[str, ModelFacts] | None = None,
+) -> Plan:
+    """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run. `roles`: models
+    besides the policy (see plan.roles), `role_facts` their sizes.
+
+    Raises PlanError where the numbers do not go together.
+    """
+    why: list[str] = []
+    device = device_of(config, machine)
+    world = processes_of(config, machine, device, world_size)
+    config = adopt(_settled(config, world, why))
+    mesh = resolve_mesh(config.strategy, world)
+    precision = precision_of(config, machine, device, why)
+    check_rules(Case(config, mesh, device, precision, facts))
+    batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, config.strategy))
+    why += batch_why + _batch_norm_why(config, batch, facts)
+    pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
+    roles = dict(roles or {})
+    for name, sizes in (role_facts or {}).items():
+        own = config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
+        check_rules(Case(own, mesh, device, precision, sizes))
+        roles[name] = roles[name].model_copy(update={"layers": stage_layers(mesh, config.strategy, sizes)})
+    devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
+    if config.strategy.kind == "dp":
+        why += _dp_why(devices, batch.micro_batch)
+    require_samples(config, mesh, data)
+    why += _images_why(data)
+    steps = _steps(config, batch, data, why)
+    why += communication_why(config.strategy, world)
+    zero = Decided(config, batch, precision, steps, run_dir, facts)
+    return Plan(
+        config=config,
+        run_dir=run_dir,
+        base_dir=base_dir,
+        mesh=mesh,
+        engine=engine_of(mesh, config.strategy),
+        data_parallel=data_parallel_of(mesh, config.strategy),
+        pipeline=pipeline,
+        cp_method=cp_method(config.strategy),
+        devices_per_rank=devices,
+        offload=_offload(config.strategy),
+        deepspeed=deepspeed_config(zero) if isinstance(config.strategy, st.ZeroStrategy) else None,
+        device=device,
+        backend="nccl" if device == "cuda" else "gloo",
+        precision=precision,
+        activation_checkpointing=config.memory.activation_checkpointing,
+        batch=batch,
+        lr=_learning_rate(config.optimizer, mesh, batch, why),
+        steps=steps,
+        warmup_steps=warmup_steps(config.schedule, steps),
+        data=data,
+        model_path=model_path,
+        looks_ahead=facts is not None and facts.looks_ahead,
+        first_position=(facts.first_position or 0) if facts is not None else 0,
+        roles=roles,
+        predicted=_predict(machine, device, precision, facts, data),
+        why=why,
+    )
+
+
+def _settled(config: Config, world: int, why: list[str]) -> Config:
+    """Where nobody has searched (see planner.search.search), auto is the plainest strategy there is."""
+    if config.strategy.kind != "auto":
+        return config
+    strategy = st.SingleStrategy() if world == 1 else st.DDPStrategy()
+    why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
+    return config.model_copy(update={"strategy": strategy})
+
+
+def require_samples(config: Config, mesh: Mesh, data: DataPlan | None) -> None:
+    """Raises PlanError where some data rank would have no sample."""
+    if data is not None and data.train_samples < mesh.data_ranks:
+        raise PlanError(
+            f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
+            + (f" (packs of {config.data.max_length} tokens)" if config.packs else ""),
+            where="data.train",
+            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        )
+
+
+def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+    """What the run computes on. Raises PlanError where the machine has none."""
+    wanted = config.run.device
+    if wanted == "cuda" and machine.device != "cuda":
+        raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")
+    return machine.device if wanted == "auto" else wanted
+
+
+def processes_of(config: Config, machine: Machine, device: str, launched: int | None) -> int:
+    """Ranks of the run. Raises PlanError where there are fewer GPUs, or no memory for so many processes."""
+    if launched is not None:
+        return launched
+    nproc = config.launch.nproc
+    if config.strategy.kind in ("single", "dp") and nproc is None:
+        return 1
+    if device == "cuda":
+        found = len(machine.devices)
+        if nproc is not None and nproc > found:
+            raise PlanError(
+                f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {', '.join(d.name for d in machine.devices)}",
+                where="launch.nproc",
+                fix=f"use --nproc {found}, or run.device=cpu",
+            )
+        return nproc or found
+    _require_memory(nproc or 1, machine, "launch.nproc")
+    return nproc or 1
+
+
+def _require_memory(processes: int, machine: Machine, where: str) -> None:
+    """Raises PlanError where Python and torch alone take more than the machine has: it would go down."""
+    if processes > 1 and processes * PROCESS > machine.memory_bytes:
+        raise PlanError(
+            f"{processes} processes take {size(processes * PROCESS)} before they have loaded anything, this machine has"
+            f" {size(machine.memory_bytes)}",
+            where=where,
+            fix=f"use --nproc {max(1, machine.memory_bytes // PROCESS)} or fewer",
+        )
+
+
+def _batch_norm_why(config: Config, batch: BatchPlan, facts: ModelFacts | None) -> list[str]:
+    if facts is None or not facts.batch_norms or batch.accumulation == 1:
+        return []
+    shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
+    return [
+        f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a step,"
+        " so accumulation is not quite the larger batch"
+    ]
+
+
+def _images_why(data: DataPlan | None) -> list[str]:
+    if data is None or not data.images:
+        return []
+    mean = data.image_tokens / data.samples_with_images
+    share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
+    return [f"{share}, where {mean:.0f} tokens of a sample stand for them on average"]
+
+
+def _dp_why(devices: int, micro_batch: int) -> list[str]:
+    lines = [
+        "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each forward"
+        " and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"
+    ]
+    if devices == 1:
+        return [*lines, "strategy dp: there is one device, so it is the same as single"]
+    share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
+    return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
+
+
+def engine_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
+    if isinstance(strategy, st.ZeroStrategy):
+        return "deepspeed"
+    return "pipeline" if mesh.pp > 1 else "native"
+
+
+def data_parallel_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]:
+    if isinstance(strategy, st.ZeroStrategy):
+        return "zero"
+    if isinstance(strategy, st.DPStrategy | st.FSDP2Strategy | st.LocalSGDStrategy | st.DiLoCoStrategy):
+        return strategy.kind
+    return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
+
+
+def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
+    kinds = offloads(strategy)
+    return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
+
+
+def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
+    """The type of computing. Raises PlanError for one that the device lacks."""
+    kind = config.precision.kind
+    if kind != "auto":
+        if kind == "bf16" and device == "cuda" and not machine.bf16:
+            raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
+        return kind
+    chosen: Literal["fp32", "bf16"] = "bf16" if device == "cuda" and machine.bf16 else "fp32"
+    why.append(
+        f"precision {chosen}: " + ("the GPU has bfloat16; master weights stay fp32" if chosen == "bf16" else f"the default on {device}")
+    )
+    return chosen
+
+
+def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
+    if isinstance(config.algorithm, ROLLOUT):
+        return steps_of_rollouts(config, config.algorithm, batch, data, why)
+    if config.run.steps is not None:
+        return config.run.steps
+    return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)
+
+
+def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
+    """Samples of the whole run. `epochs` ends on the last sample (weightless rows fill the last batch up); `steps` on a full batch.
+
+    Images too end on a full batch, its last samples taken from the epoch that would follow: a batch norm would see what fills it up.
+    """
+    if config.run.steps is not None:
+        return config.run.steps * batch.global_samples
+    samples = max(1, round(config.run.epochs * data.train_samples))
+    return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone else samples
+
+
+def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:
+    if optimizer.lr_scaling == "none":
+        return optimizer.lr
+    if optimizer.lr_base_samples is not None:
+        ratio, base = batch.global_samples / optimizer.lr_base_samples, f"{batch.global_samples} / {optimizer.lr_base_samples} samples"
+    else:
+        ratio, base = mesh.data_ranks / optimizer.lr_base_devices, f"{mesh.data_ranks} / {optimizer.lr_base_devices} devices"
+    factor = ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio)
+    why.append(f"learning rate {optimizer.lr:g} × {factor:.4g} = {optimizer.lr * factor:.4g}: {optimizer.lr_scaling} scaling by {base}")
+    return optimizer.lr * factor
+
+
+def warmup_steps(schedule: ScheduleConfig, steps: int | None) -> int:
+    """Steps of warm-up of a run of `steps`; a ratio is rounded up, as in transformers."""
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    return 0 if steps is None else math.ceil(schedule.warmup_ratio * steps)
+
+
+def _predict(machine: Machine, device: str, precision: str, facts: ModelFacts | None, data: DataPlan | None) -> Predicted:
+    peak = peak_flops(machine.devices[0].name, precision) if device == "cuda" and machine.devices else None
+    if facts is None:
+        return Predicted(peak_flops_per_device=peak)
+    image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
+    return Predicted(
+        parameters=facts.parameters,
+        learned=facts.learned,
+        flops_per_token=facts.flops_per_token + facts.flops_per_image_token * image_share,
+        peak_flops_per_device=peak,
+    )

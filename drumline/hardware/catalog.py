@@ -1,0 +1,204 @@
+"""Devices and links by name, as their makers' datasheets have them: dense matrix products, no sparsity, FLOP/s; one direction of a link.
+
+The fp32 rate is that of TF32 where the device has it, since that is how fp32 matrix products run by default here (`precision.tf32`).
+Memory is what torch reports as the device's total (it stands in its out-of-memory errors: "total capacity of 79.14 GiB"), the least that
+was seen for that kind of device in public issues: error correction and the driver keep a part of what is on the box.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from drumline.hardware.cluster import DeviceSpec, Link
+
+TERA, GIGA, GIB = 1e12, 1e9, 2**30
+
+# What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025). The
+# 4090's 158.6 of 165.2 TFLOP/s are of fp16 (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
+REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 0.96
+PCIE4, PCIE5 = ("pcie4", "pcie4"), ("pcie5", "pcie5")  # among the devices of a host, and to it
+
+
+def _gpu(
+    name: str, gib: float, gb_s: float, half: float, full: float, links: tuple[str, str], source: str, reached: float = REACHED_H100
+) -> DeviceSpec:
+    """`half` and `full` in TFLOP/s: bf16 and fp16, fp32."""
+    flops = {"bf16": half * TERA, "fp16": half * TERA, "fp32": full * TERA}
+    if name in ("t4", "v100-16g", "v100-32g"):  # neither bf16 nor TF32
+        del flops["bf16"]
+    return DeviceSpec(name, "cuda", int(gib * GIB), gb_s * GIGA, flops, source, reached, *links)
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        _gpu("a100-40g", 39.38, 1555, 312, 156, ("nvlink3", "pcie4"), "NVIDIA A100 datasheet (2021), SXM", REACHED_A100),
+        _gpu("a100-80g", 79.14, 2039, 312, 156, ("nvlink3", "pcie4"), "NVIDIA A100 datasheet (2021), SXM", REACHED_A100),
+        _gpu("h100-80g", 79.14, 3350, 989.4, 494.7, ("nvlink4", "pcie5"), "NVIDIA H100 datasheet (2023), SXM; halved for sparsity"),
+        _gpu("h100-pcie", 79.14, 2000, 756, 378, PCIE5, "NVIDIA H100 PCIe product brief (2022); halved for sparsity"),
+        _gpu("h100-nvl", 93.0, 3900, 835.5, 417.5, PCIE5, "NVIDIA H100 datasheet (2024), NVL; halved for sparsity"),
+        _gpu("h200", 139.72, 4800, 989.4, 494.7, ("nvlink4", "pcie5"), "NVIDIA H200 datasheet (2024), SXM; halved for sparsity"),
+        _gpu("h200-nvl", 139.72, 4800, 835.5, 417.5, PCIE5, "NVIDIA H200 datasheet (2024), NVL; halved for sparsity"),
+        _gpu("b200", 178.35, 8000, 2250, 1125, ("nvlink5", "pcie5"), "NVIDIA DGX B200 datasheet (2025), an eighth; halved for sparsity"),
+        _gpu("l40s", 44.34, 864, 362, 183, PCIE4, "NVIDIA L40S datasheet (2023); halved for sparsity"),
+        _gpu("a10", 22.03, 600, 125, 62.5, PCIE4, "NVIDIA A10 datasheet (2021)"),
+        _gpu("t4", 14.56, 300, 65, 8.1, ("pcie3", "pcie3"), "NVIDIA T4 datasheet (2019)"),
+        _gpu("3090", 23.52, 936, 71, 35.6, PCIE4, "NVIDIA GA102 whitepaper (2020), RTX 3090, fp32 accumulation", REACHED_4090),
+        _gpu("4090", 23.52, 1008, 165.2, 82.6, PCIE4, "NVIDIA Ada whitepaper (2022), RTX 4090, fp32 accumulation", REACHED_4090),
+        _gpu("5090", 31.36, 1792, 209.5, 104.8, PCIE5, "NVIDIA RTX Blackwell whitepaper (2025), RTX 5090, fp32 accumulation", REACHED_4090),
+        # As A100 and H100, with slower links or products for export.
+        _gpu("a800-80g", 79.14, 2039, 312, 156, ("nvlink3-a800", "pcie4"), "NVIDIA A800 datasheet (2022), SXM", REACHED_A100),
+        _gpu("h20", 95.0, 4000, 148, 74, ("nvlink4", "pcie5"), "NVIDIA H20 datasheet (2023), SXM, dense"),
+        _gpu(
+            "gb200", 184.0, 8000, 2500, 1250, ("nvlink5", "nvlink-c2c"), "NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity"
+        ),
+        _gpu("v100-16g", 15.77, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
+        _gpu("v100-32g", 31.74, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
+        _gpu("a6000", 44.43, 768, 154.8, 77.4, PCIE4, "NVIDIA RTX A6000 datasheet (2021); halved for sparsity"),
+        _gpu("6000-ada", 44.43, 960, 364.2, 182.1, PCIE4, "NVIDIA RTX 6000 Ada datasheet (2023), a quarter of sparse FP8"),
+        _gpu("mi300x", 191.69, 5300, 1307.4, 653.7, ("infinity-fabric", "pcie5"), "AMD Instinct MI300X data sheet (2023)", REACHED_MI300X),
+    )
+}
+CPU = "cpu"  # its rates depend on the machine: see plan.cluster
+
+# Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        # 235 of 300 GB/s in an all-reduce (Bekman, Networking); 370 of 450 (NCCL's maintainer, nccl-tests issue 212); NVLink 5 as NVLink 4.
+        Link("nvlink3", 300 * GIGA, 3.4e-6, 0.78, source="NVIDIA A100 datasheet: 600 GB/s both ways"),
+        Link("nvlink4", 450 * GIGA, 3.4e-6, 0.82, source="NVIDIA H100 datasheet: 900 GB/s both ways"),
+        Link("nvlink5", 900 * GIGA, 3.4e-6, 0.82, source="NVIDIA B200 datasheet: 1.8 TB/s both ways"),
+        # NVLink 2, and NVLink 3 with two thirds of its lanes, as NVLink 3.
+        Link("nvlink2", 150 * GIGA, 3.4e-6, 0.78, source="NVIDIA V100 datasheet: 300 GB/s both ways"),
+        Link("nvlink3-a800", 200 * GIGA, 3.4e-6, 0.78, source="NVIDIA A800 datasheet: 400 GB/s both ways"),
+        Link("nvlink-c2c", 225 * GIGA, 3.4e-6, 0.82, source="NVIDIA GB200 datasheet: 900 GB/s both ways for the two GPUs of a Grace"),
+        # Sixteen lanes. Between devices: 28 (of 8) to 35 (of 4) of 63 GB/s on RTX 5090 (NCCL issue 1639); all pass through the host.
+        Link("pcie3", 15.75 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 8 GT/s a lane, 128b/130b"),
+        Link("pcie4", 31.5 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 16 GT/s a lane, 128b/130b"),
+        Link("pcie5", 63.0 * GIGA, 5.7e-6, 0.5, source="PCI-SIG: 32 GT/s a lane, 128b/130b"),
+        # 47.7 of 64 GB/s between 2, 312.9 of 448 among 8 (Bekman, Networking).
+        Link("infinity-fabric", 448 * GIGA, 3.4e-6, 0.70, 64 * GIGA, source="AMD MI300X platform data sheet: 7 × 128 GB/s both ways"),
+        # Two processes on 2 cores of an EPYC at 2.6 GHz, torch 2.13: 67 MB all-reduced in 58 ms, 1 kB in 0.46 ms.
+        Link("loopback", 1.15 * GIGA, 230e-6, source="measured: gloo over 127.0.0.1; `drumline calibrate` measures yours"),
+    )
+}
+NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
+# Of 400 Gb/s, 340 are reached in all-reduce tests (AWS EFA v1; Bekman, Networking).
+NETWORK_EFFICIENCY, NETWORK_LATENCY = 0.85, 14e-6
+
+# What others say → what the catalog says.
+_WORDS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
+_SAME = {
+    "a100": "a100-80g",
+    "a800": "a800-80g",
+    "v100": "v100-32g",
+    "a6000-48g": "a6000",
+    "6000-ada-48g": "6000-ada",
+    "6000-ada-generation": "6000-ada",
+    "h20-96g": "h20",
+    "gb200-186g": "gb200",
+    "gb200-192g": "gb200",
+    "h100": "h100-80g",
+    "h100-94g": "h100-nvl",
+    "h200-141g": "h200",
+    "h200-144g": "h200",
+    "b200-180g": "b200",
+    "b200-192g": "b200",
+    "l40s-48g": "l40s",
+    "a10-24g": "a10",
+    "t4-16g": "t4",
+    "3090-24g": "3090",
+    "4090-24g": "4090",
+    "5090-32g": "5090",
+    "mi300x-192g": "mi300x",
+}
+_SAME_LINKS = {"xgmi": "infinity-fabric", "gloo": "loopback", "lo": "loopback", "pcie": "pcie4"}
+# Of these there are several: what was taken is told.
+AMBIGUOUS = {
+    "a100": "a100-80g (there is a100-40g, too)",
+    "v100": "v100-32g (there is v100-16g, too)",
+    "h100": "h100-80g (there are h100-pcie and h100-nvl, too)",
+}
+
+
+def plain(name: str) -> str:
+    """A device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` a100-80g."""
+    words = re.sub(r"[\s_]+", "-", name.strip().lower())
+    words = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_WORDS})(?=-|\d|\b)", "", words))
+    return re.sub(r"-+", "-", words).strip("-")
+
+
+def device(name: str) -> DeviceSpec | None:
+    """A device of the catalog by what people call it; None where it is not there (a CPU is not: its rates depend on the machine)."""
+    known = plain(name)
+    return DEVICES.get(_SAME.get(known, known))
+
+
+def link(name: str) -> Link | None:
+    """A link by its name, or a network by its rate: 100Gb, 8x400Gb (cards of one host), 200GbE, 400Gb of InfiniBand alike."""
+    known = name.strip().lower().replace(" ", "").replace("_", "-")
+    if found := LINKS.get(_SAME_LINKS.get(known, known)):
+        return found
+    if (said := NETWORK.match(known)) and float(said[2]) > 0 and int(said[1] or 1) > 0:
+        bandwidth = int(said[1] or 1) * float(said[2]) / 8 * GIGA
+        return Link(name.strip(), bandwidth, NETWORK_LATENCY, NETWORK_EFFICIENCY, source="its rate by name")
+    return None
+
+
+def nearest(name: str, known: list[str]) -> list[str]:
+    """The names that look most like one that is not there, the likeliest first."""
+    close = difflib.get_close_matches(plain(name), known, n=3, cutoff=0.6)
+    return close or [other for other in known if plain(name)[:2] == other[:2]]
+
+
+# ------------------------------------------------------------------------------------------------- by the driver's name
+
+# Words that stand next to each other in the driver's name → devices of the catalog; of several, the one whose memory is nearest.
+DRIVERS: dict[str, tuple[str, ...]] = {
+    "B200": ("b200",),
+    "H200": ("h200",),
+    "H200 NVL": ("h200-nvl",),
+    "H100": ("h100-80g",),
+    "H100 NVL": ("h100-nvl",),
+    "H100 PCIe": ("h100-pcie",),
+    "A100": ("a100-40g", "a100-80g"),
+    "A800": ("a800-80g",),
+    "H20": ("h20",),
+    "GB200": ("gb200",),
+    "V100 SXM2": ("v100-16g", "v100-32g"),
+    "V100 SXM3": ("v100-32g",),
+    "RTX A6000": ("a6000",),
+    "RTX 6000 Ada": ("6000-ada",),
+    "L40S": ("l40s",),
+    "A10": ("a10",),
+    "T4": ("t4",),
+    "RTX 3090": ("3090",),
+    "RTX 4090": ("4090",),
+    "RTX 5090": ("5090",),
+    "MI300X": ("mi300x",),
+}
+# A slice of a device, or another chip that carries the name of a known one.
+OTHERS = {"MIG", "Laptop", "Ti", "D", "Max"}
+
+
+def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
+    """The device that a driver calls so; None where it is not in the catalog."""
+    words = device_name.replace("-", " ").split()
+    found = [key for key in DRIVERS if _within(key.split(), words)]
+    if not found or OTHERS & set(words):
+        return None
+    specs = [DEVICES[name] for name in DRIVERS[max(found, key=len)]]
+    return min(specs, key=lambda spec: abs(spec.memory_bytes - (memory_bytes or 0)))
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """FLOP/s of one device at fp32, bf16 or fp16, by the name its driver gives; None where it is not known."""
+    spec = by_driver(device_name) or DEVICES.get(device_name)
+    return spec.flops.get(precision) if spec else None
+
+
+def _within(key: list[str], words: list[str]) -> bool:
+    """Whether the words of a key stand next to each other among a name's (so that A10 is not found in A100)."""
+    return any(words[i : i + len(key)] == key for i in range(len(words) - len(key) + 1))

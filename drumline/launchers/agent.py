@@ -1,0 +1,213 @@
+"""torch's elastic agent for one attempt on one machine: it starts the ranks, keeps their logs and watches them.
+
+Its own restarts are not used (measured to hang: stale keys in the store) and its farewell is not either (30 s on SIGTERM):
+`local.py` starts a new agent with a new store for each attempt, and this one kills what is left as soon as a rank has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from drumline.core.process import is_suspended
+from drumline.core.signals import Asked
+from drumline.errors import NotSaved
+from drumline.launchers.postmortem import RankEnd, read_error
+
+# The agent tells of each start and failure in its own words; the launcher tells it once, in its own.
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+MONITOR_SECONDS = 0.1
+# After an error the other ranks have this long to end by themselves: their words may tell more than the first one's.
+SETTLE_SECONDS = 2.0
+# Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
+TOGETHER = (3, 75, NotSaved.rank_code)
+
+
+class _OneHost(RendezvousHandler):
+    """A rendezvous with nobody else: the agent's own store stays in this process, the ranks' one listens on loopback.
+
+    The launcher holds the ranks' store, not rank 0: the port is taken before anything starts and cannot be lost to another process
+    while rank 0 imports torch, and the store outlives any rank.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.port = listener.getsockname()[1]
+        # torch's newer libuv server cannot be given a socket, and without one it would listen on all interfaces.
+        self.store: TCPStore | None = TCPStore(
+            "127.0.0.1", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=False
+        )
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """What the ranks are told: the store is there, connect to it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", self.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody waits to join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "drumline"
+
+    def shutdown(self) -> bool:
+        """Close the ranks' store: its port is free for the next attempt."""
+        self.store = None
+        return True
+
+
+class _Logs(LogsSpecs):
+    """One file a rank: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = {end: {rank: str(self.folder / f"rank-{rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
+        for rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = files[".json"][rank]
+        return LogsDest(stdouts=files[".out"], stderrs=files[".log"], error_files=files[".json"])
+
+
+class Agent(LocalElasticAgent):
+    """Runs `command` (Python's arguments) on `nproc` ranks once."""
+
+    def __init__(self, command: list[str], nproc: int, listener: socket.socket, logs: Path, asked: Asked, grace_seconds: float) -> None:
+        self.host = _OneHost(listener)
+        spec = WorkerSpec(
+            role="drumline",
+            local_world_size=nproc,
+            entrypoint=sys.executable,
+            args=tuple(command),
+            rdzv_handler=self.host,
+            max_restarts=0,
+            monitor_interval=MONITOR_SECONDS,
+        )
+        super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
+        self.logs, self.asked, self.grace_seconds = logs, asked, grace_seconds
+        self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
+        self._ended: dict[int, float] = {}
+        self._raised: dict[int, float] = {}
+        self._forwarded = False
+        self._kill_at: float | None = None
+
+    def attempt(self) -> list[RankEnd]:
+        """Start the ranks, wait until the last has gone, and say how each ended."""
+        # The agent would turn these signals into an exception; the launcher has handlers of its own.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        try:
+            self.run()
+        finally:
+            self.kill()
+            self.host.shutdown()
+        return [self._end(rank, code) for rank, code in sorted(self._exitcodes().items())]
+
+    def kill(self) -> None:
+        """SIGKILL every rank that is left, and whatever ranks have started (each is the leader of a session of its own)."""
+        for rank, process in self._processes().items():
+            if process.poll() is None:
+                self.killed[rank] = is_suspended(process.pid)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in self._processes().values():
+            process.wait()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Forward what the launcher was asked, and end the attempt the moment that it has failed.
+
+        The agent's own look is left for when all ranks have gone: at a failure it would send SIGTERM and wait 30 s.
+        """
+        self._forward()
+        codes = self._exitcodes()
+        if any(codes.values()) or self._stuck():
+            self._settle()
+            self.kill()
+        elif self._kill_at is not None and time.monotonic() > self._kill_at:
+            self.kill()
+        elif None in codes.values():
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def _settle(self) -> None:
+        """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
+        codes = set(self._exitcodes().values()) - {None, 0}
+        if min(codes, default=0) < 0 and not self.asked.number:
+            return
+        until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
+        if self._kill_at is not None:
+            until = min(until, self._kill_at)
+        while None in self._exitcodes().values() and time.monotonic() < until and not self.asked.at_once:
+            self._forward()
+            time.sleep(MONITOR_SECONDS / 2)
+
+    def _stuck(self) -> bool:
+        """A rank has noted an error a while ago and has not ended: leaving a process group of which others are still part may block."""
+        now = time.monotonic()
+        for rank, code in self._exitcodes().items():
+            if code is None and rank not in self._raised and (self.logs / f"rank-{rank}.json").exists():
+                error = read_error(self.logs / f"rank-{rank}.json")
+                on_purpose = error is not None and error["exit_code"] in TOGETHER
+                self._raised[rank] = now + (self.grace_seconds if on_purpose else SETTLE_SECONDS)
+        return any(now > at for at in self._raised.values())
+
+    def _forward(self) -> None:
+        """Hand a signal on to the ranks once; they have the grace time from then on, and a second Ctrl-C ends it."""
+        if self.asked.number and not self._forwarded:
+            self._forwarded = True
+            for process in self._processes().values():
+                if process.poll() is None:
+                    process.send_signal(self.asked.number)
+            self._kill_at = time.monotonic() + self.grace_seconds
+        if self.asked.at_once:
+            self._kill_at = 0.0
+
+    def _end(self, rank: int, code: int) -> RankEnd:
+        error = read_error(self.logs / f"rank-{rank}.json")
+        ours = rank in self.killed
+        if ours and error:
+            code = error["exit_code"]  # it had said why it ends before we killed it
+        at = error["time"] if error else self._ended[rank]
+        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at, self.killed.get(rank, False))
+
+    def _processes(self) -> dict[int, Any]:
+        context: Any = self._pcontext
+        return {} if context is None else {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+
+    def _exitcodes(self) -> dict[int, Any]:
+        """Rank → exit code, None while it runs; the time (unix seconds) at which an end was first seen is kept."""
+        codes = {rank: process.poll() for rank, process in self._processes().items()}
+        for rank, code in codes.items():
+            if code is not None:
+                self._ended.setdefault(rank, time.time())
+        return codes

@@ -1,0 +1,126 @@
+"""What the launcher's and the machine's environment say. No torch here."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+
+from drumline.core.process import ProcessId, die_with, process
+from drumline.core.redact import redact
+from drumline.errors import EnvironmentFault
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SPEAK_SECONDS = 2.0  # for rank 0 to be as far as the others
+COMMAND_LENGTH = 100  # characters of a command line that are shown
+# How many processes a batch system or MPI has started of the same command; Slurm's own step before its job, which may have had more.
+TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What starts a process in the background and may end before it: no launchers.
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh", "csh", "busybox", "tmux", "screen", "sshd", "login", "su", "sudo", "systemd"}
+
+
+def launched_by() -> str | None:
+    """Who started this process as one rank of several: `torchrun`, or `environment` for any launcher that sets the usual variables."""
+    if not all(name in os.environ for name in REQUIRED):
+        return None
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "environment"
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for all: rank 0, or alone."""
+    return launched_by() is None or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """Around what ends in the same mistake on all ranks: rank 0 reports it, the others exit silently after it, since launchers
+    end all ranks when one goes."""
+    with nullcontext() if first_rank() else redirect_stderr(io.StringIO()):
+        try:
+            yield
+        except SystemExit:
+            time.sleep(0 if first_rank() else SPEAK_SECONDS)
+            raise
+
+
+def another_does(command: str) -> bool:
+    """Whether another rank of the launcher does this `command`: only training takes them all; data are prepared once on each host."""
+    who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
+    return launched_by() is not None and who is not None and os.environ.get(who, os.environ["RANK"]) != "0"
+
+
+def require_rendezvous() -> None:
+    """Raises EnvironmentFault where this is one of several tasks that do not know of each other: each would train alone."""
+    tasks = next((int(os.environ[name]) for name in TASKS if os.environ.get(name, "").isdecimal()), 1)
+    if tasks == 1 or launched_by() is not None:
+        return
+    if any(os.environ.get(name, "0") != "0" for name in TASK):
+        raise SystemExit(EnvironmentFault.exit_code)  # task 0 says it
+    raise EnvironmentFault(
+        f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the others: each would train alone",
+        where="launcher",
+        fix="start torchrun in one task a node: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc-per-node=GPUS"
+        " --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=FIRST_HOST:29500 -m drumline train CONFIG.yaml;"
+        " or, on one node, drumline train in one task alone: srun --ntasks=1",
+    )
+
+
+def die_with_launchers() -> None:
+    """Have this process killed when one of those that launched it dies, however it dies: nobody would look after it any more."""
+    die_with(launchers())
+
+
+def launchers() -> list[ProcessId]:
+    """The processes above this one that launched it: whoever has its arguments at the end of its own, as torchrun, deepspeed and
+    accelerate have, and as deepspeed has twice; of a rank also its parent, unless that is a shell."""
+    import psutil
+
+    own = [argument for argument in sys.argv[1:] if not argument.startswith(("--local_rank", "--local-rank"))]
+    found = []
+    for above in psutil.Process().parents():
+        try:
+            line, name = above.cmdline(), above.name()
+        except psutil.Error:  # somebody else's
+            continue
+        handed_on = own and line and "python" in Path(line[0]).name and line[-len(own) :] == own
+        started = launched_by() is not None and above.pid == os.getppid() and above.pid > 1 and name.lstrip("-") not in SHELLS
+        if handed_on or started:
+            found.append(process(above.pid))
+    return found
+
+
+def listen(port: int | None) -> socket.socket:
+    """A listening socket on loopback, on any free port when `port` is None. Held from now on, so that nobody can come in between.
+
+    Raises EnvironmentFault that names the holder of a port that is taken.
+    """
+    try:
+        return socket.create_server(("127.0.0.1", port or 0))
+    except OSError as error:
+        reason = f"is held by {port_holder(port)}" if port and port_holder(port) else f"cannot be had: {error.strerror}"
+        raise EnvironmentFault(f"port {port} {reason}", where="launch.port", fix="end it, or leave launch.port out") from None
+
+
+def port_holder(port: int) -> str | None:
+    """`pid 123 (python -m http.server)`: the process that listens on a port; None where there is none, or we may not know."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS tells only root
+        return None
+    for connection in connections:
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+            try:
+                command = shlex.join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:
+                return f"pid {connection.pid}"
+            return f"pid {connection.pid} ({redact(' '.join(command.split())[:COMMAND_LENGTH])})"
+    return None

@@ -1,0 +1,197 @@
+"""The lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
+
+`run.lock` is a line of JSON that says whose it is, and a counter that its holder raises every two seconds. It appears whole by a hard
+link, and a dead one is taken away by a rename, so that network file systems can keep it, too (not tried on one; there is no flock). Whether
+a holder lives is seen of its process where that can be seen, else of its counter: never of the files' times, since clocks differ and jump.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from drumline.core.process import ProcessId, this_process
+from drumline.errors import EnvironmentFault
+
+NAME = "run.lock"
+RENEW_SECONDS = 2.0
+PATIENCE_SECONDS = 8.0  # a counter that stands still for so long, by the reader's own clock, is a dead holder's
+LOOK_SECONDS = 0.5
+LONGEST = 8192  # bytes; no lease is longer
+
+
+class Lease:
+    """Holds the run folder while it is entered, and makes it where it is not there.
+
+    `__enter__` raises EnvironmentFault where somebody else has it, or it cannot be written to. A holder that finds its lease in other
+    hands (it was suspended, or cut off from the disk) ends its process on the spot, and with it the ranks: the folder is no longer its own.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.path = run_dir, run_dir / NAME
+        self.token = secrets.token_hex(8)
+        owner = {"token": self.token, **asdict(this_process()), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._head = json.dumps(owner).encode() + b"\n"
+        self._count, self._ended = 0, threading.Event()
+        self._made = False
+
+    def __enter__(self) -> Self:
+        self._made = not self.run_dir.exists()
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                self._wait_for_the_other()
+        except OSError as error:
+            why = f"cannot write the run folder: {error.strerror or error}"
+            raise EnvironmentFault(why, where=str(self.run_dir), fix="choose another with run.dir=…") from error
+        self._thread = threading.Thread(target=self._keep, daemon=True, name="drumline-lease")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(PATIENCE_SECONDS)  # no longer, where the disk does not answer
+        with suppress(OSError):  # what cannot be removed is a dead process's soon
+            if _token(_read(self.path) or b"") == self.token:
+                self.path.unlink()
+            if self._made:
+                self.run_dir.rmdir()  # where nothing came into it
+
+    def _create(self) -> bool:
+        """Make the file, unless there is one."""
+        own = self.path.with_name(f"{NAME}.{self.token}")
+        try:
+            own.write_bytes(self._text())
+            try:
+                os.link(own, self.path)
+            except FileExistsError:
+                return own.stat().st_nlink > 1  # over a network the answer to the call that made it may have been lost
+            except OSError:  # this file system has no hard links
+                with suppress(FileExistsError), self.path.open("xb") as file:
+                    file.write(self._text())
+                    return True
+                return False
+            return True
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _text(self) -> bytes:
+        return self._head + b"%020d\n" % self._count
+
+    def _wait_for_the_other(self) -> None:
+        """Come back when the file that is there is gone, by its holder's hand or, if that is dead, by ours. Raises EnvironmentFault."""
+        seen = _read(self.path)
+        if seen is None:
+            return
+        holder = _holder(seen)
+        alive = holder and holder.alive()
+        if alive is None:
+            print(f"note: {self.run_dir} may be in use by {_words(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
+            until = time.monotonic() + PATIENCE_SECONDS
+            while not alive and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+                now = _read(self.path)
+                if now is None:
+                    return
+                alive = now != seen
+        if alive:
+            raise EnvironmentFault(
+                f"the run folder is in use by {_words(seen)}",
+                where=str(self.run_dir),
+                fix="wait for that run's end or stop it, or choose another folder with run.dir=…",
+            )
+        self._take_away(seen)
+
+    def _take_away(self, dead: bytes) -> None:
+        """Remove the file with these contents. One that somebody has put there since comes back."""
+        aside = self.path.with_name(f"{NAME}.{self.token}")
+        with suppress(FileNotFoundError):  # somebody else took it away
+            self.path.rename(aside)
+            if aside.read_bytes() != dead:
+                with suppress(FileExistsError):
+                    os.link(aside, self.path)
+            aside.unlink()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_SECONDS):
+            with suppress(OSError):  # a full disk, a host that does not answer: tried again in two seconds
+                self._renew()
+
+    def _renew(self) -> None:
+        """Raise the counter, in the file that was found to be ours: no new file, so a full disk does not end the lease."""
+        self._count += 1
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                there = file.read(LONGEST)
+                if _token(there) == self.token:
+                    file.seek(0)
+                    file.write(self._text())
+                    return
+        except FileNotFoundError:
+            if not self._ended.is_set():
+                self._create()  # somebody removed it
+            return
+        lost = f"the run folder was taken over by {_words(there)} — this run ends here"
+        print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def is_held_by(token: str, run_dir: Path, seconds: float) -> bool:
+    """Whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(OSError, EnvironmentFault):  # such as a folder that is not there
+            if _token(_read(run_dir / NAME) or b"") == token:
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(LOOK_SECONDS)
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's bytes, None where there is none. Raises EnvironmentFault for what is no file."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise EnvironmentFault("is no lock of Drumline", where=str(path), fix="remove it, if no run is using the folder")
+        with path.open("rb") as file:
+            return file.read(LONGEST)
+    except FileNotFoundError:
+        return None
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    """What a lease says; empty for anything else."""
+    try:
+        said = json.loads(text.split(b"\n")[0])
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _token(text: bytes) -> str | None:
+    token = _fields(text).get("token")
+    return token if isinstance(token, str) else None
+
+
+def _holder(text: bytes) -> ProcessId | None:
+    said = _fields(text)
+    kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
+    if any(type(said.get(name)) is not kind for name, kind in kinds.items()) or not 0 < said["pid"] < 2**31:
+        return None
+    return ProcessId(**{name: said[name] for name in kinds})
+
+
+def _words(text: bytes) -> str:
+    holder = _holder(text)
+    if holder is None:
+        return f"somebody (what {NAME} says cannot be read)"
+    return f"pid {holder.pid} on host {holder.host[:100]}, since {str(_fields(text).get('since'))[:30]}"

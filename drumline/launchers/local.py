@@ -1,0 +1,156 @@
+"""Plan → processes on this machine: start, watch, start again from the newest whole checkpoint, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from drumline.core.out_of_memory import Exhausted
+from drumline.core.plan import Plan
+from drumline.core.signals import Asked
+from drumline.errors import NotSaved
+from drumline.hardware.detect import Groups, free_bytes, usable_cores
+from drumline.launchers.environment import listen
+from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
+from drumline.launchers.restarts import Restarts
+from drumline.telemetry.events import EventLog, Tail, read
+
+# Events whose `step` says how far the attempt was that wrote them.
+MILESTONES = ("restore", "step", "eval", "save")
+# (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
+OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
+
+
+def launch(
+    plan: Plan,
+    plan_path: Path,
+    resume: str | None,
+    on_event: Callable[[dict[str, Any]], None],
+    worker: str = "drumline.train.entry",
+    on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
+    trial: bool = False,
+) -> int:
+    """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
+
+    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is asked when a rank
+    ran out of memory; such an end is never tried again with the same plan. `trial`: nothing of it is worth saving, and a signal ends it
+    at once. Raises EnvironmentFault for a port that is held.
+    """
+    options, run_dir = plan.config.launch, Path(plan.run_dir)
+    nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
+    listener = listen(options.port)
+    from drumline.launchers.agent import Agent
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    restarts = Restarts(options.max_restarts)
+    groups = Groups.of_this_process()
+    with Asked(trial) as asked, Tail(events_path, on_event):
+        while True:
+            started, attempt, kills = time.time(), _next_attempt(run_dir), groups.oom_kills()
+            rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), worker]
+            command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
+            logs = run_dir / "logs" / f"attempt-{attempt}"
+            ends = Agent(command, nproc, listener, logs, asked, options.grace_seconds).attempt()
+            code = _code(ends, asked.number)
+            if code is not None:
+                _last_words(ends, code, asked.number, plan)
+                return NotSaved.exit_code if code == NotSaved.rank_code else code
+            cause = root_cause(ends)
+            reached, failed_at = _progress(events_path, started)
+            out, said = exhausted(cause, (kills, groups.oom_kills())), None
+            again = f"{restarts.left} restarts left until the next progress"
+            if asked.number:
+                reason: str | None = "asked to stop"
+            elif out is not None:
+                advice, reason = on_oom(out, max(failed_at, 0))
+                said, again = out.words() + (f"; {advice}" if advice else ""), "with that plan"
+            else:
+                reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+            _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, said)
+            if reason is not None:
+                return 1
+            resume, listener = newest_or(resume, run_dir), listen(options.port)
+
+
+def newest_or(resume: str | None, run_dir: Path) -> str:
+    """Where a run goes on that was started before: at its newest checkpoint, else where it was to begin."""
+    return "newest" if resume is None or any((run_dir / "checkpoints").glob("step-*")) else resume
+
+
+def _next_attempt(run_dir: Path) -> int:
+    """Attempts are counted over all launches into this run folder."""
+    return max((int(path.name.removeprefix("attempt-")) for path in (run_dir / "logs").glob("attempt-*")), default=-1) + 1
+
+
+def _progress(events_path: Path, started: float) -> tuple[int, int]:
+    """The last step that any attempt finished, and the last one of the attempt that began at `started` (unix seconds); -1 for none."""
+    if not events_path.exists():
+        return -1, -1
+    steps = [(e["step"], e["t"] >= started) for e in read(events_path) if e["kind"] in MILESTONES]
+    return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
+
+
+def _code(ends: list[RankEnd], asked: int) -> int | None:
+    """The exit code of a launch that is over; None where a rank failed and has to be told of."""
+    killed = any(end.ours for end in ends)
+    codes = {end.exitcode for end in ends if not end.ours or end.error}
+    if codes == {0} and not killed:
+        return 0
+    # 75 is said after the checkpoint is whole on all ranks: what falls in leaving does not undo it.
+    for code in (2, 3, NotSaved.rank_code, 75):
+        if code in codes:
+            return code
+    if asked and -asked in codes:
+        return 75  # it died of the signal because it could not listen yet; there was nothing to save then
+    return 1 if asked and codes <= {0} else None
+
+
+def _last_words(ends: list[RankEnd], code: int, asked: int, plan: Plan) -> None:
+    """The line of an end on purpose, once for all ranks."""
+    told = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    if told:
+        print(f"{'stopped' if code == 75 else 'error'}: {told[0].message}", file=sys.stderr)
+    elif code == 75:
+        print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
+    elif code == NotSaved.rank_code:
+        # The disk had no room for the rank's own words either.
+        room = f"about {plan.checkpoint_bytes:,} bytes needed, {free_bytes(Path(plan.run_dir)):,} free in {plan.run_dir}"
+        other = plan.config.checkpoint.fallback_dir
+        fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
+        print(f"error: the last checkpoint could not be written: no space: {room} — {fix}", file=sys.stderr)
+    elif code == 1 and asked:
+        print(
+            "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume",
+            file=sys.stderr,
+        )
+    elif code:
+        cause = root_cause(ends)
+        print(f"error: rank {cause.rank} {cause.message}; see {cause.log}", file=sys.stderr)
+
+
+def _tell(
+    cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, said: str | None
+) -> None:
+    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `said`: the one line that tells of memory."""
+    if said is None:
+        print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+    first = f"error: rank {cause.rank} failed after step {step}: {said or cause.message.splitlines()[0]}"
+    if reason is not None:
+        print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
+    else:
+        print(*([first] if said else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
+    EventLog(events_path).emit(
+        "fault",
+        attempt=attempt,
+        rank=cause.rank,
+        signal=cause.signal,
+        exitcode=cause.exitcode,
+        error=said or cause.message,
+        log=str(cause.log),
+        step=step,
+        action=f"stop: {reason}" if reason else "replan" if said else "restart",
+    )

@@ -1,0 +1,124 @@
+"""Which rank failed first, and what it said: the root cause once, the others' errors as its consequence."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.core.out_of_memory import Exhausted
+from drumline.core.redact import redact
+
+# What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
+CONSEQUENCES = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
+    "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
+    "failed on another rank", "Application timeout", "collective operation timeout",
+)  # fmt: skip
+LOG_LINES = 15
+OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended. `ours`: the launcher killed it after another had failed; `stopped`: somebody had suspended it until then. `at`:
+    unix seconds of its error, or of its end."""
+
+    rank: int
+    exitcode: int
+    error: dict[str, Any] | None
+    log: Path
+    ours: bool = False
+    at: float = 0.0
+    stopped: bool = False
+
+    @property
+    def signal(self) -> str | None:
+        if self.exitcode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exitcode).name
+        except ValueError:  # a real-time signal
+            return f"signal {-self.exitcode}"
+
+    @property
+    def message(self) -> str:
+        """What the rank said, or how it died."""
+        if self.error:
+            return redact(str(self.error["message"]))
+        if self.ours:
+            why = "it was suspended (SIGSTOP)" if self.stopped else "it hung, or waited for another"
+            return f"did not end by itself and was killed by the launcher: {why}"
+        return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
+
+    @property
+    def exhausted(self) -> Exhausted | None:
+        """What it knew of memory when that ran out; None where it ended of something else."""
+        told = (self.error or {}).get("exhausted")
+        return None if told is None else Exhausted.model_validate(told)
+
+    @property
+    def is_consequence(self) -> bool:
+        """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
+        if self.ours and not self.error:
+            return True
+        said = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
+        return any(words in said for words in CONSEQUENCES)
+
+
+def read_error(path: Path) -> dict[str, Any] | None:
+    """What `train.failure` noted of an exception: message, traceback, time, exit_code."""
+    try:
+        noted: dict[str, Any] = json.loads(path.read_text())["message"]["drumline"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return noted
+
+
+def root_cause(ends: list[RankEnd]) -> RankEnd:
+    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or said
+    that it waited in vain. One that the launcher killed, and that had said nothing, comes last: it may have waited, too."""
+    failed = [end for end in ends if end.exitcode != 0]
+    spoke = [end for end in failed if end.error or not end.ours]
+    blamed = [end for end in failed if not end.is_consequence] or spoke or failed
+    return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.ours, not end.stopped, end.at, end.rank))
+
+
+def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted | None:
+    """Whether memory ran out; `kills`: how many processes the kernel had killed for that before the attempt, and after it."""
+    before, after = kills
+    if cause.signal == "SIGKILL" and not cause.ours and before is not None and after is not None and after > before:
+        return Exhausted(rank=cause.rank, during="", killed=True)
+    return cause.exhausted
+
+
+def report(cause: RankEnd, ends: list[RankEnd]) -> str:
+    """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line. Without secrets."""
+    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.ours else "")]
+    if cause.error and cause.error.get("traceback"):
+        lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
+    tail = _tail(cause.log, without=cause.error)
+    lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
+    others = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
+    if others:
+        lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in others)]
+    silent = [end for end in ends if end.rank != cause.rank and end.ours and not end.error]
+    lines += [f"rank {end.rank} {end.message}" for end in silent if end.stopped or cause.is_consequence]
+    return redact("\n".join(lines))
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _tail(log: Path, without: dict[str, Any] | None) -> list[str]:
+    """The last lines of a log, less the traceback that is shown already."""
+    try:
+        text = log.read_text(errors="replace").rstrip()
+    except OSError:
+        return []
+    if without and without.get("traceback"):
+        text = text.replace(without["traceback"].rstrip(), "").rstrip()
+    return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]

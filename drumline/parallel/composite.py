@@ -1,0 +1,101 @@
+"""Models that learn side by side as if they were one: a policy, and a value model of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from drumline.parallel.engine import Engine, Read, Sums
+from drumline.telemetry.memory_tracker import Held
+
+POLICY = "policy"
+T = TypeVar("T")
+
+
+class Several:
+    """An Engine over the engines of several roles. Objectives are by role (role → objective), sums are added up, the norm is that of all
+    gradients together, and so clipping is.
+
+    What is asked of one model (infer, whole_weights, live, an objective that is no mapping) is asked of the policy. Canonical names of
+    another role's tensors have the role before them: `value/model.<fqn>`, so that an export or a run without it finds the policy's alone.
+    """
+
+    def __init__(self, engines: dict[str, Engine], rates: Mapping[str, float]) -> None:
+        """`engines`: by role, `policy` among them. `rates`: learning rate of a role as a part of the policy's, where it is another."""
+        self.engines, self.rates = engines, rates
+        self.policy = engines[POLICY]
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        assert objective.keys() == self.engines.keys(), "each model that learns has an objective"
+        return _added(engine.forward_backward(micro_batches, objective[role], denominator) for role, engine in self.engines.items())
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        if not isinstance(objective, Mapping):
+            return self.policy.evaluate(micro_batches, objective)
+        batches = list(micro_batches)
+        return _added(self.engines[role].evaluate(batches, wanted) for role, wanted in objective.items())
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        return self.policy.infer(micro_batches, read, adapter)
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.policy.whole_weights()
+
+    def live(self) -> nn.Module | None:
+        return self.policy.live()
+
+    def grad_norm(self) -> float:
+        return math.hypot(*(engine.grad_norm() for engine in self.engines.values()))
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        for role, engine in self.engines.items():
+            engine.step(lr * self.rates.get(role, 1.0), grad_norm)
+
+    def skip(self) -> None:
+        for engine in self.engines.values():
+            engine.skip()
+
+    def rescales(self) -> bool:
+        return any(engine.rescales() for engine in self.engines.values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            name if role == POLICY else f"{role}/{name}": tensor
+            for role, engine in self.engines.items()
+            for name, tensor in engine.tensors().items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        return self.policy.state() | {"roles": {role: engine.state() for role, engine in self.engines.items() if role != POLICY}}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for role, engine in self.engines.items():
+            own = state if role == POLICY else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
+            engine.load_state(own, of_role(tensors, role))
+
+    def held(self) -> Held:
+        return sum((engine.held() for engine in self.engines.values()), Held(0, 0, 0))
+
+    def exposed_communication(self) -> float | None:
+        waits = [engine.exposed_communication() for engine in self.engines.values()]
+        return None if None in waits else math.fsum(wait for wait in waits if wait is not None)
+
+
+def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
+    """What is a role's, under the names that its own engine has for it."""
+    if role == POLICY:
+        return {name: value for name, value in named.items() if "/" not in name}
+    return {name.removeprefix(f"{role}/"): value for name, value in named.items() if name.startswith(f"{role}/")}
+
+
+def _added(parts: Iterable[Sums]) -> Sums:
+    """The losses of all roles are one; other sums of one name are added up as well."""
+    total: Sums = {}
+    for sums in parts:
+        for key, value in sums.items():
+            total[key] = total.get(key, 0.0) + value
+    return total

@@ -1,0 +1,195 @@
+"""How a module is spread over data ranks, as far as the native engine has to know: when gradients are reduced, what evaluates."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from drumline.parallel.compress import Compressor
+from drumline.parallel.norms import local
+
+BUCKET_BYTES = 25 * 2**20
+T = TypeVar("T", bound=torch.Tensor)
+
+
+class Spread:
+    """One way of spreading. `module` runs a training forward, `inner` one without gradients, `reads` one whose objective is called
+    once with all rows of the batch."""
+
+    def __init__(self, module: nn.Module, inner: nn.Module | None = None, reads: nn.Module | None = None) -> None:
+        self.module = module
+        self.inner = module if inner is None else inner
+        self.reads = self.inner if reads is None else reads
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around a micro-batch's forward and backward; gradients must be reduced once the last one is through."""
+        return contextlib.nullcontext()
+
+    def exposed_communication(self) -> float | None:
+        """Seconds of the last step in which backward had ended and gradients were still on their way; None where it is not known."""
+        return None
+
+
+class Alone(Spread):
+    """One process."""
+
+    def exposed_communication(self) -> float:
+        return 0.0
+
+
+class Replicated(Spread):
+    """DDP. Evaluation runs below it: nothing is to be reduced there."""
+
+    def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
+        super().__init__(module, inner=module.module)
+        self.ddp, self.compressor = module, compressor
+        self.learns_graph = module.static_graph
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # A static graph is learned in the first backward, which has to be a reducing one: averages of averages are averages.
+        with contextlib.nullcontext() if last or self.learns_graph else self.ddp.no_sync():
+            yield
+        self.learns_graph = False
+        if last and self.compressor:
+            self.compressor.step += 1
+
+    def exposed_communication(self) -> float:
+        clocks = self.ddp._get_ddp_logging_data()
+        nanoseconds = clocks.get("backward_comm_time", 0) - clocks.get("backward_compute_comm_overlap_time", 0)
+        # A compressor waits inside of backward, where DDP's clocks see no waiting.
+        return max(0, nanoseconds) / 1e9 + (self.compressor.take_seconds() if self.compressor else 0.0)
+
+
+class Sharded(Spread):
+    """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits in the middle of forward and backward, and has no
+    clocks there: how long is not known."""
+
+    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, others: Iterable[FSDPModule] = ()) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in. `others`: further roots (stages of one rank)."""
+        assert isinstance(module, nn.Module)
+        super().__init__(module)
+        self.casts = casts
+        roots = nn.ModuleList([module, *others])  # type: ignore[list-item]
+        self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
+        self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)
+        return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        """After forwards without a backward: what they left gathered (the root, in the type that it computes in) is cut again. Until
+        then the model's parameters are those, not the ones that learn."""
+        for unit in self.units:
+            unit.reshard()
+
+
+class Averaged(Spread):
+    """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
+    of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(module)
+        self.group, self.ranks, self.bucket_bytes = group, dist.get_world_size(group), bucket_bytes
+        self.clock = _Clock()
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self.average()
+
+    def average(self) -> None:
+        """Average all gradients over the group, in flat buckets. Collective over the group.
+
+        A gradient that only other ranks have counts as zero here and is made; one that no rank has stays None.
+        """
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if self.ranks == 1 or not parameters:
+            return
+        with self.clock.measure(parameters[0].device.type), torch.no_grad():
+            under_way: list[_Bucket] = []
+            for bucket in buckets(parameters, self.bucket_bytes):
+                under_way.append(_Bucket(bucket, self.group))
+                # One is on its way while the next is packed: more would only take memory.
+                if len(under_way) > 1:
+                    under_way.pop(0).unpack(self.ranks)
+            for last in under_way:
+                last.unpack(self.ranks)
+
+    def exposed_communication(self) -> float:
+        return self.clock.seconds()
+
+
+class _Bucket:
+    """Gradients of some parameters end to end, and behind them a 1 for each that this rank has; summed over the group."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.parameters = parameters
+        parts = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in parameters]
+        self.sizes, self.shapes = [part.numel() for part in parts], [part.shape for part in parts]
+        has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parts[0].dtype, device=parts[0].device)
+        self.flat = torch.cat([*(part.reshape(-1) for part in parts), has])
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def unpack(self, ranks: int) -> None:
+        assert self.work is not None
+        self.work.wait()
+        *parts, has = self.flat.split([*self.sizes, len(self.parameters)])
+        for index, (parameter, part, shape) in enumerate(zip(self.parameters, parts, self.shapes, strict=True)):
+            if parameter.grad is None:
+                if not has[index]:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(part.view(shape)).div_(ranks)
+
+
+def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
+    """Neighbours of one dtype, up to `bucket_bytes` together (one larger than that goes by itself)."""
+    bucket: list[T] = []
+    held = 0
+    for tensor in tensors:
+        size = local(tensor).numel() * tensor.element_size()
+        if bucket and (held + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += size
+    if bucket:
+        yield bucket
+
+
+class _Clock:
+    """Seconds of a stretch of work, on a GPU by events in its stream: nothing is waited for until somebody asks."""
+
+    def __init__(self) -> None:
+        self.measured: float | tuple[torch.cuda.Event, torch.cuda.Event] = 0.0
+
+    @contextlib.contextmanager
+    def measure(self, device: str) -> Iterator[None]:
+        if device == "cuda":
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            yield
+            ended.record()
+            self.measured = (began, ended)
+        else:
+            start = time.perf_counter()
+            yield
+            self.measured = time.perf_counter() - start
+
+    def seconds(self) -> float:
+        if isinstance(self.measured, float):
+            return self.measured
+        began, ended = self.measured
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3

@@ -1,0 +1,117 @@
+"""The seam between the training loop and whatever spreads a model. The loop sees only this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from drumline.telemetry.memory_tracker import Held
+
+Sums = dict[str, float]
+Read = Callable[[Any, Any], torch.Tensor]
+# Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
+OPTIONAL = frozenset({"outer", "value/outer"})
+
+
+class Engine(Protocol):
+    """Owns the model, its gradients and its optimizer on this rank.
+
+    Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once.
+    """
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
+        ...
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """The sums without gradients; the model is left in training mode."""
+        ...
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
+
+        The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
+        so the model is what it was before it learned.
+        """
+        ...
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
+        same order on all, on this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be
+        the live one: copy, do not change. Tied weights come once. Collective: all ranks go through to the end.
+
+        Raises ModelError where weights are packed in 4 or 8 bits.
+        """
+        ...
+
+    def live(self) -> nn.Module | None:
+        """The whole Hugging Face model of this rank where it has one that can be called as it is, and None where the model is cut or
+        sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
+        ...
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the accumulated gradients, before clipping; the same on all ranks."""
+        ...
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        """Clip by the norm given, update the weights, and forget the gradients."""
+        ...
+
+    def skip(self) -> None:
+        """Forget the gradients; the weights stay."""
+        ...
+
+    def rescales(self) -> bool:
+        """True where a non-finite gradient is an overflow of fp16 that `skip` answers with a smaller loss scale."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state as they are now, under canonical names (`model.<fqn>`, `optim.<fqn>.<slot>`).
+
+        Between them the ranks name all; a rank may name a part. A checkpoint is saved from them; loading fills them and hands them to
+        `load_state`. Collective.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What else must survive, as JSON."""
+        ...
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Go on from `tensors`, what `tensors()` gave and a checkpoint filled, and from what `state` gave there, with `step`: steps done.
+
+        The checkpoint may be another engine's: of `state` nothing but `step` is certain, and sections in `OPTIONAL` may not be filled.
+        """
+        ...
+
+    def held(self) -> Held:
+        """Bytes of parameters, gradients and optimizer state that this rank holds now; ask between `forward_backward` and `step`, or
+        there are no gradients."""
+        ...
+
+    def exposed_communication(self) -> float | None:
+        """Seconds of the last forward_backward in which this rank only waited for others' gradients; None where nothing measures it."""
+        ...
+
+
+def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
+    """Sums over micro-batches (of a key `max_…` the largest), brought to the host in one go. Each of `outs` has the same keys."""
+    if not outs:
+        return {}
+    stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
+    columns = zip(outs[0], stacked.sum(0).tolist(), stacked.amax(0).tolist(), strict=True)
+    return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
+
+
+def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:
+    """An objective for `Engine.evaluate` that notes in `kept` what `read` gives for each micro-batch."""
+
+    def objective(outputs: Any, batch: Any) -> Any:
+        kept.append(read(outputs, batch))
+        return SimpleNamespace(loss_sum=torch.zeros((), device=kept[-1].device), sums={})
+
+    return objective

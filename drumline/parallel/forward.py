@@ -1,0 +1,98 @@
+"""What an engine does without gradients: run a model, ask it, hand out its weights. All that a frozen model is for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drumline.core.plan import Plan
+from drumline.errors import ModelError
+from drumline.models import adapters
+from drumline.models.names import all_tensors
+from drumline.parallel.batchnorm import agree_on_statistics, batch_norms
+from drumline.parallel.data_parallel import Alone, Replicated, Sharded, Spread
+from drumline.parallel.engine import Read, Sums, reader, total
+from drumline.telemetry.memory_tracker import Held
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ForwardEngine:
+    """A module whose forward runs model and objective in one go (so wrappers' hooks see all uses of a weight), spread over ranks."""
+
+    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+        """`around`: a context that each forward (and its backward) runs in."""
+        self.model, self.spread, self.around = model, spread, around
+        self.device = plan.device
+        # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
+        self.autocast_dtype = None if isinstance(spread, Sharded) and spread.casts else LOW_PRECISION.get(plan.precision)
+        self.batch_norms = batch_norms(model)
+        self.is_whole = isinstance(spread, Alone | Replicated) and plan.mesh.tp * plan.mesh.cp * plan.mesh.pp == 1
+        self.model.eval()
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        return total(self._look(self.spread.inner, micro_batches, objective))
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with adapters.switched(self.model, adapter):
+            self._look(self.spread.reads, micro_batches, reader(read, kept))
+        return kept
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        for name, tensor in all_tensors(self.model).items():
+            yield name, whole(name, tensor, self.device)
+
+    def live(self) -> nn.Module | None:
+        if not self.is_whole:
+            return None
+        self._come_together()
+        return self.model
+
+    def held(self) -> Held:
+        """Bytes of the weights that this rank holds."""
+        return Held.of(self.model.parameters(), (), ())
+
+    def _look(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
+        self._come_together()
+        learned = self.model.training
+        self.model.eval()
+        try:
+            outs = []
+            with torch.no_grad(), self._autocast(), self.around():
+                for batch in micro_batches:
+                    loss_sum, sums = module(batch, objective)
+                    outs.append({"loss": loss_sum, **sums})
+            return outs
+        finally:
+            self.model.train(learned)
+            if isinstance(self.spread, Sharded):
+                self.spread.reshard()
+
+    def _come_together(self) -> None:
+        """Before the model is looked at: what ranks hold each for itself becomes the same on all. Collective."""
+        agree_on_statistics(self.batch_norms)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.autocast_dtype)
+
+
+def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """A tensor, all of it, on `device`, where parts in host memory are brought first. Collective over the ranks that hold parts.
+
+    Raises ModelError for a weight that is packed in 4 or 8 bits.
+    """
+    if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+        what = f"{name} is packed, and is not handed out whole"
+        raise ModelError(what, where="adapter.quantize", fix="use adapter.quantize=none for this")
+    tensor = tensor.detach().to(device)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,147 @@
+"""The native engine: one process, DDP, or FSDP2. PyTorch's autograd and optimizer, with the model changed by ordered transforms."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.core.plan import Plan
+from drumline.core.strategies import DDPStrategy, FSDP2Strategy
+from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.dist.seeds import derive
+from drumline.models.head import ForwardWithObjective
+from drumline.models.names import canonical_tensors
+from drumline.models.shards import Values
+from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
+from drumline.parallel.compress import compress_ddp
+from drumline.parallel.context_parallel import apply_context_parallel
+from drumline.parallel.data_parallel import Alone, Averaged, Replicated, Sharded, Spread
+from drumline.parallel.engine import Sums, total
+from drumline.parallel.forward import Around, ForwardEngine
+from drumline.parallel.norms import LossScale, global_norm, local
+from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
+from drumline.parallel.tensor_parallel import apply_tp
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_dp, apply_fsdp2, gathered_in
+from drumline.telemetry.memory_tracker import Held, tensors_in
+from drumline.vendor.torch import foreach_mul_
+
+E = TypeVar("E", bound=ForwardEngine)
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[E]) -> E:
+    """Spread a model as the plan says: transforms in order, then its weights, then what the engine adds (an optimizer over the
+    parameters there are, where it learns)."""
+    config = plan.config
+    # FSDP2 has work for one process alone, too: to keep its weights in host memory.
+    spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
+    whole = device_mesh(plan.mesh, plan.device) if spreads else None
+    if plan.mesh.tp > 1:
+        assert whole is not None
+        apply_tp(model, whole["tp"])
+    if config.model.sync_batchnorm and whole is not None:
+        apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
+    module = ForwardWithObjective(model)
+    if plan.mesh.cp > 1:
+        assert whole is not None
+        apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.packs)
+    apply_activation_checkpointing(model, plan.activation_checkpointing)
+    apply_compile(model, config.compile)
+    around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
+    return engine(plan, model, _spread(plan, whole, model, module, values), around)
+
+
+def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values) -> Spread:
+    """Data parallelism goes on last, around everything. FSDP2 takes a model without weights, the others one with them."""
+    strategy = plan.config.strategy
+    if isinstance(strategy, FSDP2Strategy):
+        assert whole is not None
+        dtype = gathered_in(strategy, plan.precision, plan.config.images_alone)
+        root = apply_fsdp2(module, model, strategy, data_mesh(whole), dtype)
+        values.fill(model, offloaded=plan.offload == "cpu")
+        return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
+    values.fill(model)
+    if plan.data_parallel == "dp":
+        return Alone(apply_dp(module, plan.device), reads=module)
+    if whole is None or plan.data_parallel != "ddp":
+        return Alone(module)
+    options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+    if plan.mesh.tp > 1:
+        return Averaged(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
+    ddp = apply_ddp(module, options, gradient_group(whole))
+    return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
+
+
+class NativeEngine(ForwardEngine):
+    """Engine over a model that learns."""
+
+    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+        super().__init__(plan, model, spread, around)
+        self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
+        self.max_grad_norm = plan.config.optimizer.max_grad_norm
+        self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
+        self.named = dict(model.named_parameters())
+        self.optimizer = build_optimizer(self.named, plan.config.optimizer)
+        self.model.train()
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
+        scale = self.averaged_over / denominator * self.loss_scale.value
+        outs = []
+        for index, batch in enumerate(micro_batches):
+            with self.around(), self.spread.micro_batch(last=index == len(micro_batches) - 1):
+                with self._autocast():
+                    loss_sum, sums = self.spread.module(batch, objective)
+                (loss_sum * scale).backward()
+            outs.append({"loss": loss_sum.detach(), **sums})
+        return total(outs)
+
+    def grad_norm(self) -> float:
+        gradients = self._gradients()
+        self.loss_scale.unscale([local(g) for g in gradients])
+        return global_norm(gradients, self.device)
+
+    def step(self, lr: float, grad_norm: float) -> None:
+        if self.max_grad_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does it, but with a number: plain and sharded gradients are scaled alike.
+            factor = self.max_grad_norm / (grad_norm + 1e-6)
+            gradients = [local(g) for g in self._gradients()]
+            if factor < 1.0 and gradients:  # a pipeline's stage may have nothing to learn
+                foreach_mul_(gradients, factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.loss_scale.good()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def skip(self) -> None:
+        self.loss_scale.overflow()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def rescales(self) -> bool:
+        return self.loss_scale.enabled
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        agree_on_statistics(self.batch_norms)
+        return canonical_tensors(self.model) | optimizer_tensors(self.optimizer, self.named)
+
+    def state(self) -> dict[str, Any]:
+        return {"scaler": self.loss_scale.state()}
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        # The tensors are the live ones: filling them was all.
+        self.loss_scale.load(state.get("scaler", {}))
+        if isinstance(self.spread, Replicated) and self.spread.compressor:
+            self.spread.compressor.step = state["step"]
+
+    def held(self) -> Held:
+        return Held.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
+
+    def exposed_communication(self) -> float | None:
+        return self.spread.exposed_communication()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.named.values() if p.grad is not None]

@@ -1,0 +1,68 @@
+"""The optimizer over a model's parameters, its state made before the first step and named canonically."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drumline.core.config import OptimizerConfig
+
+
+def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
+    """What learns, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
+
+    Parameters on another mesh, or on none, are a group of their own: torch takes no mixture.
+    """
+    groups: dict[tuple[Any, bool], dict[str, Any]] = {}
+    for parameter in named.values():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            group = groups.setdefault((mesh, decays), {"params": [], "weight_decay": options.weight_decay if decays else 0.0})
+            group["params"].append(parameter)
+    return list(groups.values())
+
+
+def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer without state."""
+    # A pipeline's stage may have nothing to learn, and torch takes no empty list.
+    groups = parameter_groups(named, options) or [{"params": []}]
+    if options.kind == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+    # torch has no fused SGD for parts of tensors.
+    fused = options.fused and not any(isinstance(parameter, DTensor) for parameter in named.values())
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
+
+
+def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW or SGD, with its state. The learning rate is set at each step, and is zero before.
+
+    The optimizer makes its state as it likes it (a step of zero gradients at rate zero), and is set back to before any step: so a
+    checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what SGD's first
+    step starts from.
+    """
+    optimizer = new_optimizer(named, options)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    return optimizer
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """`optim.<parameter name>.<slot>` → the live tensor, for every parameter that has state."""
+    return {
+        f"optim.{name}.{slot}": value
+        for name, parameter in named.items()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }

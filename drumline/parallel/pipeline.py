@@ -1,0 +1,322 @@
+"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+
+Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients travel between stages. The last
+stage's forward ends in the objective, which is the loss that the schedule differentiates; its sums then go to all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from drumline.core.plan import Plan
+from drumline.core.strategies import DDPStrategy, FSDP2Strategy
+from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.models import adapters
+from drumline.models.names import all_tensors
+from drumline.models.shards import Values
+from drumline.parallel.data_parallel import Alone, Averaged, Sharded, Spread
+from drumline.parallel.engine import Read, Sums, reader, total
+from drumline.parallel.forward import ForwardEngine, whole
+from drumline.parallel.native import NativeEngine
+from drumline.parallel.norms import global_norm, local
+from drumline.parallel.stages import Layout, Stage, find_layout, part, tied
+from drumline.parallel.tensor_parallel import apply_tp
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_fsdp2, gathered_in
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "model_parallel": pipelining.ScheduleGPipe,
+}
+
+
+def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
+    """Cut a model (laid out without weights, or whole on the CPU) as the plan says, spread this rank's stages, and fill those. Collective.
+
+    Raises PlanError for a model that cannot be cut.
+    """
+    parts, shared = _cut(plan, model, values)
+    return PipelineEngine(plan, *parts, shared=shared)
+
+
+def prepare_frozen(plan: Plan, model: nn.Module, values: Values) -> ForwardPipeline:
+    """`prepare` for a model that only answers."""
+    parts, _ = _cut(plan, model, values)
+    return ForwardPipeline(plan, *parts)
+
+
+def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
+    """What a ForwardPipeline is made of; and the names of the weights that both ends hold."""
+    assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
+    whole = device_mesh(plan.mesh, plan.device)
+    rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
+    layout = find_layout(model)
+    mine = range(rank, len(layers), plan.mesh.pp)
+    shared = tied(model, layout)
+    dtype = _boundary_dtype(plan)
+    held = part(model, layout, [layers[index] for index in mine], dtype)
+    if not next(held.parameters()).is_meta:
+        held.to(values.device)
+    if plan.mesh.tp > 1:
+        apply_tp(held, whole["tp"])
+    apply_activation_checkpointing(held, plan.activation_checkpointing)
+    apply_compile(held, plan.config.compile)
+    stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
+    spread = _spread(plan, held, stages, whole, values)
+    return (held, spread, stages, layout, whole["pp"], torch.device(values.device)), shared
+
+
+def _boundary_dtype(plan: Plan) -> torch.dtype:
+    """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
+    strategy = plan.config.strategy
+    return (gathered_in(strategy, plan.precision) if isinstance(strategy, FSDP2Strategy) else None) or torch.float32
+
+
+def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whole: DeviceMesh, values: Values) -> Spread:
+    strategy = plan.config.strategy
+    if isinstance(strategy, FSDP2Strategy):
+        # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
+        dtype = gathered_in(strategy, plan.precision)
+        roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), dtype) for s in stages]
+        values.fill(model, offloaded=plan.offload == "cpu")
+        return Sharded(roots[0], sync_each_micro_batch=False, casts=dtype is not None, others=roots[1:])
+    values.fill(model)
+    if plan.mesh.data_ranks * plan.mesh.cp > 1:
+        buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+        return Averaged(model, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
+    return Alone(model)
+
+
+class StageWithObjective(nn.Module):
+    """What a schedule runs: a stage over the micro-batches of the step in hand, by number; the last stage ends in the loss, float32[1]."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.micro_batches: list[Any] = []
+        self.objective: Any = None
+        self.scale: float | None = None
+        self.autocast: Any = contextlib.nullcontext
+        self.splits_backward = False
+        self.outs: list[dict[str, torch.Tensor]] = []
+
+    def begin(self, micro_batches: list[Any], objective: Any, scale: float | None) -> None:
+        """`scale`: what the loss is multiplied by before backward; None without gradients."""
+        self.micro_batches, self.objective, self.scale = micro_batches, objective, scale
+
+    def forward(self, received: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
+        batch = self.micro_batches[int(index)]
+        with self.autocast():
+            out = self.stage.run(batch, None if self.stage.is_first else received)
+            if isinstance(out, torch.Tensor):
+                return out
+            if self.splits_backward and self.scale is not None:
+                return self._loss_at_once(out, batch)
+            return self._loss(out, batch)
+
+    def _loss(self, out: Any, batch: Any) -> torch.Tensor:
+        told = self.objective(out, batch)
+        self.outs.append({"loss": told.loss_sum.detach(), **told.sums})
+        return (told.loss_sum * (1.0 if self.scale is None else self.scale)).reshape(1)
+
+    def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
+        """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
+        cross-entropy makes its gradients in forward and gives them away once."""
+        values = {name: value for name in ("hidden_BTD", "logits_BTV", "logits_BC") if (value := getattr(out, name)) is not None}
+        leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+        loss = self._loss(replace(out, **leaves), batch)
+        with torch.autocast(loss.device.type, enabled=False):
+            loss.backward()
+        return _Known.apply(loss.detach(), [leaf.grad for leaf in leaves.values()], *values.values())
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        return None, None, *(gradient if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
+
+
+class ForwardPipeline(ForwardEngine):
+    """What is asked of a rank's stages without gradients: answers are made on the last stage, and go to all ranks of the pipeline."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        stages: list[StageWithObjective],
+        layout: Layout,
+        pp: DeviceMesh,
+        place: torch.device,
+    ) -> None:
+        """`place`: where stages compute."""
+        super().__init__(plan, model, spread)
+        self.stages, self.layout, self.group = stages, layout, pp.get_group()
+        self.rank, self.ranks = pp.get_local_rank(), pp.size()
+        self.dtype = _boundary_dtype(plan)
+        self.place = place
+        for stage in stages:
+            stage.autocast = self._autocast
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
+        self._come_together()
+        learned = self.model.training
+        self._train(False)
+        sends: list[tuple[Any, torch.Tensor]] = []
+        batches = list(micro_batches)
+        try:
+            with torch.no_grad():
+                for stage in self.stages:
+                    stage.begin(batches, objective, None)
+                for index, batch in enumerate(batches):
+                    for stage in self.stages:
+                        received = None if stage.stage.is_first else self._receive(batch)
+                        out = stage(received, torch.tensor(index))
+                        if not stage.stage.is_last:
+                            sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
+                for work, _ in sends:
+                    work.wait()
+            return self._sums()
+        finally:
+            self._train(learned)
+            if isinstance(self.spread, Sharded):
+                self.spread.reshard()
+
+    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(adapters.switched(stage.stage.model, adapter))
+            self.evaluate(micro_batches, reader(read, kept))
+        forms: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in kept]]
+        dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
+        last = self.rank == self.ranks - 1
+        return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        mine = all_tensors(self.model)
+        of_ranks: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
+        told: set[str] = set()
+        for rank, forms in enumerate(of_ranks):
+            for name, form in forms.items():
+                if name not in told:  # both ends hold tied weights
+                    told.add(name)
+                    yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
+
+    def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that one rank of the pipeline has, on all of them."""
+        full = torch.empty(shape, dtype=dtype, device=self.place) if mine is None else mine.contiguous()
+        dist.broadcast(full, group=self.group, group_src=rank)
+        return full
+
+    def _receive(self, batch: Any) -> torch.Tensor:
+        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)
+        dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
+        return hidden_BTD
+
+    def _sums(self) -> Sums:
+        """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
+        last = self.stages[-1]
+        told = [total(last.outs) if last.stage.is_last else None]
+        last.outs.clear()
+        dist.broadcast_object_list(told, group=self.group, group_src=self.ranks - 1)
+        assert told[0] is not None
+        return told[0]
+
+    def _train(self, mode: bool) -> None:
+        for stage in self.stages:
+            stage.train(mode)
+
+
+class PipelineEngine(ForwardPipeline, NativeEngine):
+    """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
+
+    def __init__(self, plan: Plan, *parts: Any, shared: list[str]) -> None:
+        """`parts`: as of ForwardPipeline. `shared`: names of the weights that both ends hold."""
+        super().__init__(plan, *parts)
+        assert plan.pipeline is not None
+        self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
+        for stage in self.stages:
+            stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
+        self.schedule = self._schedule(plan, len(plan.pipeline.layers))
+        self._train(True)
+
+    def _schedule(self, plan: Plan, number: int) -> Any:
+        """torch's schedule over this rank's stages, all shapes said ahead: no trial run, and no messages to agree on them."""
+        assert plan.pipeline is not None
+        B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
+        ids = torch.empty(B, T, dtype=torch.int64, device="meta")
+        hidden = torch.empty(B, T, self.layout.width, dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        made = [
+            pipelining.PipelineStage(
+                module,
+                self.rank + turn * self.ranks,
+                number,
+                self.place,
+                input_args=ids if module.stage.is_first else hidden,
+                output_args=loss if module.stage.is_last else hidden,
+                group=self.group,
+            )
+            for turn, module in enumerate(self.stages)
+        ]
+        kind = SCHEDULES[plan.pipeline.schedule]
+        several = plan.pipeline.schedule in ("interleaved", "zero_bubble")
+        # The loss is a sum and scaled already.
+        return kind(made if several else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
+
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+        scale = self.averaged_over / denominator * self.loss_scale.value
+        with self.spread.micro_batch(last=True):
+            for start in range(0, len(micro_batches), self.at_once):
+                batches = micro_batches[start : start + self.at_once]
+                for stage in self.stages:
+                    stage.begin(batches, objective, scale)
+                numbers = torch.arange(len(batches))
+                ids = [torch.cat([b.input_ids_BT for b in batches])] if self.rank == 0 else []
+                self.schedule.step(*ids, target=numbers, index=numbers)
+        self._add_up_shared()
+        return self._sums()
+
+    def grad_norm(self) -> float:
+        self.loss_scale.unscale([local(g) for g in self._gradients()])
+        twice = set(self.shared if self.rank else [])
+        gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in twice]
+        return global_norm(gradients, self.device, self.group)
+
+    def _add_up_shared(self) -> None:
+        """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""
+        peer = self.ranks - 1 - self.rank
+        for name in self.shared:
+            parameter = self.named[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mine = local(parameter.grad).contiguous()
+            theirs = torch.empty_like(mine)
+            ops = [dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer)]
+            ops.append(dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer))
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            local(parameter.grad).add_(theirs)

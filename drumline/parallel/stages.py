@@ -1,0 +1,262 @@
+"""Cutting any causal LM of Hugging Face into stages, without knowing its class.
+
+A stage is the model itself with what it lacks replaced, so its own forward makes masks and rotary embeddings from the ids and
+positions that every stage is given. A block of another stage is an `Absent` one, which hands its input on. The one right before the
+stage's own blocks (`Entry`) gives the hidden states that came from the stage before in place of whatever the trunk made up to
+there; the one right after them (`Exit`) notes what goes to the next. Names of weights stay as they are in the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.core.stages import Range
+from drumline.errors import PlanError
+from drumline.models.blocks import block_list
+from drumline.models.head import Outputs, can_split, outputs, split
+from drumline.models.scores import VALUE
+from drumline.models.small import Tokens, close, tried
+
+TRIED = 4  # blocks of the copy: a first, a last, and two between
+# For all that cannot be cut: what else there is for a model too large for one device.
+INSTEAD = "use strategy: fsdp2 or tp instead"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model can be cut. `before` and `after`: names of the modules with weights that run ahead of the first block and behind
+    the last. `returns`: how many values a block returns in a tuple, 0 for a tensor alone. `width`: D of the hidden states.
+    `splits`: see models.head.can_split."""
+
+    blocks: str
+    number: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    returns: int
+    width: int
+    splits: bool = False
+
+
+def find_layout(model: Any) -> Layout:
+    """Found by running a small copy on eight tokens and noting what ran when. `model` may lie on the meta device.
+
+    Raises PlanError where there is not one list of blocks, where weights outside of it are used between the blocks or blocks share
+    them, and where stages would not make the whole: each block of the copy by itself is a stage, on one of two ranks in turn.
+    """
+    found: list[Layout] = []
+
+    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+        layout = look(small, ids_BT)
+        found.append(layout)
+        return stages_make_the_whole(small, layout, tuple((i, i + 1) for i in range(layout.number)), 2, ids_BT)
+
+    if not tried(model, "cpu", trial, layers=TRIED):
+        raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
+    blocks = block_list(model)
+    assert blocks is not None, "its copy has them"
+    _require_apart(model, blocks[1], [*found[0].before, *found[0].after])
+    after = (*found[0].after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
+    return replace(found[0], number=len(blocks[1]), after=after, splits=can_split(model))
+
+
+def look(model: Any, ids_BT: torch.Tensor) -> Layout:
+    """The layout of a model with weights, by a run on `ids_BT`. Raises PlanError."""
+    name = type(model).__name__
+    found = block_list(model)
+    if found is None:
+        raise PlanError(f"{name} has no single list of blocks to cut into stages", where="strategy", fix=INSTEAD)
+    path, blocks = found
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = {n: m for n, m in model.named_modules() if id(m) not in inside and m._parameters}
+    ran: list[tuple[str, str]] = []
+    made: list[Any] = []
+
+    def note(*event: str) -> Any:
+        return lambda *_: ran.append(event)  # type: ignore[arg-type]
+
+    hooks = [blocks[0].register_forward_pre_hook(note("first", "")), blocks[-1].register_forward_hook(note("last", ""))]
+    hooks.append(blocks[-1].register_forward_hook(lambda _module, _inputs, out: made.append(out)))
+    for n, module in outside.items():
+        hooks += [module.register_forward_pre_hook(note("begin", n)), module.register_forward_hook(note("end", n))]
+    try:
+        model(input_ids=ids_BT, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if ran.count(("first", "")) != 1 or ran.count(("last", "")) != 1:
+        raise PlanError(f"{name} runs its blocks more than once", where="strategy", fix=INSTEAD)
+    first, last = ran.index(("first", "")), ran.index(("last", ""))
+    before = tuple(n for n in outside if ("end", n) in ran[:first] and ("begin", n) not in ran[first:])
+    after = tuple(n for n in outside if ("end", n) not in ran[:last])
+    between = sorted(set(outside) - set(before) - set(after)) or [n for n in after if ("begin", n) in ran[:last]]
+    if between:
+        raise PlanError(f"{name} uses {between[0]} between its blocks", where="strategy", fix=INSTEAD)
+    out = made[0]
+    returns = len(out) if isinstance(out, tuple) else 0
+    return Layout(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1])
+
+
+def _require_apart(model: Any, blocks: nn.ModuleList, outside: list[str]) -> None:
+    """Raises PlanError where blocks share weights: two stages would train two copies of them."""
+    parts = [*blocks, nn.ModuleList([model.get_submodule(name) for name in outside])]
+    owners: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        for parameter in part.parameters():
+            if owners.setdefault(id(parameter), index) != index:
+                raise PlanError(f"blocks of {type(model).__name__} share weights", where="strategy", fix=INSTEAD)
+
+
+class Absent(nn.Module):
+    """Stands where a block of another stage would, with that block's plain attributes, which trunks look at (`attention_type`)."""
+
+    def __init__(self, block: nn.Module, returns: int) -> None:
+        super().__init__()
+        self.returns = returns
+        for name, value in vars(block).items():
+            if not name.startswith("_") and name not in vars(self):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_BTD = self.hand_on(args[0] if args else kwargs["hidden_states"])
+        return (hidden_BTD, *[None] * (self.returns - 1)) if self.returns else hidden_BTD
+
+    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        return hidden_BTD
+
+
+class Entry(Absent):
+    received: torch.Tensor | None = None
+
+    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        received, self.received = self.received, None
+        assert received is not None, "a stage runs on what the one before it sent"
+        return received
+
+
+class Exit(Absent):
+    noted: torch.Tensor | None = None
+
+    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        self.noted = hidden_BTD
+        return hidden_BTD
+
+
+class Blank(nn.Module):
+    """In place of an embedding (or its projection) on a later stage: zeros of the width that it makes, which Entry replaces in turn."""
+
+    def __init__(self, instead: nn.Embedding | nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.looks_up, self.dtype = isinstance(instead, nn.Embedding), dtype
+        self.width = instead.embedding_dim if isinstance(instead, nn.Embedding) else instead.out_features
+
+    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        leading = given.shape if self.looks_up else given.shape[:-1]
+        return torch.zeros(*leading, self.width, dtype=self.dtype, device=given.device)
+
+
+class Hand(nn.Module):
+    """In place of any other module with weights: its input."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+def tied(model: Any, layout: Layout) -> list[str]:
+    """Names of the weights that both ends hold."""
+    first, last = ({id(p) for name in names for p in model.get_submodule(name).parameters()} for names in (layout.before, layout.after))
+    return [name for name, parameter in model.named_parameters() if id(parameter) in first & last]
+
+
+def part(model: Any, layout: Layout, ranges: list[Range], dtype: torch.dtype = torch.float32) -> Any:
+    """The part of a model that a rank holds: blocks of `ranges`, what comes before the first block where that is among them, what
+    comes after the last likewise. Weights that both ends share (a tied head) are held by both. The model given is left as it is.
+    `dtype`: what hidden states travel in."""
+    held = {block for first, stop in ranges for block in range(first, stop)}
+    ends = dict.fromkeys(layout.before, 0 in held) | dict.fromkeys(layout.after, layout.number - 1 in held)
+    needed = {id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()}
+    lacks: dict[str, nn.Module] = {}
+    for name, here in ends.items():
+        module = model.get_submodule(name)
+        weights = {id(p) for p in module.parameters(recurse=False)}
+        if weights and not here and not needed & weights:
+            makes = name in layout.before and isinstance(module, nn.Embedding | nn.Linear)
+            lacks[name] = Blank(module, dtype) if makes else Hand()
+    blocks = model.get_submodule(layout.blocks)
+    lacks |= {f"{layout.blocks}.{i}": Absent(block, layout.returns) for i, block in enumerate(blocks) if i not in held}
+    return _with(model, lacks)
+
+
+def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
+    """A copy of a model that shares all its modules but those `replaced` and the ones they lie in."""
+    fresh = copy.copy(model)
+    fresh._modules = dict(model._modules)
+    below: dict[str, dict[str, nn.Module]] = {}
+    for name, module in replaced.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            below.setdefault(child, {})[rest] = module
+        else:
+            fresh._modules[child] = module
+    for child, inner in below.items():
+        fresh._modules[child] = _with(model._modules[child], inner)
+    return fresh
+
+
+class Stage(nn.Module):
+    """Blocks [first, stop) of a model, with what comes before the first or after the last. `model`: the whole, or a rank's part."""
+
+    def __init__(self, model: Any, layout: Layout, bounds: Range, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        first, stop = bounds
+        self.is_first, self.is_last = first == 0, stop == layout.number
+        self.splits, self.dtype = layout.splits, dtype
+        blocks = model.get_submodule(layout.blocks)
+        edges: dict[str, nn.Module] = {}
+        if not self.is_first:
+            edges[f"{layout.blocks}.{first - 1}"] = Entry(blocks[first - 1], layout.returns)
+        if not self.is_last:
+            edges[f"{layout.blocks}.{stop}"] = Exit(blocks[stop], layout.returns)
+        self.model = _with(part(model, layout, [bounds], dtype), edges)
+        ends = self.model.get_submodule(layout.blocks)
+        self.ends = (None if self.is_first else ends[first - 1], None if self.is_last else ends[stop])
+
+    def run(self, batch: Any, hidden_BTD: torch.Tensor | None) -> torch.Tensor | Outputs:
+        """What the next stage is sent, [B, T, D]; of the last stage the outputs. `hidden_BTD`: None for the first stage."""
+        entry, exit_ = self.ends
+        if entry is not None:
+            entry.received = hidden_BTD
+        if exit_ is None:
+            return outputs(self.model, batch, split(self.model) if self.splits else None)
+        trunk = self.model.get_decoder() or self.model.base_model
+        trunk(**batch.inputs(), use_cache=False)
+        sent, exit_.noted = exit_.noted, None
+        return sent.to(self.dtype).contiguous()
+
+
+def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
+    """Whether stages, each of its rank's part, give the model's own logits one after another. Raises PlanError where they do not run."""
+    held = [part(model, layout, list(ranges[rank::ranks])) for rank in range(ranks)]
+    stages = [Stage(held[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
+    # Two different rows: broadcasting would hide a wrong shape behind one.
+    ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
+    batch = Tokens(ids_BT)
+    whole = outputs(model, batch, None)
+    passed: Any = None
+    try:
+        for stage in stages:
+            passed = stage.eval().run(batch, passed)
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise PlanError(f"{type(model).__name__} does not run in stages: {error}", where="strategy", fix=INSTEAD) from error
+    if whole.logits_BC is not None:
+        return close(passed.class_logits(), whole.logits_BC)
+    if whole.logits_BTV is None:
+        return close(passed.values(), whole.values())
+    logits = passed.logits_BTV
+    if logits is None:
+        logits = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
+    return close(logits, whole.logits_BTV)

@@ -1,0 +1,149 @@
+"""Tensor parallelism (Megatron-LM, Shoeybi et al. 2019) by the plan that a Hugging Face model carries.
+
+The plan names a style for each module that is cut; all else is held whole on each rank and computed alike. Weights become DTensors, so
+a checkpoint holds them whole, under their own names. Between modules there are plain tensors, whole or this rank's part, as the next
+one expects them. What the styles mean is told in transformers.distributed.tensor_parallel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from drumline.core.facts import TP_STYLES
+from drumline.dist.mesh import first_row
+from drumline.errors import PlanError
+from drumline.models.weights import cut_layers, tensor_plan, whole_layer
+from drumline.vendor.torch import prepare_rowwise_input
+
+
+def apply_tp(model: Any, mesh: DeviceMesh) -> None:
+    """Cut the model over `mesh` (one dimension) in place. All ranks hold the same weights before, or meta tensors; LoRA may be in place.
+
+    Raises PlanError for a model without a plan, and for a style that is not known here.
+    """
+    plan = tensor_plan(model)
+    if not plan or not TP_STYLES.issuperset(plan.values()):
+        unknown = ", ".join(sorted({*plan.values()} - TP_STYLES))
+        what = f"{type(model).__name__} " + (f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan")
+        raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
+    head = model.get_output_embeddings()
+    _cut_vocabulary(whole_layer(model.get_input_embeddings()), head and whole_layer(head), mesh)
+    for name, style in plan.items():
+        _cut(model.get_submodule(name), style, mesh)
+
+
+def _cut(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """One module by its style."""
+    how: ParallelStyle
+    if style == "colwise":
+        how = ColwiseParallel()
+    elif style == "rowwise":
+        how = _Rowwise()
+    elif style in ("colwise_gather_output", "colwise_rep"):
+        how = ColwiseParallel(output_layouts=Replicate())
+    elif style in ("rowwise_split_input", "rowwise_rep"):
+        how = _Rowwise(input_layouts=Replicate())
+    elif style == "replicated_with_grad_allreduce":
+        return _around(module, lambda forward: _with_weights(module, forward, lambda w: _summed_in_backward(w, mesh)))
+    else:
+        assert style == "replicate", style
+        return
+    for layer in cut_layers(module, style):
+        parallelize_module(layer, mesh, how, src_data_rank=None)
+
+
+class _Rowwise(RowwiseParallel):
+    """For a width that does not divide, too: torch would take each rank's part of the input to be as wide as its own."""
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh) -> Any:
+        part = inputs[0]
+        if input_layouts == desired_input_layouts and mod.in_features % device_mesh.size():
+            shape = torch.Size((*part.shape[:-1], mod.in_features))
+            strides = torch.empty(shape, device="meta").stride()
+            inputs = (DTensor.from_local(part, device_mesh, input_layouts, run_check=False, shape=shape, stride=strides),)
+        return prepare_rowwise_input(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+
+def _cut_vocabulary(embedding: nn.Module, head: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Each rank holds some rows of embedding and head, of the last ones fewer where they do not divide; a tied pair stays one parameter.
+
+    The head's own forward gathers all logits; where the loss can take hidden states it is never called (`models.head.Outputs`).
+    """
+    # A pipeline's stage has something else in the place of what other stages hold.
+    tied = head is not None and getattr(head, "weight", None) is getattr(embedding, "weight", head)
+    embeds, heads = isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear)
+    if tied and not (embeds and heads):
+        return
+    if heads:
+        assert head is not None
+        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+    if embeds:
+        assert isinstance(embedding, nn.Embedding)
+        _cut_embedding(embedding, mesh)
+        if tied:
+            embedding.weight = head.weight  # type: ignore[union-attr,assignment]
+
+
+def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """A token's row is looked up where it is held and is zero elsewhere; the sum over ranks is the embedding."""
+    whole = embedding.weight
+    cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    embedding.weight = nn.Parameter(cut, requires_grad=whole.requires_grad)
+    first, rows = first_row(embedding.num_embeddings, mesh), cut.to_local().shape[0]
+    padding = embedding.padding_idx
+    embedding.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+
+    def look_up(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        local = _with_weights(embedding, forward, lambda weight: weight.to_local())
+
+        def parallel(ids: torch.Tensor) -> torch.Tensor:
+            mine = ids - first
+            elsewhere = (mine < 0) | (mine >= rows)
+            part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+            return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+        return parallel
+
+    _around(embedding, look_up)
+
+
+def _summed_in_backward(weight: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The weight itself. Each rank uses it on its own heads, so its gradient is the sum over ranks."""
+    return DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _around(module: nn.Module, change: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
+    module.forward = change(module.forward)
+
+
+def _with_weights(
+    module: nn.Module, forward: Callable[..., torch.Tensor], change: Callable[[Any], torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """`forward` as it is with `change(weight)` in the place of each of the module's own weights.
+
+    They are taken from the module at each call: FSDP2 puts others there for as long as a forward runs.
+    """
+
+    @contextlib.contextmanager
+    def changed() -> Iterator[None]:
+        own = {name: weight for name, weight in module._parameters.items() if weight is not None}
+        module._parameters.update({name: change(weight) for name, weight in own.items()})  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            module._parameters.update(own)
+
+    def run(*inputs: Any) -> torch.Tensor:
+        with changed():
+            return forward(*inputs)
+
+    return run

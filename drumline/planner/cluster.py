@@ -1,0 +1,112 @@
+"""Which cluster a run is planned for: what the YAML says, filled up with what is found here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from drumline.core.cluster import ClusterConfig
+from drumline.hardware import catalog
+from drumline.hardware.calibration import Calibration, read
+from drumline.hardware.cluster import Cluster, DeviceSpec
+from drumline.hardware.detect import Machine
+
+# FLOP of fp32 in a cycle of one core: two fused multiply-adds on eight numbers each (AVX2: Intel's and AMD's optimisation manuals).
+# Wider units are not counted on, nor 16-bit ones: `drumline calibrate` measures what they do. One channel of DDR4-3200 (JEDEC).
+FLOP_PER_CYCLE, CLOCK, CHANNEL = 32, 2.5e9, 25.6e9
+# A GPU that the catalog lacks is planned for as if it were this one, the slowest that has bf16.
+STAND_IN = "3090"
+
+
+def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+    """`processes`: ranks of this machine, where it is the one to plan for; `calibration`: what was measured here (calibration_for).
+
+    What was measured here counts where the device is the one that is here, on however many hosts; a file that the YAML names goes before.
+    Raises EnvironmentFault where that file is damaged or not there.
+    """
+    if said is None:
+        return found(machine, processes, calibration)
+    ranks = said.per_node or processes
+    spec = said.spec()
+    here = found(machine, ranks, calibration)
+    if spec is None and said.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
+        spec = processor(machine, ranks)
+    same = spec is None or spec.name == here.device.name
+    device = here.device if spec is None or same else spec
+    per_node = said.per_node or (here.per_node if same else 1)
+    usual = here.intra if same else said.link(device.intra)
+    bytes_ = int(said.host_memory_gb * catalog.GIGA) if said.host_memory_gb else here.host_memory_bytes if same else None
+    return Cluster(
+        device=device,
+        per_node=per_node,
+        nodes=said.nodes,
+        intra=usual if said.intra is None else said.link(said.intra),
+        inter=said.link(said.inter),
+        host_link=here.host_link if same else said.link(device.host_link),
+        host_memory_bytes=bytes_,
+        price_per_device_hour=said.price_per_device_hour,
+        found=same and said.nodes == 1 and per_node == here.per_node,
+        calibration=_measured(said, device, ranks, here.calibration if same else Calibration()),
+        notes=(*(here.notes if same else _assumed(said)), *network_assumed(said, said.nodes)),
+    )
+
+
+def _measured(said: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
+    """What the named file says, else what was measured here; another link than the one here was not measured."""
+    if said.calibration is not None:
+        named = read(Path(said.calibration))
+        return named.shared(ranks) if device.kind == "cpu" else named
+    return here if said.intra is None else replace(here, collectives={})
+
+
+def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
+    """The same hosts, more or fewer of them."""
+    return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
+
+
+def _assumed(said: ClusterConfig) -> tuple[str, ...]:
+    """What a short name was taken for."""
+    taken = catalog.AMBIGUOUS.get(catalog.plain(said.device or ""))
+    return (f"cluster.device {said.device}: taken for {taken}",) if taken and said.device not in said.devices else ()
+
+
+def network_assumed(said: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
+    """That nobody said what joins the hosts, where there are several: plans on several hosts hang on it more than on anything else."""
+    if nodes == 1 or (said is not None and "inter" in said.model_fields_set):
+        return ()
+    inter = (said or ClusterConfig()).inter
+    return (f"cluster.inter is not said: {inter} between hosts is assumed; such as cluster.inter=400Gb or 8x400Gb says what there is",)
+
+
+def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory. Where there
+    are more ranks than GPUs, as many hosts like this one as they need."""
+    measured, notes = calibration or Calibration(), tuple[str, ...]()
+    if machine.devices:
+        first = machine.devices[0]
+        known = catalog.by_driver(first.name, first.memory_bytes)
+        if known is None and not measured.matmul:
+            notes = (f"{first.name} is not in the catalog: taken for as fast as a {STAND_IN}; `drumline calibrate` measures it",)
+        spec = replace(known or catalog.DEVICES[STAND_IN], name=known.name if known else first.name, memory_bytes=first.memory_bytes)
+        if "PCIE" in first.name.upper():  # drivers write both: A100-PCIE-40GB, H100 PCIe
+            spec = replace(spec, intra=spec.host_link)
+        per_node = min(processes, len(machine.devices))
+    else:
+        spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
+    intra, host_link = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link]
+    network = catalog.link("100Gb")
+    assert network is not None
+    host = machine.memory_bytes
+    return Cluster(
+        spec, per_node, -(-processes // per_node), intra, network, host_link, host, found=True, calibration=measured, notes=notes
+    )
+
+
+def processor(machine: Machine, processes: int) -> DeviceSpec:
+    """The part of this machine's cores and memory that each of `processes` ranks has."""
+    rate = FLOP_PER_CYCLE * CLOCK * machine.cores / processes
+    flops = dict.fromkeys(("fp32", "bf16", "fp16"), rate)
+    source = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
+    return DeviceSpec(
+        "cpu", "cpu", machine.memory_bytes // processes, CHANNEL / processes, flops, source, intra="loopback", host_link="loopback"
+    )

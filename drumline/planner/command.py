@@ -1,0 +1,185 @@
+"""What `drumline plan` does: ask, search, say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from drumline.core.load import Loaded
+from drumline.core.model import ModelConfig
+from drumline.errors import UserError
+from drumline.planner.cluster import network_assumed
+from drumline.planner.cost.estimate import estimate
+from drumline.planner.question import Asked, ask
+from drumline.planner.report import extra as further
+from drumline.planner.report.as_json import as_json, candidate, catalog
+from drumline.planner.report.check import show_probes
+from drumline.planner.report.explanation import explain, pick
+from drumline.planner.report.flags import FLAGS, Flags, asked
+from drumline.planner.report.table import show
+from drumline.planner.report.yaml_output import to_use
+from drumline.planner.search.advice import nothing_fits, refusal, what_if
+from drumline.planner.search.heuristics import asked_first
+from drumline.planner.search.probe import require_here
+from drumline.planner.search.search import Answer, Candidate, Question, Refused, in_order, search, why_not
+from drumline.report.bars import OnProgress, bars
+
+TRACED = 3  # of the best
+
+
+Trial = Callable[[Answer, Loaded, OnProgress], Answer]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says. `tokens`: that the run trains on, where data and steps do not say it; `most`: of what the most is
+    asked for; `what_if`: nodes=2,4,8."""
+
+    config: Path | None = None
+    overrides: list[str] = field(default_factory=list)
+    flags: Flags = Flags()
+    tokens: float | None = None
+    as_json: bool = False
+    top: int = 8
+    explain: str | None = None
+    devices: bool = False
+    figure: Path | None = None
+    most: further.Kind | None = None
+    what_if: str | None = None
+    probe: Trial | None = None  # what tries the best for real: `train.probe.probe`
+    trace: bool = False
+
+
+def plan(options: Options) -> int:
+    """`drumline plan`. Returns the exit code. Raises PlanError, after the answer was shown, where nothing fits."""
+    console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
+    if options.devices:
+        print(json.dumps(catalog(), indent=2)) if options.as_json else further.show_devices(console)
+        return 0
+    _one_question(options)
+    if options.tokens is not None and not math.isfinite(options.tokens):
+        raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
+    hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
+    loaded = asked(options.config, options.overrides, options.flags)
+    made = _asked(loaded, aside)
+    question = made.question
+    if options.most is not None:
+        _most(question, options.most, options, console)
+    elif hosts is not None:
+        if question.cluster.nodes == 1:  # else it was told already
+            _tell(network_assumed(question.config.cluster, max(hosts)), aside)
+        _what_if(question, hosts, options, console)
+    else:
+        _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
+    return 0
+
+
+def _one_question(options: Options) -> None:
+    """Raises UserError for flags of which one would be ignored."""
+    further_ones = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
+    shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
+    asked_ = [name for name, value in further_ones.items() if value]
+    beside = [name for name, value in shown.items() if value]
+    if len(asked_) > 1 or (asked_ and beside):
+        raise UserError(f"{' and '.join([*asked_, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
+
+
+def _searched(made: Asked, loaded: Loaded, options: Options, aside: Console) -> Answer:
+    """The answer, with `--trace` of the best few by traced activations, with `--probe` corrected by a few real steps of the best. Raises
+    EnvironmentFault where there is to be a probe and the cluster is not this machine."""
+    if options.probe is not None:
+        require_here(made.question.cluster)
+    answer = search(made.question)
+    with bars(aside) as on_progress:
+        if options.trace:
+            answer = _traced(answer, made.model, made.model_path, on_progress)
+        return answer if options.probe is None else options.probe(answer, loaded, on_progress)
+
+
+def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:
+    """The answer with the first TRACED estimated anew; one that then does not fit is refused. `model`: whose config can be had at
+    `model_path`, or is written out. What cannot be traced keeps its estimate."""
+    from drumline.planner.tracing.trace import trace
+
+    question, made, refused = answer.question, list[Candidate](), list(answer.refused)
+    for number, best in enumerate(answer.ranked[:TRACED]):
+        on_progress("tracing activations of the best", number, min(TRACED, len(answer.ranked)))
+        config = best.layout.config.model_copy(update={"model": model})
+        found = trace(config, model_path, best.layout, question.facts)
+        if found is not None:
+            best = replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
+        if best.estimate.verdict == "no":
+            refused.append(Refused(best.name, why_not(best.estimate), best))
+        else:
+            made.append(best)
+        on_progress("tracing activations of the best", number + 1, min(TRACED, len(answer.ranked)))
+    return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
+
+
+def _asked(loaded: Loaded, aside: Console) -> Asked:
+    with bars(aside) as on_progress:
+        made = ask(loaded, on_progress)
+    _tell((*loaded.notes, *made.notes), aside)
+    return made
+
+
+def _tell(notes: Iterable[str], aside: Console) -> None:
+    for note in notes:
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
+
+
+def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
+    """Show an answer in the form that was asked for."""
+    if options.figure is not None:
+        from drumline.planner.report.picture import draw
+
+        draw(answer, options.figure)
+        aside.print(f"drew {options.figure}", markup=False, soft_wrap=True)
+    if options.explain is not None:
+        if options.as_json:
+            print(json.dumps(candidate(answer.question, pick(answer, options.explain)[0], options.tokens), indent=2))
+            return
+        console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
+        return
+    changes = () if answer.ranked else nothing_fits(answer)
+    if options.as_json:
+        print(json.dumps(as_json(asked_first(answer)[0], options.tokens, changes), indent=2))
+    else:
+        answer, words = asked_first(answer)
+        if words:
+            console.print(f"{words}\n", soft_wrap=True, markup=False)
+        if answer.probes:
+            show_probes(answer.probes, console)
+        show(answer, console, top=options.top, tokens=options.tokens)
+        further.show_guides(answer, console)
+        further.show_changes(changes, console)
+        if answer.ranked:
+            further.show_tight(answer, console)
+            further.show_host(answer, console)
+            further.show_lighter(answer, console)
+            config = None if loaded.path == Path(FLAGS) else loaded.path
+            said = [*options.flags.overrides(), *options.overrides]
+            console.print(to_use(answer.question.config, answer.ranked[0], config, said), soft_wrap=True, markup=False)
+    if not answer.ranked:
+        raise refusal(answer, changes)
+
+
+def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:
+    found = further.most(question, kind)
+    if options.as_json:
+        print(json.dumps(further.most_json(question, found, kind), indent=2))
+    else:
+        further.show_most(question, found, kind, console, options.top)
+
+
+def _what_if(question: Question, hosts: list[int], options: Options, console: Console) -> None:
+    answers = what_if(question, hosts)
+    if options.as_json:
+        print(json.dumps(further.what_if_json(answers, options.tokens), indent=2))
+    else:
+        further.show_what_if(answers, console, options.tokens)

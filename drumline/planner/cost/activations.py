@@ -1,0 +1,224 @@
+"""What a model keeps of its forward for its backward, by the shapes of its layers. Pure.
+
+Counted from Hugging Face's own code of decoders such as Llama's and Qwen's, operator by operator: RMS norms in fp32, scaled dot product
+attention, SiLU(gate) × up. `tests/distributed/test_memory.py` holds it against what really lives. For blocks that compute otherwise it
+is an estimate; a trace (drumline.planner.tracing) then knows better. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from drumline.core import strategies as s
+from drumline.core.config import LoRAConfig
+from drumline.core.estimate import Activations
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.layout import Layout
+from drumline.core.rule import cp_method
+
+# fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
+Kind = Literal["fp32", "autocast", "low"]
+EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is told by the config alone
+PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Widths of a block: `queries` and `keys` of all heads together, `feed` inside of its feed-forward part."""
+
+    hidden: int
+    queries: int
+    keys: int
+    feed: int
+    gated: bool
+    norms: int
+    head_norms: bool
+    products: tuple[tuple[int, bool], ...]  # of all matrix products as they run: outputs, and whether tensor parallelism cuts them
+    ranks: int  # of all adapters, added up
+    adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
+    learns: bool  # its own weights do
+    heads: int
+    rms: bool
+
+
+@lru_cache(maxsize=256)
+def block_of(facts: ModelFacts) -> Block:
+    """Of the largest block that the model has most of."""
+    weights, _ = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))
+    linear = [w for w in weights if len(w.shape) == 2 and w.owners[-1:] and w.owners[-1] in ("Linear", "Conv1D")]
+    base = [w for w in linear if "lora_" not in w.name]
+    attention = [w for w in base if _in_attention(w)]
+    feed = [w for w in base if w not in attention]
+    back = next((w for w in attention if "o_proj" in w.name), attention[-1] if attention else None)
+    ahead = [w for w in attention if w is not back]  # of queries, keys and values, which some models have in one
+    out = _sides(back)[0] if back else facts.hidden
+    kv = max(0, sum(_sides(w)[1] for w in ahead) - out) // 2 if back else facts.hidden
+    norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
+    factors = [w for w in linear if "lora_A" in w.name]
+    experts = [
+        min(n for n in w.shape[1:] if n != facts.hidden) for w in weights if len(w.shape) == 3 and set(w.shape[1:]) != {facts.hidden}
+    ]
+    inner = (EXPERTS * min(experts) if experts else _sides(feed[-1])[0] * (EXPERTS if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
+    of_queries = {id(w) for w in ahead}
+    places = {
+        _stem(w.name): ("qkv" if id(w) in of_queries else "out") if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base
+    }
+    return Block(
+        hidden=facts.hidden,
+        queries=out,
+        keys=kv,
+        feed=inner,
+        gated=len(feed) != 2 or bool(experts) or _sides(feed[0])[1] == 2 * inner,
+        norms=sum(w.shape[0] == facts.hidden for w in norms) or 2,
+        head_norms=any(w.shape[0] != facts.hidden for w in norms),
+        products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
+        ranks=sum(min(w.shape) for w in factors),
+        adapted=frozenset(places[_stem(w.name)] for w in factors if _stem(w.name) in places),
+        learns=any(w.learned for w in base),
+        heads=facts.heads,
+        rms=not norms or any("rms" in w.owners[-1].lower() for w in norms),
+    )
+
+
+def _in_attention(weight: Weight) -> bool:
+    return any("attention" in owner.lower() for owner in weight.owners)
+
+
+def _sides(weight: Weight) -> tuple[int, int]:
+    """Inputs and outputs of a layer; GPT-2's Conv1D has them the other way round."""
+    return weight.shape if weight.owners[-1] == "Conv1D" else weight.shape[::-1]  # type: ignore[return-value]
+
+
+def _stem(name: str) -> str:
+    return name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
+
+
+def kind_of(layout: Layout) -> Kind:
+    if layout.precision == "fp32":
+        return "fp32"
+    strategy = layout.strategy
+    casts = isinstance(strategy, s.FSDP2Strategy) and strategy.param_dtype != "fp32" and not layout.config.images_alone
+    return "low" if casts or layout.data_parallel == "zero" else "autocast"
+
+
+def formula(layout: Layout, facts: ModelFacts) -> Activations:
+    """Of a rank of the layout, as operators are counted; figures.Activations says of what."""
+    adapter = isinstance(layout.config.adapter, LoRAConfig)
+    # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
+    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead else 0
+    repeats = bool(mask) or (layout.mesh.cp > 1 and cp_method(layout.strategy) == "ring")
+    drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
+    kept = Attention(mask, repeats, _score_bytes(layout, facts), drops)
+    return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)
+
+
+class Attention(NamedTuple):
+    """What attention keeps besides its inputs and result. `mask`: entries for each token. `repeats`: keys for each query head. `scores`:
+    bytes of each; 0 where they are made in tiles. `drops`: bytes for each entry that dropout over a block's results keeps."""
+
+    mask: int
+    repeats: bool
+    scores: float
+    drops: int
+
+
+def _score_bytes(layout: Layout, facts: ModelFacts) -> float:
+    """With dropout, torch has no tiles on a CPU: softmax, mask and their product are kept, in fp32 (sdp_utils_cpp.cpp of torch)."""
+    width, asked = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
+    if asked != "eager" and not (asked == "auto" and facts.keeps_scores):
+        return 12 if facts.drops_scores and layout.device == "cpu" else 0
+    dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
+    return 4 + width * facts.caps_scores + dropped
+
+
+@lru_cache(maxsize=4096)
+def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attention: Attention, adapter: bool, tp: int) -> Activations:
+    block, width = block_of(facts), 4 if kind == "fp32" else 2
+    stream = (2 if kind == "low" else 4) * block.hidden  # bytes of a token's hidden states between blocks
+    everything = _saved(facts, block, kind, length, attention, tp)
+    queries, feed = block.queries / tp, block.feed / tp
+    wide = width * (3 if block.gated else 2) * feed
+    # Gradients of the feed-forward's two branches, and of the stream; LoRA's fp32 copies of what a low precision made.
+    backward = stream + width * 2 * feed + (7 * feed if adapter and kind != "fp32" else 0)
+    forward = max(4 * width * queries, width * block.hidden) + (6 * feed + 6 * block.hidden if adapter and kind != "fp32" else 0)
+    if recomputes == "none":
+        saved = everything
+    else:
+        kept = twice = 0.0
+        if recomputes == "selective":
+            # Of attention the result, of matrix products every second one (parallel.transforms).
+            outs = sum(out / (tp if cut else 1) for out, cut in block.products[::2])
+            kept = width * (outs + queries) + 4 * block.heads / tp
+            # What a block keeps anyhow: attention's result, and where no adapter adds to them, its values and the gate.
+            twice = width * (queries + (0 if block.ranks else block.keys / tp + feed * block.gated)) + 4 * block.heads / tp
+        saved = stream + kept
+        backward += everything - stream - twice
+        forward = max(forward, 2 * stream + wide + width * block.hidden)
+    # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
+    angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
+    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.learns else stream) + angles + 4
+    return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
+
+
+@lru_cache(maxsize=256)
+def tower_bytes(facts: ModelFacts, low: bool) -> float:
+    """Of a vision tower that learns, for one image token, of which each has four patches: inputs and outputs of its linear layers, and half
+    as much again. An estimate."""
+    main = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))[0]
+    total = 0.0
+    for weights, number in facts.kinds_of_blocks if facts.sees else ():
+        if weights is not main and any(w.learned for w in weights):
+            total += number * sum(sum(w.shape) for w in weights if len(w.shape) == 2)
+    return 4 * 1.5 * (2 if low else 4) * total
+
+
+def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: Attention, tp: int) -> float:
+    """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
+    h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
+    width = 4 if kind == "fp32" else 2
+    learns, adapted = block.learns, block.adapted
+    inputs = {part: learns or part in adapted for part in ("qkv", "out", "up", "down")}
+    total = block.norms * (_norm(block, kind) + (4 if block.rms else 8))
+    for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
+        if inputs[part]:
+            # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
+            total += width * h * (copies if kind == "autocast" else 1)
+    # Beside a mask keys and values are repeated for each query head, and each layer turns it into numbers.
+    total += width * (attention.mask + (4 * q if attention.repeats else 2 * q + 2 * kv))
+    total += block.heads / tp * (length * attention.scores or 4) + 2 * h * attention.drops
+    if block.head_norms:
+        total += (8 if kind == "fp32" else 6) * (q + kv)
+    activation = 4 + (kind != "fp32") if not block.gated and facts.classes & PYTHON_GELU else 3 if block.gated else 1
+    total += width * feed * (activation + inputs["down"])
+    if block.ranks:
+        total += width * block.ranks
+        if kind == "autocast":
+            # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
+            total += width * q * ("out" in adapted)
+    return total
+
+
+def _norm(block: Block, kind: Kind) -> float:
+    """Bytes of a token that a norm keeps of its input: as it is, or of RMS norms in fp32 and, for the weight's gradient, normed."""
+    width = 2 if kind == "low" else 4
+    return block.hidden * (4 + width * block.learns if block.rms else width)
+
+
+def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float, float]:
+    """(in the loss; from it to the end of the head's backward; from there on): what logits and the head's gradient take, for `tokens` of a
+    micro-batch. `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
+    weight = 4.0 * vocabulary * hidden * learns
+    left = weight / 2 if kind == "low" else weight
+    if chunk == 0:
+        logits = tokens * vocabulary
+        # Low logits, fp32 ones and log-softmax; then its gradient twice besides it.
+        return (8 if kind == "fp32" else 10) * logits, 12 * logits + left, left
+    rows = min(chunk, tokens)
+    cast = 2.0 * vocabulary * hidden if kind == "autocast" else 0.0
+    product = 0.0 if kind == "fp32" else weight
+    gradient = 4 * tokens * hidden
+    # Everything is written over the fp32 logits; a low copy stands beside them. The chunk before is still there when the next is made.
+    logits = (4 if kind == "fp32" else 6) * min(2 * rows, tokens) * vocabulary
+    return logits + weight + product + cast + gradient, 2 * weight + gradient, left

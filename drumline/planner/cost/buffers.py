@@ -1,0 +1,159 @@
+"""What a rank holds for a while besides states and activations: gathered weights, what is on its way to others, copies. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from drumline.core import strategies as s
+from drumline.core.communication import kept_bytes
+from drumline.core.estimate import Activations
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.rule import offloads, quantizes
+from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
+from drumline.planner.cost.activations import kind_of
+from drumline.planner.cost.states import FULL, LOW, Part, Sizes, ends, flattened, held, largest_block, shards_of
+from drumline.planner.cost.volume import WIDTH, weights_of
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes by when they are there."""
+
+    always: float = 0.0
+    forward: float = 0.0  # up to the loss
+    through: float = 0.0  # from forward's begin to backward's end
+    block: float = 0.0  # besides, while a block runs forward
+    begun: float = 0.0  # from backward's begin to its end
+    backward: float = 0.0  # besides, while a block runs backward
+    second: float = 0.0  # more than that from the second block on, when what the first one saved is gone
+    last: float = 0.0  # at the end of backward
+    step: float = 0.0
+    average: float = 0.0  # behind backward, while gradients are averaged without DDP
+
+
+def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None = None) -> Buffers:
+    """`kept`: what a trace knows of the copies that autocast makes, which hangs on the model's own code."""
+    if layout.data_parallel == "zero":
+        return _zero(layout, facts)
+    if layout.data_parallel == "fsdp2":
+        return _fsdp2(layout, facts, mine)
+    return _copies(layout, facts, mine, kept)
+
+
+def stepping(layout: Layout, here: Sizes) -> float:
+    """Of an optimizer that is not fused, over fp32 weights that learn: on a GPU all at once (foreach), on a CPU one by one."""
+    options, sharded = layout.config.optimizer, layout.data_parallel == "fsdp2" or layout.mesh.tp > 1
+    if options.fused and (options.kind == "adamw" or not sharded):
+        return 0.0
+    copies = 1 if options.kind == "adamw" or options.weight_decay else 0
+    return FULL * (copies * here.learned if layout.device == "cuda" and not sharded else 3 * here.largest)
+
+
+def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
+    """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
+    here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
+    gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
+    # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
+    # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
+    low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
+    copies = LOW * held(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
+    largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
+    one = LOW * (largest.learned * low + largest.linear * packed)
+    backward = one if recomputes or packed else 0
+    if isinstance(strategy, s.DDPStrategy):
+        always += kept_bytes(strategy, layout.mesh.world_size) * here.learned
+        if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not strategy.gradient_as_bucket_view:
+            always += gradients
+    averaged = layout.data_parallel == "ddp" and (layout.mesh.tp > 1 or layout.engine == "pipeline")
+    if averaged and layout.mesh.data_ranks * layout.mesh.cp > 1:
+        bucket = (strategy.bucket_cap_mb if isinstance(strategy, s.DDPStrategy) else 25.0) * MIB
+        average = min(gradients, 2 * max(bucket, FULL * here.largest))
+    if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
+        last = 2 * gradients  # the first GPU adds up those of the others
+    forward, through = (copies, 0) if recomputes else (0, copies)
+    if kept is not None and kept.copies is not None and not packed:  # packed weights cannot be traced
+        blocks = mine.blocks if layout.pipeline else facts.layers
+        made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
+        forward = max(0, made - through)
+    if layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1 and layout.batch.accumulation > 1:
+        through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
+    # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo
+    # take no more than gradients did, which are gone by then.
+    block = one if packed else 0.0  # a weight that is unpacked is there while it is used; of a block's no more than all
+    return Buffers(always, forward, through, block, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
+
+
+def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
+    """The root's weights stay whole from forward on; of the blocks the one that runs, and those on their way (fully_shard of torch)."""
+    strategy = layout.strategy
+    # A frozen role under ZeRO 3 is spread like this, too.
+    options = strategy if isinstance(strategy, s.FSDP2Strategy) else s.FSDP2Strategy()
+    tp, shards, kind = layout.mesh.tp, shards_of(layout), kind_of(layout)
+    width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
+    root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
+    whole = held(facts, mine, tp)
+    still = min(width, WIDTH[layout.precision])  # of an entry that does not learn
+    gathered = width * (root.entries - root.low) + still * root.low
+    behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
+    resharded = options.reshard_after_forward
+    # While a block's weights are copied out of what was gathered for it, both are there.
+    one = width * (block.entries - block.low) + still * block.low
+    running, begun, returning = one * (1 + (options.prefetch or 1)), one, one * (behind or 1)
+    if not resharded:
+        others, unlearned = whole.entries - root.entries, whole.low - root.low
+        gathered += width * (others - unlearned) + still * unlearned
+        running, begun, returning = one, 0, one
+    waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
+    several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
+    unreduced = reduced * whole.learned if waits and several else 0
+    # Unsharded gradients; what those of the block before were put into to be reduced, which is still on its way, and the result.
+    reduction, second = float(width * block.learned), float(reduced * block.learned + FULL * math.ceil(block.learned / shards))
+    if unreduced:
+        reduction, second = (width + 2 * reduced + width) * block.learned + FULL * math.ceil(block.learned / shards), 0.0
+    last = gathered + (width + reduced) * root.learned
+    offloaded = options.offload == "cpu" and layout.device == "cuda"
+    copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
+    step = stepping(layout, held(facts, mine, tp, shards)) if not offloaded else 0.0
+    return Buffers(0.0, 0.0, gathered + unreduced + copies, running, begun, returning + reduction, second, last - gathered, step)
+
+
+def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
+    """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
+    strategy, ranks = layout.strategy, layout.mesh.world_size
+    assert isinstance(strategy, s.ZeroStrategy)
+    cut, low = flattened(facts, ranks), layout.precision != "fp32"
+    width = LOW if low else FULL
+    own = user_config(strategy, facts)
+    bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
+    optimizer, _ = offloads(strategy)
+    if strategy.kind == "zero3":
+        everything = cut.learned + cut.still
+        alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
+        ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", PREFETCHED))
+        small = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
+        whole = sum(number * weight.numel for weight, number in weights_of(facts) if weight.numel <= small)
+        largest = largest_block(facts, Part(((0, len(facts.block_weights)),))).entries
+        gathered = width * (min(everything, alive + ahead + largest) - min(everything, whole))
+        staged = FULL * cut.pieces if optimizer == "none" and low else 0
+        reduced = width * min(bucket, cut.learned)
+        return Buffers(FULL * bucket + width * whole, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
+    # A bucket in the type of the gradients, and in fp32 what is sent of it.
+    bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
+    buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
+    taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * buckets
+    sent = FULL * min(bucket, cut.learned) if low or bf16_1 else 0
+    always = width * cut.largest if optimizer != "none" and layout.device == "cuda" else 0
+    if optimizer != "none" and layout.device == "cpu":
+        always = 2 * width * cut.largest + width * cut.flat // ranks
+    accumulated = FULL * cut.learned if strategy.kind == "zero1" and layout.precision == "fp16" else 0
+    flat = FULL * cut.flat // ranks if not low else 0
+    # A gradient of its own for the largest weight, which the bucket does not take where it is full.
+    # Whole gradients that ZeRO 1 adds up until the last micro-batch, where they are not among its states.
+    if strategy.kind == "zero1" and not bf16_1 and layout.batch.accumulation > 1:
+        always += FULL * cut.learned
+    full = bucket < cut.learned  # then it is sent before the end, too
+    return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)

@@ -1,0 +1,220 @@
+"""Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
+2020, for states; Korthikanti et al. 2022 for activations). Pure.
+
+states.native_state, zero_state              ──▶ what lies between steps, exact
+activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
+buffers.buffers_of                           ──▶ gathered weights, buckets, copies
+others.others_of                             ──▶ models besides the policy, rollouts
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from drumline.core.algorithms import ClassifyConfig, RewardModelConfig, VLLMGenerator
+from drumline.core.estimate import Activations, Memory
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.hardware.cluster import Cluster
+from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
+from drumline.planner.cost.auxiliary import others_of
+from drumline.planner.cost.buffers import Buffers, buffers_of
+from drumline.planner.cost.states import FULL, Part, State, end_weights, part, part_of, state_of
+
+GIB = 2**30
+CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
+GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
+# What the allocator reserves for each byte of tensors: published ratios, without expandable segments (docs/planning.md, "Constants").
+RESERVES = {"fsdp2": 1.24, "zero3": 1.24, "zero2": 1.05, "zero1": 1.05}
+RESERVES_ELSE = 1.08
+# Parts of a step that figures call backward: its begin, its way through the blocks, its end, and averaging behind it.
+BACKWARD = ("head", "blocks", "end", "average")
+# Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
+BYTES_PER_IMAGE_FLOP = 0.004
+IMAGE_SHARE = 0.5  # of the tokens of a model that sees, those taken to stand for images
+
+
+def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
+    """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
+    layout's own precision, checkpointing, adapter and tensor parallelism."""
+    engine = _sampler(layout, cluster)
+    return max((of_rank(layout, facts, activations, rank, engine) for rank in _fullest(layout, facts)), key=lambda m: m.peak)
+
+
+def _sampler(layout: Layout, cluster: Cluster) -> int:
+    """What a vLLM engine in each rank keeps for itself from the first rollout on (rl.colocated): its share of the GPU."""
+    generator = getattr(layout.config.algorithm, "generator", None)
+    if not isinstance(generator, VLLMGenerator) or generator.url is not None or layout.device == "cpu":
+        return 0
+    return int(generator.memory * cluster.device.memory_bytes)
+
+
+def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
+    """Ranks of a pipeline that may be the fullest: both ends, and of those between the one that most blocks wait on."""
+    ranks = layout.mesh.pp
+    if layout.pipeline is None or ranks <= 3:
+        return list(range(ranks))
+    layers = layout.pipeline.layers
+    return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, part_of(facts, layers, ranks, r).blocks)[0]), ranks - 1]
+
+
+def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
+    """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
+    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
+    state, others = state_of(layout, facts, mine), others_of(layout, facts, rank)
+    kept = activations or formula(layout, facts)
+    phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine, kept), kept)
+    phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
+    beside = others.copy + engine
+    base = state.parameters + state.optimizer + others.parameters + others.optimizer + beside
+    # Models that learn side by side go through a step one after the other, each with the gradients of those before it.
+    held = {name: math.ceil(base + each.total + others.gradients * (name != "rollout")) for name, each in phases.items()}
+    name = max(held, key=lambda phase: held[phase])
+    peak, phase = held[name], phases[name]
+    overhead = overhead_of(layout)
+    factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
+    return Memory(
+        parameters=state.parameters + others.parameters,
+        gradients=state.gradients + others.gradients,
+        optimizer=state.optimizer + others.optimizer,
+        activations=math.ceil(phase.activations),
+        logits=math.ceil(phase.logits),
+        buffers=math.ceil(phase.buffers) + beside,
+        overhead=overhead,
+        peak=peak,
+        reserved=math.ceil((peak - engine) * factor) + engine + overhead,
+        phase="backward" if name in BACKWARD else name,
+        phases=held,
+    )
+
+
+def overhead_of(layout: Layout) -> int:
+    """On a GPU: the context, and a communicator for all ranks together and each way of spreading."""
+    if layout.device != "cuda":
+        return 0
+    mesh = layout.mesh
+    ways = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
+    return CONTEXT + GROUP * (1 + ways if ways else 0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes at the peak of a part of the step, besides weights and optimizer."""
+
+    gradients: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+def _phases(
+    layout: Layout, facts: ModelFacts, mine: Part, rank: int, state: State, buffers: Buffers, kept: Activations
+) -> dict[str, Phase]:
+    tokens, blocks = _tokens(layout), mine.blocks if layout.pipeline else facts.layers
+    if layout.config.images_alone:
+        images = math.ceil(layout.rows / layout.devices_per_rank) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
+        saved = images * (0.5 if layout.precision != "fp32" else 1.0)
+        running = returning = saved / max(1, blocks)
+        ends = head = tail = left = 0.0
+        in_flight, number = 0.0, 1
+    else:
+        in_flight, number = flying(layout, rank, blocks)
+        saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
+        if mine.first and facts.sees:
+            saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
+        running, returning = tokens * kept.live_forward, tokens * kept.live_backward
+        ends = tokens * kept.saved_ends
+        head, tail, left = _head(layout, facts, mine, tokens, kept)
+    every, there = state.gradients, _early(layout, state)
+    if layout.pipeline and number == layout.batch.accumulation > 1:
+        # All are forward before the first is backward: once a gradient is there, one of them is gone.
+        there = max(0, every - math.ceil(tokens * kept.saved_block * in_flight / number))
+    through = buffers.always + buffers.through
+    # The norm behind the last block gives back three more of its width.
+    norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
+    embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
+    one = tokens * kept.saved_block
+    first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
+    second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
+    return {
+        "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
+        "loss": Phase(there, saved + ends, head, through + buffers.forward),
+        "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
+        "blocks": max(first, second, key=lambda phase: phase.total),
+        "end": Phase(
+            every, one + returning, 0.0, through + buffers.begun + max(buffers.backward + buffers.second, buffers.last, embedding)
+        ),
+        "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
+        "clip": Phase(every, 0.0, 0.0, buffers.always),
+        "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
+    }
+
+
+def _tokens(layout: Layout) -> float:
+    """Of one micro-batch on one device."""
+    return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
+
+
+def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations) -> tuple[float, float, float]:
+    """In the loss, in its backward, and behind that."""
+    algorithm = layout.config.algorithm
+    head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
+    rows = math.ceil(facts.vocab_size / layout.mesh.tp)
+    if mine.last and kept.live_loss is not None:
+        # The gradient of a tied head waits for the embedding's: traced, it is among what lives in the blocks' backward.
+        apart = any(w.learned and w.place == "after" for w in head)
+        left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
+        return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
+    if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
+        return 0.0, 0.0, 0.0
+    chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
+    if layout.mesh.tp > 1:
+        chunk = chunk or math.ceil(tokens)
+    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.learned for w in head))
+
+
+def _early(layout: Layout, state: State) -> int:
+    """Gradients that are there before backward: DDP's buckets and ZeRO's buffers, and those of the micro-batches before."""
+    strategy = layout.strategy.kind
+    schedule = layout.pipeline.schedule if layout.pipeline else None
+    several = layout.batch.accumulation > 1 and schedule != "gpipe"
+    buckets = layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1
+    if several or buckets or strategy == "zero3":
+        return state.gradients
+    return state.gradients * 2 // 3 if strategy == "zero1" and layout.precision == "bf16" else 0
+
+
+def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
+    """(blocks, micro-batches) whose forward waits for its backward on a rank, at most: torch's schedules, Narayanan et al. 2021."""
+    plan, ranks, number = layout.pipeline, layout.mesh.pp, layout.batch.accumulation
+    if plan is None or plan.schedule == "model_parallel":
+        return blocks, 1
+    if plan.schedule == "gpipe":
+        return blocks * number, number
+    if plan.schedule == "1f1b":
+        return blocks * min(number, ranks - rank), min(number, ranks - rank)
+    rounds = max(1, number // ranks)
+    each, ahead = number // rounds, ranks - 1 - rank
+    # A rank's stages take turns. Zero bubble keeps on every rank what gradients of weights need, and those of what lies between, for later:
+    # at 2 ranks 1.1 to 1.4 times what interleaved has on its first one, as measured.
+    later = plan.schedule == "zero_bubble"
+    warm = (plan.stages_per_rank - 1) * each + 2 * (ranks - 1 if later else ahead) + 1
+    flight = min(warm, number * plan.stages_per_rank) * (1.25 if later else 1.0)
+    return flight * math.ceil(blocks / plan.stages_per_rank), math.ceil(flight / plan.stages_per_rank)
+
+
+def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, number: int) -> float:
+    """Hidden states between stages: torch makes room for those of all micro-batches at once, both ways, and where a rank has several
+    stages keeps what it has sent to the end of the step."""
+    if layout.pipeline is None:
+        return 0.0
+    hidden = tokens * facts.hidden * (2 if kind_of(layout) == "low" else 4)
+    ranks, per_rank = layout.mesh.pp, layout.pipeline.stages_per_rank
+    arriving = per_rank - (rank == 0) + per_rank - (rank == ranks - 1)
+    at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
+    return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)

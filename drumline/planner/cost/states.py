@@ -1,0 +1,279 @@
+"""What a rank holds between steps: weights, gradients (at the end of backward), what the optimizer keeps. In bytes, exact: as the
+engines allocate it and their `held()` counts it (a count of steps, 4 bytes a tensor, is left out there and here). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from drumline.core import strategies as s
+from drumline.core.communication import kept_bytes
+from drumline.core.config import LoRAConfig, OptimizerConfig
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.layout import Layout
+from drumline.core.rule import offloads, quantizes
+from drumline.core.zero import STAGES
+from drumline.planner.cost.volume import WIDTH, cut_dimension
+
+FULL, LOW = 4, 2  # bytes of an entry
+# Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
+PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+LINEAR = ("Linear", "Conv1D")
+# What OPT and its like declare ahead of the blocks and run behind them.
+LAST = ("final", "project_out", "ln_f")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; of those that do not `linear`: in
+    linear layers of blocks, `low`: in weights of two dimensions and more, `matrices`: of all such. `largest`: of the largest weight that
+    learns."""
+
+    learned: int = 0
+    still: int = 0
+    linear: int = 0
+    largest: int = 0
+    low: int = 0
+    matrices: int = 0
+
+    def __add__(self, other: Sizes) -> Sizes:
+        learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
+        return Sizes(learned, still, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
+
+    @property
+    def entries(self) -> int:
+        return self.learned + self.still
+
+
+def part(weight: Weight, tp: int, shards: int) -> int:
+    """Entries of a weight on the rank that holds most of it. Tensor parallelism cuts the dimension of its style, FSDP2 the first of what is
+    left; both as torch.chunk does, in parts of ceil(size / ranks). FSDP2 fills the last ones up to that."""
+    shape = list(weight.shape)
+    if tp > 1 and (cut := cut_dimension(weight)) is not None:
+        shape[cut] = math.ceil(shape[cut] / tp)
+    if shape and shards > 1:
+        shape[0] = math.ceil(shape[0] / shards)
+    return math.prod(shape)
+
+
+def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
+    """Of weights cut tp × shards ways, of each so many equal ones."""
+    total = Sizes()
+    for weight in weights:
+        each = part(weight, tp, shards)
+        here = number * each
+        linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
+        matrix = here if len(weight.shape) >= 2 else 0
+        if weight.learned:
+            total += Sizes(here, largest=each, matrices=matrix)
+        else:
+            total += Sizes(still=here, linear=linear, low=matrix, matrices=matrix)
+    return total
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank of a pipeline (or the only one) has of a model: blocks [first, stop) of each of its stages, by their number among
+    `ModelFacts.block_weights`, and which ends."""
+
+    stages: tuple[tuple[int, int], ...]
+    first: bool = True
+    last: bool = True
+
+    @property
+    def blocks(self) -> int:
+        return sum(stop - first for first, stop in self.stages)
+
+
+@lru_cache(maxsize=4096)
+def part_of(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int, rank: int) -> Part:
+    """The part of rank `rank` of a pipeline of `ranks`, whose stages have these `layers`; none: the whole model."""
+    if not layers:
+        return Part(((0, len(facts.block_weights)),))
+    ahead = len(facts.block_weights) - len(facts.block_parameters)  # declared units that are none of the list that is cut
+    mine = layers[rank::ranks]
+    return Part(tuple((ahead + first, ahead + stop) for first, stop in mine), rank == 0, mine[-1][1] == layers[-1][1])
+
+
+def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
+    """Weights outside of the blocks. What is tied lies on both ends, once where they are one."""
+
+    def here(weight: Weight) -> bool:
+        last = weight.place == "after" or (weight.place == "before" and any(word in weight.name for word in LAST))
+        return mine.last if last else mine.first or (weight.place == "both" and mine.last)
+
+    return [weight for weight in facts.end_weights if here(weight)]
+
+
+@lru_cache(maxsize=4096)
+def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """A part, cut tp × shards ways."""
+    total = ends(facts, mine, tp, shards)
+    for block, number in _kinds(facts, mine).items():
+        total += sizes(facts.block_weights[block], tp, shards, number)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """What of it lies outside of the blocks."""
+    return sizes(end_weights(facts, mine), tp, shards)
+
+
+@lru_cache(maxsize=4096)
+def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+    """Of the block of a part that has most entries; nothing where it has none."""
+    blocks = (sizes(facts.block_weights[block], tp, shards) for block in _kinds(facts, mine))
+    return max(blocks, key=lambda size: size.entries, default=Sizes())
+
+
+def _kinds(facts: ModelFacts, mine: Part) -> dict[int, int]:
+    """The first of each kind of equal blocks, and how many there are. Equal ones share one tuple."""
+    first = facts.first_of_kind
+    return Counter(first[block] for begin, stop in mine.stages for block in range(begin, stop))
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank: on its device, and what offloading keeps in host memory or on NVMe. On a CPU all is on the device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host_parameters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        return self.host_parameters + self.host_gradients + self.host_optimizer
+
+    def here(self) -> State:
+        """Where device and host are one."""
+        return State(self.parameters + self.host_parameters, self.gradients + self.host_gradients, self.optimizer + self.host_optimizer)
+
+
+def shards_of(layout: Layout) -> int:
+    """Ways that FSDP2 cuts each weight: context parallel ranks shard with the data ranks, copies do not."""
+    return layout.mesh.shard * layout.mesh.cp if layout.data_parallel == "fsdp2" else 1
+
+
+def slots(options: OptimizerConfig) -> int:
+    """Tensors that the optimizer keeps of a weight, in its shape and fp32."""
+    return 2 if options.kind == "adamw" else 1 if options.momentum else 0
+
+
+def weight_bytes(layout: Layout, has: Sizes) -> int:
+    """fp32, but for what does not learn (models.freeze.keep_low) and what QLoRA packs."""
+    packed = has.linear if quantizes(layout.config) else 0
+    bits = PACKED[layout.config.adapter.quantize] if isinstance(layout.config.adapter, LoRAConfig) else 0.0
+    low = has.low - packed
+    return 4 * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
+
+
+def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
+    and moments of what learns; moments are shaped like the weights."""
+    has = held(facts, mine, layout.mesh.tp, shards_of(layout))
+    kept = 4 * slots(layout.config.optimizer) * has.learned
+    if isinstance(layout.strategy, s.DiLoCoStrategy):
+        kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.learned
+    state = State(weight_bytes(layout, has), 4 * has.learned, kept)
+    if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu":
+        return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
+    return state
+
+
+# ----------------------------------------------------------------------------------------------------------- under ZeRO
+# What DeepSpeed keeps on a rank under ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), as its engines lay it out: flat buffers with their
+# padding, fp32 masters, gradients added up in fp32 (see plan.zero), host copies of what is offloaded.
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Entries of a model cut over some ranks. `learned`: of weights that learn. `flat`: the same end to end in two groups (those that
+    decay, and others), each filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on
+    the rank with most. `pieces`: each weight cut by itself, rounded up. `still`, `still_pieces`: of frozen ones. `largest`: of a weight
+    that learns."""
+
+    learned: int
+    flat: int
+    touched: int
+    pieces: int
+    still: int
+    still_pieces: int
+    largest: int
+
+
+@lru_cache(maxsize=4096)
+def flattened(facts: ModelFacts, ranks: int) -> Flat:
+    weights = _in_order(facts)
+    learned = [w for w in weights if w.learned]
+    groups = [[w.numel for w in learned if (len(w.shape) >= 2) == decays] for decays in (True, False)]
+    flat, touched = 0, [0] * ranks
+    for group in groups:
+        share = 2 * math.ceil(sum(group) / (2 * ranks))
+        flat += share * ranks
+        start = 0
+        for numel in group:
+            for rank in range(start // share, (start + numel - 1) // share + 1):
+                touched[rank] += numel
+            start += numel
+    still = [w.numel for w in weights if not w.learned]
+    return Flat(
+        sum(map(sum, groups)),
+        flat,
+        max(touched),
+        sum(math.ceil(w.numel / ranks) for w in learned),
+        sum(still),
+        sum(math.ceil(n / ranks) for n in still),
+        max((w.numel for w in learned), default=0),
+    )
+
+
+def _in_order(facts: ModelFacts) -> list[Weight]:
+    """As the model names them."""
+    ahead = [w for w in facts.end_weights if w.place != "after"]
+    return [*ahead, *(w for block in facts.block_weights for w in block), *(w for w in facts.end_weights if w.place == "after")]
+
+
+def zero_state(layout: Layout, facts: ModelFacts) -> State:
+    """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
+    ranks, stage = layout.mesh.world_size, STAGES[layout.strategy.kind]
+    cut, low = flattened(facts, ranks), layout.precision != "fp32"
+    width, kept = LOW if low else FULL, slots(layout.config.optimizer)
+    optimizer, parameters = offloads(layout.strategy)
+    if stage == 3:
+        weights = width * (cut.pieces + cut.still_pieces)
+        masters = FULL * cut.pieces * (kept + 1)
+        gradients = FULL * cut.pieces
+        at_home = (weights, 0) if parameters == "none" else (0, weights)
+        if optimizer == "none":
+            return State(at_home[0], gradients, masters, at_home[1])
+        # The flat buffer that gradients are reduced into lies where the optimizer does, and so does what its step reads.
+        return State(at_home[0], 0, 0, at_home[1], 2 * gradients, masters)
+    share = cut.flat // ranks
+    weights, masters = width * (cut.flat + cut.still), FULL * share * (1 + kept)
+    if optimizer != "none":
+        accumulated = FULL * cut.touched if stage == 2 and not low and layout.batch.accumulation > 1 else 0
+        here = FULL * share + (FULL * cut.learned if stage == 1 else 0) if low else 0
+        return State(weights, here, 0, 0, FULL * share + accumulated, masters)
+    if not low:
+        return State(weights, FULL * cut.touched, masters)
+    if stage == 1 and layout.precision == "bf16":
+        # DeepSpeed's BF16_Optimizer: fp32 gradients of all weights for good, and the bf16 ones that they were added up from.
+        return State(weights, FULL * cut.flat + LOW * cut.learned, masters)
+    return State(weights, FULL * (share + (cut.learned if stage == 1 else 0)), masters)
+
+
+def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """What a rank keeps, by the engine that the layout runs on."""
+    state = zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
+    return state if layout.device == "cuda" else state.here()

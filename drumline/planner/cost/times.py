@@ -1,0 +1,236 @@
+"""Seconds of one optimizer step, by category. Pure; microseconds a call.
+
+A device is busy with matrix products, at the rate that large ones reach (or that was measured), and between them with what everything else
+moves through its memory: MOVED bytes for each token, layer and entry of the hidden width. MOVED is fitted to published runs, one number a
+stack, and frozen; benchmarks/planner_accuracy.py and tests/unit/test_planner_times.py hold predicted against published.
+It cannot be faster than its host starts kernels. Communication hides behind computing where the engine lets it (`Flow.beside`); it takes
+CONTENTION times as long while both use the device.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from drumline.core import strategies as s
+from drumline.core.algorithms import ROLLOUT, PPOConfig, VLLMGenerator
+from drumline.core.estimate import Seconds
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.roles import reference_kind
+from drumline.core.rule import offloads
+from drumline.core.stages import bubble, stage_cost
+from drumline.hardware.cluster import Cluster
+from drumline.planner.cost.auxiliary import samples_copy
+from drumline.planner.cost.states import shards_of
+from drumline.planner.cost.volume import WIDTH, Flow, Sent
+
+# Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
+# 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
+# benchmarks/planner_published.py.
+MOVED, MOVED_COMPILED = 1700.0, 1150.0
+WHOLE = 10 / 34  # of that, what tensor parallelism leaves whole (Korthikanti et al. 2022, section 4.1)
+# What the cross-entropy moves for each token and word, as models.losses computes it, counted: 50 bytes.
+MOVED_HEAD = 50.0
+CONTENTION = 1.2  # docs/planning.md, "Constants": 1.1 to 1.3
+# Seconds that a host takes to start a block's kernels, forward and backward (38 and 78 of a Llama in fp32; 54 and 100 under autocast): CPU
+# time of one core of an EPYC at 2.6 GHz, torch 2.13, blocks so small that nothing else takes time.
+STARTS = {"fp32": (0.60e-3, 0.54e-3), "bf16": (0.95e-3, 0.92e-3), "fp16": (0.95e-3, 0.92e-3)}
+# A host of eight channels of DDR4-3200 (AMD EPYC 7003 datasheet), which its ranks share.
+HOST_BANDWIDTH = 204.8e9
+# Bytes that a step moves for each parameter. One kernel: AdamW reads weight, gradient and both moments and writes three; SGD with momentum
+# reads three and writes two. Several kernels, counted in torch's _multi_tensor_adamw: 18 passes.
+FUSED, SEVERAL = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
+CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
+
+
+def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
+    """`sent`: of traffic.flows. What computing does not hide of communication is told apart. Of a pipeline the slowest stage sets the
+    pace; what the others wait for it is in `bubble`."""
+    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
+    parts = [_busy(layout, model, cluster) for model in (facts, *learning)]
+    forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    hidden = {"forward": forward, "backward": backward, "last": backward / layout.batch.accumulation}
+    busy, waits = forward + backward, 0.0
+    if layout.pipeline is not None:
+        idle = bubble(layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.stages_per_rank, layout.batch.accumulation)
+        waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
+    return Seconds(
+        compute=busy,
+        communication=_exposed(layout, cluster, sent.flows, hidden) + _threads(layout, facts, cluster),
+        bubble=waits,
+        optimizer=optimizer_seconds(layout, facts, cluster),
+        offload=offload_seconds(layout, facts, cluster, busy),
+        rollout=rollout_seconds(layout, facts, cluster),
+    )
+
+
+def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, float]:
+    """Seconds in which a rank computes forward, and backward with what is computed again; mean over the stages of a pipeline."""
+    mesh, precision, rounds = layout.mesh, layout.precision, layout.batch.accumulation
+    tokens = layout.rows * layout.positions / mesh.cp / layout.devices_per_rank  # of a micro-batch
+    rate = (cluster.rate(precision, max(1, round(tokens)), facts.hidden) or cluster.rate("fp32")) * mesh.tp * mesh.pp
+    bandwidth = (cluster.calibration.memory or cluster.device.bandwidth) * mesh.pp
+    moved = (MOVED_COMPILED if layout.config.compile.enabled else MOVED) * facts.hidden * facts.layers * (WHOLE + (1 - WHOLE) / mesh.tp)
+    moved = WIDTH[precision] / 2 * moved + MOVED_HEAD * facts.vocab_size / mesh.tp
+    forward, backward = flops(facts, layout.activation_checkpointing)
+    again = layout.activation_checkpointing != "none"
+    first = rounds * tokens * ((forward + scoring_flops(layout, facts)) / rate + moved / 3 / bandwidth)
+    second = rounds * tokens * (backward / rate + (2 + again) * moved / 3 / bandwidth)
+    starts = rounds * (len(facts.block_weights) or facts.layers) / mesh.pp * layout.devices_per_rank
+    start_first, start_second = starts * STARTS[precision][0], starts * (STARTS[precision][1] + again * STARTS[precision][0])
+    if layout.device == "cpu":  # the cores that start kernels run them, too
+        return first + start_first, second + start_second
+    return max(first, start_first), max(second, start_second)
+
+
+@lru_cache(maxsize=1024)
+def flops(facts: ModelFacts, checkpointing: str) -> tuple[float, float]:
+    """Of a token: forward, and backward with what is computed again: blocks whole (full), or every second product and no attention
+    (selective)."""
+    forward, attention = forward_flops(facts), facts.layers * facts.attention_flops / 3
+    blocks = max(0.0, forward - attention - 2 * facts.head_parameters)
+    again = {"none": 0.0, "selective": blocks / 2, "full": blocks + attention}[checkpointing]
+    return forward, facts.flops_per_token - forward + again
+
+
+def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[str, float]) -> float:
+    """Seconds in which nothing is computed for the sake of communication: what lies beside nothing, what is longer than what it lies
+    beside, and of all that is beside something one call, before the first block can start or after the last has ended."""
+    wires: dict[str, float] = {}
+    exposed = 0.0
+    for flow in flows:
+        each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, _together(layout, cluster, flow))
+        alone = flow.calls if flow.beside == "nothing" else min(1.0, flow.calls)
+        exposed += alone * each
+        if flow.beside != "nothing":
+            wires[flow.beside] = wires.get(flow.beside, 0.0) + CONTENTION * (flow.calls - alone) * each
+    return exposed + sum(max(0.0, wire - hidden[beside]) for beside, wire in wires.items())
+
+
+def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
+    """How many ranks of a group share a host: neighbours in the mesh do, tensor parallel ones first."""
+    mesh = layout.mesh
+    strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
+    stride = strides.get(flow.way, mesh.world_size // mesh.pp)
+    return max(1, min(flow.ranks, cluster.per_node // stride))
+
+
+def _threads(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """nn.DataParallel's: for each micro-batch the first device hands its weights to the others, and adds up their gradients."""
+    if layout.data_parallel != "dp" or layout.devices_per_rank == 1:
+        return 0.0
+    devices, bytes_ = layout.devices_per_rank, 4.0 * (facts.parameters + facts.learned)
+    return layout.batch.accumulation * cluster.collective_seconds("all_gather", bytes_ * (devices - 1) / devices, devices)
+
+
+@lru_cache(maxsize=1024)
+def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int) -> float:
+    """FLOPs of the rank of a pipeline that has most, over the mean."""
+    if not layers:
+        return 1.0
+    taken = [sum(stage_cost(facts, first, stop).flops for first, stop in layers[rank::ranks]) for rank in range(ranks)]
+    return max(taken) * ranks / sum(taken)
+
+
+# ---------------------------------------------------------------------------------------------------------- on the host
+
+
+def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """Bytes over the bandwidth of the memory where the step is taken."""
+    options, learned = layout.config.optimizer, _learned_here(layout, facts)
+    here = learned * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
+    if layout.device == "cpu" or offloads(layout.strategy)[0] == "none":
+        return here / (cluster.calibration.memory or cluster.device.bandwidth)
+    return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
+
+
+def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> float:
+    """Copies between device and host, and between host and disk. FSDP2 copies beside computing: what takes longer counts. DeepSpeed
+    waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
+    micro-batch too)."""
+    strategy, (optimizer, weights) = layout.strategy, offloads(layout.strategy)
+    if layout.device == "cpu" and optimizer != "nvme":
+        return 0.0
+    learned, rounds = _learned_here(layout, facts), layout.batch.accumulation
+    low = 4 if layout.precision == "fp32" else 2
+    if optimizer == "none":
+        return 0.0
+    if isinstance(strategy, s.FSDP2Strategy):
+        up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
+        down = 4 * learned * (rounds if strategy.sync_each_micro_batch else 1)
+        return max(0.0, _copy(cluster, up, down) - busy)
+    up, down = low * learned, 4 * learned * rounds
+    if weights != "none":
+        up += low * facts.parameters / _parts(layout) * rounds
+    taken = _copy(cluster, up, down)
+    if optimizer == "nvme":  # fp32 weights and moments are read and written back; all ranks of a host share the drive
+        stored = 12 * learned * min(cluster.per_node, layout.mesh.world_size)
+        taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
+    return taken
+
+
+def _copy(cluster: Cluster, up: float, down: float) -> float:
+    """Seconds of bytes to the device and to the host; 0 on a CPU."""
+    return cluster.host_seconds("to_device", up) + cluster.host_seconds("to_host", down)
+
+
+def _parts(layout: Layout) -> int:
+    """Ranks that share the weights."""
+    mesh = layout.mesh
+    return mesh.tp * mesh.pp * (mesh.shard if layout.data_parallel == "zero" else shards_of(layout))
+
+
+def _learned_here(layout: Layout, facts: ModelFacts) -> float:
+    """Parameters that a rank steps, of all models that learn."""
+    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
+    return sum(model.learned for model in (facts, *learning)) / _parts(layout)
+
+
+# --------------------------------------------------------------------------------- rollouts and models that only answer
+
+
+def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
+    """For each token of a step, what a reference that answers in every step computes (DPO's, alive or the policy without its adapter)."""
+    kind = reference_kind(layout.config)
+    if kind == "adapter":
+        return forward_flops(facts)
+    return forward_flops(layout.role_facts["reference"]) if kind == "live" and "reference" in layout.role_facts else 0.0
+
+
+def forward_flops(facts: ModelFacts) -> float:
+    """Of a token: 2 for each parameter that takes part in a product, where 6 are counted (4 of a frozen one), a third of attention's."""
+    attention = facts.layers * facts.attention_flops
+    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.learned + 4 * facts.frozen) + attention / 3
+
+
+def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
+    """A rollout's time, spread over the optimizer steps that learn from it. Sampling reads all weights for each token of a batch (it is
+    bound by memory, Pope et al. 2023), and the keys and values of what is there already; every completion is taken to reach
+    `max_new_tokens`. Then log-probabilities, values and rewards by models are one forward each. Where weights are spread and the sampler
+    has its own, they are gathered once. Rewards by functions run on the host and are not counted."""
+    algorithm = layout.config.algorithm
+    if not isinstance(algorithm, ROLLOUT):
+        return 0.0
+    episodes, world = algorithm.minibatches * layout.batch.global_samples, layout.mesh.world_size
+    generator, each = algorithm.generator, math.ceil(episodes / world)
+    at_once = min(generator.batch, each)
+    vllm, copied = isinstance(generator, VLLMGenerator), samples_copy(layout)
+    # Under autocast, the live model's weights are read in fp32; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
+    width = 2 if layout.precision != "fp32" and (vllm or copied or layout.data_parallel == "zero") else 4
+    bandwidth = cluster.calibration.memory or cluster.device.bandwidth
+    rate = cluster.rate(layout.precision, at_once, facts.hidden) or cluster.rate("fp32")
+    kept = 2 * facts.kv_heads * facts.head_dim * facts.layers * width * at_once * layout.length / 2
+    token = max((width * facts.parameters + kept) / bandwidth, at_once * forward_flops(facts) / rate)
+    if not vllm:  # which replays CUDA graphs
+        token = max(token, STARTS[layout.precision][0] * facts.layers)
+    answering = [forward_flops(model) for model in layout.role_facts.values()]
+    if algorithm.epochs * algorithm.minibatches > 1:  # else the step's own forward tells the old log-probabilities
+        answering.append(forward_flops(facts))
+    if isinstance(algorithm, PPOConfig) and algorithm.value == "head":
+        answering.append(forward_flops(facts))
+    scored = sum(answering) * episodes * layout.length / world / rate
+    told = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
+    spread = told and world > layout.mesh.replicate
+    gathered = cluster.collective_seconds("all_gather", 4 * facts.parameters * (world - 1) / world, world) if spread else 0.0
+    return (math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered) / (algorithm.epochs * algorithm.minibatches)

@@ -1,0 +1,321 @@
+"""Bytes that a rank sends in one optimizer step, by the ring algorithm. Pure; `telemetry.traffic` counts the same where it runs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from drumline.core import strategies as s
+from drumline.core.algorithms import ROLLOUT, DPOConfig
+from drumline.core.communication import averages, compresses
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.layout import Layout
+from drumline.core.model import Head
+from drumline.core.rule import cp_method
+from drumline.planner.cost.states import shards_of
+from drumline.planner.cost.volume import WIDTH, Beside, Held, Sent, held, tp_ranks, weights_of
+from drumline.planner.cost.volume_zero import zero
+
+BLOCK = 256  # of parallel.compress.Int8
+CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local, bytes of parallel.data_parallel
+NUMBER = 8  # bytes of an fp64
+TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
+
+
+def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
+    """Mean over ranks of what forward, backward, gradient norm and step of every model that learns send; as `train.loop` counts it, so
+    rollouts, frozen roles, sums of losses and checkpoints are left out. `step`: of the step after so many; None: the mean of a long run,
+    which differs for local SGD and DiLoCo alone.
+
+    Exact for weights, gradients, norms, stages and sequences. Where activations travel (tp), rows are taken to be `layout.positions` wide:
+    without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
+    over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `ddp`, `sent_zero`.
+    """
+    sent = Sent()
+    _of_model(sent, layout, facts, layout.config.head, step)
+    for name, role in layout.roles.items():
+        if role.learns and name in layout.role_facts:
+            _of_model(sent, layout, layout.role_facts[name], role.head, step)
+    return sent
+
+
+def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, head: Head, step: int | None) -> None:
+    mesh, strategy = layout.mesh, layout.strategy
+    sent.part = 1.0
+    batch_norms(sent, layout, facts)
+    if layout.engine == "deepspeed":
+        zero(sent, layout, facts)
+        return
+    if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
+        together(sent, layout, facts, 1 / strategy.period if step is None else float(averages(strategy, step)))
+        return
+    if mesh.world_size == 1:
+        return
+    wrap = tuple(strategy.wrap) if isinstance(strategy, s.FSDP2Strategy) and strategy.wrap is not None else None
+    for tp_rank, part in tp_ranks(facts, mesh.tp):
+        has = held(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
+        sent.part = part / mesh.pp  # all stages together, dealt to their ranks
+        if layout.data_parallel == "fsdp2":
+            fsdp2(sent, layout, facts, has)
+        elif mesh.tp * mesh.pp > 1:
+            averaged(sent, layout, has)
+        else:
+            ddp(sent, layout, facts, _compresses(layout, step))
+        pipeline(sent, layout, facts, has)
+        sent.part = part
+        norm(sent, layout, has)
+    sent.part = 1 / mesh.pp
+    tensor(sent, layout, facts, head)
+    context(sent, layout, facts, head)
+
+
+def _compresses(layout: Layout, step: int | None) -> bool:
+    strategy = layout.strategy
+    return isinstance(strategy, s.DDPStrategy) and compresses(strategy.compression, 10**9 if step is None else step)
+
+
+# ---------- data parallelism: DDP and its compressions, FSDP2, copies that are averaged now and then, the gradient norm
+
+
+def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None:
+    """Gradients in fp32, once a step; before the step's first forward the buffers of the first rank go to all.
+
+    int8 and topk work bucket by bucket, and which bucket a gradient is in depends on the order in which backward makes them: exact where
+    one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more, topk up to 4 × (ranks − 1) more or fewer.
+    """
+    ranks, strategy = layout.mesh.data_ranks * layout.mesh.cp, layout.strategy
+    options = strategy if isinstance(strategy, s.DDPStrategy) else s.DDPStrategy()
+    weights = weights_of(facts)
+    if options.broadcast_buffers:
+        sent.add("broadcast", facts.buffer_bytes, ranks, "gradients")
+    if options.find_unused_parameters and not options.static_graph:
+        sent.add("all_reduce", 4 * sum(number for weight, number in weights if weight.learned), ranks, "gradients")  # who has a gradient
+    buckets = math.ceil(4 * facts.learned / (options.bucket_cap_mb * 2**20))
+    how: Any = {"way": "gradients", "calls": buckets, "beside": "last"}
+    if not compressed:
+        sent.add("all_reduce", 4 * facts.learned, ranks, **how)
+        return
+    kind = options.compression.kind
+    if kind in ("bf16", "fp16"):
+        sent.add("all_reduce", 2 * facts.learned, ranks, **how)
+    elif kind == "int8":
+        part = -(-facts.learned // (ranks * BLOCK)) * (BLOCK + 4)
+        sent.add("all_to_all", part * ranks, ranks, "gradients", buckets)
+        sent.add("all_gather", part, ranks, **how)
+    elif kind == "topk":
+        sent.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.learned)), ranks, **how)
+    else:
+        sent.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.learned), ranks, **how)
+
+
+def _powersgd(weight: Weight, rank: int) -> int:
+    """Entries that are sent of a gradient: both factors, or all of it where that would not halve it."""
+    if len(weight.shape) < 2:
+        return weight.numel
+    rows = weight.shape[0]
+    columns = weight.numel // rows
+    low = rank * (rows + columns)
+    return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
+
+
+def averaged(sent: Sent, layout: Layout, mine: Held) -> None:
+    """Copies of parts: gradients in flat buckets, with a flag for each."""
+    entries = mine.learned + mine.tensors
+    sent.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
+
+
+def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
+    """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
+    each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
+    whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
+    strategy, shards = layout.strategy, shards_of(layout)
+    assert isinstance(strategy, s.FSDP2Strategy)
+    rounds, piped = layout.batch.accumulation, layout.mesh.pp > 1
+    images = layout.config.images_alone and strategy.param_dtype == "auto"
+    width = 4 if images else WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
+    spared = width - min(width, WIDTH[layout.precision])  # bytes of an entry that does not learn
+    units, root = (width * all_ - spared * low for all_, low in ((mine.units, mine.units_low), (mine.root, mine.root_low)))
+    if strategy.reshard_after_forward:
+        forward, backward = (rounds, 1) if piped else (rounds, rounds)
+    else:
+        forward, backward = (1, 0) if piped else (rounds, 0)
+    blocks, rooted = layout_blocks(layout, facts), 1 if piped else rounds
+    sent.add("all_gather", rooted * root, shards, "shard", rooted)
+    sent.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
+    sent.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
+    reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
+    reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_learned + mine.root_learned)
+    beside: Beside = "backward" if reductions == rounds else "last"
+    sent.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
+    sent.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
+
+
+def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
+    """Blocks of a rank, mean over the stages of a pipeline."""
+    return max(1, len(facts.block_weights)) / layout.mesh.pp
+
+
+def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
+    """Local SGD and DiLoCo: what learns at `share` of the steps; a number for the norm at each."""
+    sent.add("all_reduce", share * 4 * facts.learned, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.learned / CHUNK))
+    sent.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
+
+
+def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+    """Statistics shared over ranks, for each micro-batch: forward gathers counts, means and squares, backward adds up two sums; fp32."""
+    model, world = layout.config.model, layout.mesh.world_size
+    if not model.sync_batchnorm:
+        return
+    ranks, rounds = model.sync_batchnorm_ranks or world, layout.batch.accumulation
+    norms = [(w, n) for w, n in weights_of(facts) if w.owners and "BatchNorm" in w.owners[-1] and w.name.endswith("weight")]
+    channels, calls = sum(weight.numel * number for weight, number in norms), rounds * sum(number for _, number in norms)
+    parts = 3 * channels if layout.device == "cpu" else 2 * channels + sum(number for _, number in norms)
+    sent.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
+    sent.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
+
+
+def norm(sent: Sent, layout: Layout, mine: Held) -> None:
+    """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
+    for there in (mine.is_cut, mine.is_whole):
+        if there:
+            sent.add("all_reduce", NUMBER, shards_of(layout), "shard")
+    if mine.is_cut:
+        sent.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+    sent.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
+
+
+# ----------------- the model itself spread: activations of tensor and context parallelism, hidden states between stages
+
+
+def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: Held) -> None:
+    """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
+    ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
+    if layout.mesh.pp == 1 or layout.pipeline is None:
+        return
+    strategy, width = layout.strategy, 4
+    if isinstance(strategy, s.FSDP2Strategy):  # else the residual stream is fp32 under autocast
+        width = WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
+    message = layout.rows * layout.length * facts.hidden * width
+    boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
+    ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
+    sent.add("p2p", messages * message, ranks, "pp", messages)
+    sent.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
+    sent.add("broadcast", ranks * TOLD, ranks, "pp", 2)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of the layers that tensor parallelism cuts, all together: entries of one token that travel. `inputs`: what comes back to inputs of
+    layers cut by rows of their weight, `stopped` of it where nothing learns before them; `outputs`: of layers cut by columns, and of them
+    `again` where activation checkpointing repeats them; `embedding`; `rows`, `columns`: what is gathered of outputs that are wanted
+    whole, and comes back of inputs that are. `weights`: entries of whole weights whose gradients are added up. `calls`:
+    layers, half of them."""
+
+    inputs: int = 0
+    stopped: int = 0
+    outputs: int = 0
+    again: int = 0
+    embedding: int = 0
+    rows: int = 0
+    columns: int = 0
+    weights: int = 0
+    calls: int = 0
+
+
+@lru_cache(maxsize=1024)
+def widths(facts: ModelFacts, staged: bool) -> Widths:
+    """`staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
+    product whose inputs backward wants: the sum behind a block's last layer is not made again, unless an adapter lies on it."""
+    sums = Counter[str]()
+    learns = any(weight.learned for weight in facts.end_weights if weight.style == "embedding")
+    for index, (block, number) in enumerate(facts.kinds_of_blocks):
+        sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.learned)
+        matrices = [weight for weight in block if len(weight.shape) == 2]
+        sums["calls"] += number * len([weight for weight in matrices if weight.style]) // 2
+        for place, weight in enumerate(matrices):
+            rows, columns = weight.shape
+            behind = matrices[place + 1 :]
+            if weight.style.startswith("colwise"):
+                sums["inputs"] += number * columns
+                sums["rows"] += number * rows * (weight.style != "colwise")
+                first = index == 0 and not learns and "attn" in weight.name and ".lora_" not in weight.name
+                sums["stopped"] += columns * first
+            elif weight.style.startswith("rowwise"):
+                sums["outputs"] += number * rows
+                sums["columns"] += number * columns * (weight.style != "rowwise")
+                sums["again"] += number * rows * any(w.style.startswith("rowwise") or ".lora_" in w.name for w in behind)
+    for weight in facts.end_weights:
+        if weight.style == "embedding":
+            sums["embedding"] += weight.shape[1] * (2 if staged and weight.place == "both" else 1)
+    return Widths(**sums)
+
+
+def tensor(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
+    """For each micro-batch: a layer cut by rows of its weight adds up what comes back to its input, one cut by columns its output; and so
+    does the embedding, whose rows lie apart. Under autocast gradients of inputs are fp32, outputs in the low type."""
+    ranks, rounds = layout.mesh.tp, layout.batch.accumulation
+    if ranks == 1:
+        return
+    tokens, low = layout.rows * layout.positions / layout.mesh.cp * rounds, WIDTH[layout.precision]
+    recomputed = layout.activation_checkpointing != "none"
+    of = widths(facts, layout.mesh.pp > 1)
+    calls = rounds * of.calls
+    sent.add("all_reduce", tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
+    sent.add("all_reduce", tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
+    sent.add("all_gather", tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
+    sent.add("all_reduce", 4 * rounds * of.weights, ranks, "tp", rounds)
+    if head in ("lm", "valued"):
+        _vocabulary(sent, layout, facts, tokens)
+
+
+def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+    """The loss over a head that is cut by rows: of each token that carries one its largest logit, its number (cross-entropy), that of the
+    target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
+    real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
+    algorithm = layout.config.algorithm
+    each = 4 + 8 + 4 * isinstance(algorithm, ROLLOUT) if isinstance(algorithm, (DPOConfig, *ROLLOUT)) else 4 + 8 + 8
+    chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
+    calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
+    sent.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
+
+
+def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
+    """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
+    to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
+    repeats the forward. Then what the loss says of each token is gathered. Ring attention is counted as it would send at least:
+    keys and values once around in forward, and with their gradients in backward."""
+    ranks, rounds, tp = layout.mesh.cp, layout.batch.accumulation, layout.mesh.tp
+    if ranks == 1:
+        return
+    tokens = layout.rows * layout.length / ranks * rounds
+    entries = tokens * facts.head_dim  # of a head
+    heads, kv = facts.heads / tp, max(1, facts.kv_heads // tp)
+    passes = (3 if layout.activation_checkpointing != "none" else 2) * len(facts.block_weights)
+    width = WIDTH[layout.precision]
+    # Under autocast the rotary embedding makes queries and keys fp32, and values travel with them.
+    turned = width if layout.data_parallel == "fsdp2" else 4
+    if cp_method(layout.strategy) == "ulysses":
+        kv *= ranks // math.gcd(kv, ranks)
+        sent.add("all_to_all", passes * entries * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
+    else:
+        around = (passes + len(facts.block_weights)) * (ranks - 1)
+        sent.add("p2p", around * entries * 2 * heads * width, ranks, "cp", passes * rounds)
+    _answers(sent, layout, tokens, head)
+
+
+def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
+    """What an objective asks of whole sequences: bytes for each token, and sums."""
+    ranks, rounds, algorithm = layout.mesh.cp, layout.batch.accumulation, layout.config.algorithm
+    if head == "text":
+        sent.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
+        return
+    if algorithm.kind in ("sft", "pretrain"):
+        sent.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
+        each = 1  # whether the first choice is right
+    else:
+        log_probs, entropy = head != "score", isinstance(algorithm, ROLLOUT) and head != "score"
+        each = 4 * (log_probs + entropy + (head in ("score", "valued")))
+    sent.add("all_gather", each * tokens, ranks, "cp", rounds)

@@ -1,0 +1,123 @@
+"""The answer as JSON: every number, with keys that stay. docs/planning.md says what each is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drumline.hardware.catalog import DEVICES, LINKS
+from drumline.hardware.cluster import DeviceSpec, Link
+from drumline.planner.report.metrics import chosen, cost, devices, hours
+from drumline.planner.search.advice import Change
+from drumline.planner.search.heuristics import disagreements
+from drumline.planner.search.search import Answer, Candidate, Question, Refused
+
+VERSION = 1
+
+
+def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """Bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
+    question = answer.question
+    return {
+        "version": VERSION,
+        "model": _model(question),
+        "cluster": _cluster(question),
+        "task": {
+            "algorithm": question.config.algorithm.kind,
+            "max_length": question.config.data.max_length,
+            "data": None if question.data is None else question.data.model_dump(mode="json"),
+        },
+        "ranked": [candidate(question, c, tokens) for c in answer.ranked],
+        "refused": [_refused(question, r, tokens) for r in answer.refused],
+        "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
+        "looked_at": answer.looked_at,
+        "guides": [{"guide": d.guide, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
+        "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],
+        "probes": [probe.model_dump(mode="json") for probe in answer.probes],
+    }
+
+
+def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
+    """One way of spreading the run."""
+    layout, estimate = found.layout, found.estimate
+    return {
+        "name": found.name,
+        "verdict": estimate.verdict,
+        "strategy": found.config.strategy.model_dump(mode="json"),
+        "mesh": layout.mesh.model_dump(mode="json"),
+        "devices": devices(found),
+        "micro_batch": layout.batch.micro_batch,
+        "accumulation": layout.batch.accumulation,
+        "global_samples": layout.batch.global_samples,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "precision": layout.precision,
+        "steps": layout.steps,
+        "tokens_per_step": layout.tokens_per_step,
+        "memory": estimate.memory.model_dump(mode="json"),
+        "memory_limit": estimate.limit,
+        "host": estimate.host.model_dump(mode="json"),
+        "host_limit": estimate.host_limit,
+        "seconds": {**estimate.seconds.model_dump(mode="json"), "total": estimate.seconds.total},
+        "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu": estimate.mfu,
+        "hours": hours(found, tokens),
+        "cost": cost(question, found, tokens),
+        "config": chosen(found),
+    }
+
+
+def _refused(question: Question, refused: Refused, tokens: float | None) -> dict[str, Any]:
+    best = None if refused.best is None else candidate(question, refused.best, tokens)
+    return {"name": refused.name, "reason": refused.reason, "best": best}
+
+
+def _model(question: Question) -> dict[str, Any]:
+    facts = question.facts
+    return {
+        "id": question.config.model.id,
+        "type": facts.name,
+        "parameters": facts.parameters,
+        "learned": facts.learned,
+        "layers": facts.layers,
+        "hidden": facts.hidden,
+        "vocabulary": facts.vocab_size,
+        "flops_per_token": facts.flops_per_token,
+        "roles": {name: {"parameters": f.parameters} for name, f in question.role_facts.items()},
+    }
+
+
+def catalog() -> dict[str, Any]:
+    """The devices and links that are known by name."""
+    devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
+    links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
+    return {"version": VERSION, "devices": devices, "links": links}
+
+
+def _cluster(question: Question) -> dict[str, Any]:
+    cluster = question.cluster
+    return {
+        **_device(cluster.device),
+        "per_node": cluster.per_node,
+        "nodes": cluster.nodes,
+        "intra": _link(cluster.intra),
+        "inter": _link(cluster.inter),
+        "host_link": _link(cluster.host_link),
+        "host_memory_bytes": cluster.host_memory_bytes,
+        "price_per_device_hour": cluster.price_per_device_hour,
+        "found_here": cluster.found,
+    }
+
+
+def _device(spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "device": spec.name,
+        "kind": spec.kind,
+        "memory_bytes": spec.memory_bytes,
+        "memory_bytes_per_s": spec.bandwidth,
+        "flops": dict(spec.flops),
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {"name": link.name, "bytes_per_s": link.bandwidth, "latency_s": link.latency}

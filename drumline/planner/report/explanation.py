@@ -1,0 +1,207 @@
+"""One candidate in words: each number of its estimate, and what it is made of."""
+
+from __future__ import annotations
+
+from drumline.core.algorithms import ROLLOUT
+from drumline.core.estimate import FITS, TIGHT
+from drumline.core.explain import count
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.suggest import nearest
+from drumline.errors import UserError
+from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
+from drumline.planner.report.table import number
+from drumline.planner.search.search import Answer, Candidate, Question
+
+Row = tuple[str, str, str]  # what, how much, where it comes from
+MASTER = 4  # bytes of a fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
+
+
+def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
+    """The candidate of a name or of a row's number, and why it was refused. Raises UserError for one that there is not, and for a family
+    of which nothing could be estimated."""
+    if name.isdecimal() and 1 <= int(name) <= len(answer.ranked):
+        return answer.ranked[int(name) - 1], None
+    for candidate in answer.ranked:
+        if candidate.name == name:
+            return candidate, None
+    for refused in answer.refused:
+        if name in (refused.name, refused.best.name if refused.best else None):
+            if refused.best is None:
+                raise UserError(
+                    f"{refused.name} is out: {refused.reason}", where="--explain", fix="there are no figures of what a rule refuses"
+                )
+            return refused.best, refused.reason
+    names = [*(c.name for c in answer.ranked), *(r.name for r in answer.refused)]
+    guess = nearest(name, names)
+    fix = f"did you mean {guess!r}?" if guess else f"there are {', '.join(names[:8])} and more" if names else "nothing was found"
+    raise UserError(f"no candidate {name!r}", where="--explain", fix=fix)
+
+
+def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
+    """The candidate in words. Raises UserError as `pick` does."""
+    found, refused = pick(answer, name)
+    question, estimate = answer.question, found.estimate
+    share = estimate.memory.reserved / estimate.limit
+    verdict = f"{found.name}: {estimate.verdict}" + (f", refused: {refused}" if refused else "")
+    scale = f"below {FITS:.0%} it fits, up to {TIGHT:.0%} it is tight"
+    parts = [
+        ("What runs", _runs(found)),
+        (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
+        ("The same, phase by phase, GB", _phases(found)),
+        ("Memory of a host, GB", _host(found)),
+        ("Seconds of a step", _seconds(question, found)),
+        ("GB that a device sends in a step", _sent(question, found)),
+        ("The run", _run(question, found, tokens)),
+    ]
+    lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
+    for title, rows in parts:
+        if rows:
+            lines += ["", title, *_aligned(rows)]
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[Row]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return [f"  {what:<{widths[0]}}  {amount:>{widths[1]}}  {source}".rstrip() for what, amount, source in rows]
+
+
+def _runs(found: Candidate) -> list[Row]:
+    layout, mesh = found.layout, found.layout.mesh
+    ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
+    rows = [
+        ("mesh", f"{ranks} = {mesh.world_size} ranks"),
+        ("engine", f"{layout.engine}, {layout.precision} on {layout.device}"),
+        ("batch", layout.batch.rule(mesh.data_ranks)),
+        (
+            "tokens",
+            f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most",
+        ),
+        ("checkpointing", layout.activation_checkpointing),
+    ]
+    if layout.pipeline is not None:
+        blocks = ", ".join(f"{a}–{b - 1}" for a, b in layout.pipeline.layers)
+        rows.append(("stages", f"{layout.pipeline.schedule}; blocks {blocks}"))
+    return [(what, "", words) for what, words in rows]
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+def _memory(question: Question, found: Candidate) -> list[Row]:
+    memory, facts, layout = found.estimate.memory, question.facts, found.layout
+    copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
+    moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
+    tokens = layout.rows * layout.length
+    of_all = facts.parameters + sum(f.parameters for f in layout.role_facts.values())
+    there = gradients_at_peak(memory)
+    yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
+    chunk = getattr(layout.config.algorithm, "loss_chunk", None)
+    sources = {
+        "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
+        "gradients": _shared(memory.gradients, facts.learned, 4, "that learn", layout) + yet,
+        "optimizer": _shared(memory.optimizer, facts.learned, moments, "that learn", layout),
+        "activations": _activations(memory.activations, tokens, facts, layout),
+        "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
+        "buffers": "gathered weights, buckets, copies of a step",
+        "overhead": "what torch does not own: context, kernels, communicators",
+    }
+    rows = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
+    held = memory.reserved - memory.overhead
+    factor = (
+        f"× {held / memory.peak:.2f} for what the allocator cannot use again, + overhead" if held > memory.peak else "as torch counts it"
+    )
+    if layout.role_facts:
+        rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in layout.role_facts.items())))
+    return [*rows, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
+
+
+PHASES = {
+    "forward": "through the blocks, the last one running",
+    "loss": "the loss, from the head's logits",
+    "head": "backward through the head",
+    "blocks": "backward through the blocks, the last one running",
+    "end": "backward's end: all gradients are there",
+    "clip": "the norm of all gradients",
+    "step": "the optimizer's update",
+    "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
+    "rollout": "sampling from the policy",
+}
+
+
+def _phases(found: Candidate) -> list[Row]:
+    held, most = found.estimate.memory.phases, found.estimate.memory.peak
+    rollout = isinstance(found.layout.config.algorithm, ROLLOUT)
+    return [
+        (name, f"{bytes_ / GB:.2f}", PHASES.get(name, "") + (" ← the peak" if bytes_ == most else ""))
+        for name, bytes_ in held.items()
+        if name != "rollout" or rollout
+    ]
+
+
+def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> str:
+    """Bytes as `unit` for each of a number of parameters over so many ranks, where that is what they are."""
+    if not bytes_ or not number_:
+        return "none on the device"
+    parts = unit * number_ / bytes_
+    if parts > 0.98 and abs(parts - round(parts)) < 0.02 * parts and layout.mesh.world_size % round(parts) == 0:
+        return f"{unit} bytes × {count(number_)} {of}" + (f" / {round(parts)} ranks" if round(parts) > 1 else "")
+    return f"{bytes_ / number_:.2f} bytes for each of {count(number_)} {of}"
+
+
+def _activations(bytes_: int, tokens: int, facts: ModelFacts, layout: Layout) -> str:
+    each = bytes_ / max(1, tokens * facts.layers * facts.hidden)
+    rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
+    return f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes"
+
+
+def _host(found: Candidate) -> list[Row]:
+    host, limit = found.estimate.host, found.estimate.host_limit
+    of = "" if limit is None else f"of {limit / GB:.0f}"
+    words = {"load": "while weights are read", "train": "while it trains", "save": "while it writes a checkpoint"}
+    words["export"] = "while the whole model is exported at the end"
+    return [(part, f"{getattr(host, part) / GB:.1f}", f"{words[part]} {of}") for part in words]
+
+
+# -------------------------------------------------------------------------------------------------------- time and bytes
+
+
+def _seconds(question: Question, found: Candidate) -> list[Row]:
+    estimate, layout, cluster, facts = found.estimate, found.layout, question.cluster, question.facts
+    spent, number_ = estimate.seconds, devices(found)
+    flops = layout.tokens_per_step * facts.flops_per_token
+    reached = flops / number_ / spent.compute
+    peak = cluster.device.flops.get(layout.precision)
+    measured = " (rate measured here)" if cluster.calibration.matmul else ""
+    words = {
+        "compute": f"{flops / 1e15:.3g} PFLOP on {number_} devices: {reached / 1e12:.3g} TFLOP/s each"
+        + (f", {reached / peak:.0%} of the datasheet{measured}" if peak else ""),
+        "communication": "what computing does not hide",
+        "bubble": "devices of the pipeline that wait",
+        "optimizer": "clipping and the update",
+        "offload": "copies to the host and back, and the update there",
+        "rollout": "completions and rewards",
+    }
+    if not isinstance(layout.config.algorithm, ROLLOUT):
+        del words["rollout"]
+    rows = [(part, number(getattr(spent, part)), words[part]) for part in SECONDS if part in words]
+    return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]
+
+
+def _sent(question: Question, found: Candidate) -> list[Row]:
+    sent, cluster = found.estimate.traffic, question.cluster
+    rows = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in sent.model_dump().items() if bytes_]
+    across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
+    return [*rows, ("in all", f"{sent.total / GB:.3g}", f"over {cluster.intra.name}{across}")] if rows else []
+
+
+def _run(question: Question, found: Candidate, tokens: float | None) -> list[Row]:
+    estimate, steps = found.estimate, found.layout.steps
+    mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.1%}"
+    rows = [("MFU", mfu, "model FLOP/s of the datasheet's; computing again for checkpointing does not count")]
+    time, price = hours(found, tokens), cost(question, found, tokens)
+    if time is not None:
+        rows.append(("hours", number(time), f"{count(tokens)} tokens" if tokens else f"{steps:,} steps"))
+    if price is not None:
+        rows.append(("cost", number(price), f"{devices(found)} devices at {question.cluster.price_per_device_hour:g} an hour"))
+    return rows

@@ -1,0 +1,188 @@
+"""Further questions: the longest row, the largest micro-batch, other numbers of hosts; what guides would do; what would fit; devices."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from rich.console import Console
+
+from drumline.core.cluster import MOST_NODES
+from drumline.core.config import LoRAConfig
+from drumline.core.facts import with_lora
+from drumline.errors import PlanError, UserError
+from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
+from drumline.planner.report.as_json import VERSION, candidate
+from drumline.planner.report.metrics import GB, grouped, hours, overrides
+from drumline.planner.report.table import number, plain_table, show_headline
+from drumline.planner.search.advice import Change, Most, max_batch, max_length
+from drumline.planner.search.auto import with_little_room
+from drumline.planner.search.heuristics import disagreements
+from drumline.planner.search.search import Answer, Question, search
+
+Kind = Literal["max_length", "max_batch"]
+WORDS: dict[Kind, tuple[str, str]] = {
+    "max_length": ("longest row\nin tokens", "data.max_length"),
+    "max_batch": ("largest\nmicro-batch", "batch.micro_batch"),
+}
+
+
+def show_changes(changes: Sequence[Change], console: Console) -> None:
+    """All that would make it fit, what changes the run least first."""
+    if changes:
+        console.print("What would fit:", style="bold")
+        rows = [[change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}"] for change in changes]
+        console.print(plain_table(console, ("change", "then", "needs GB"), rows, left=(0, 1), spare=(2,)))
+        console.print()
+
+
+def show_guides(answer: Answer, console: Console) -> None:
+    """Where the usual guides would do worse, each with its number."""
+    by_reason = grouped((each.reason, f"{each.guide}: {each.says}") for each in disagreements(answer))
+    if by_reason:
+        console.print("Guides that the numbers disagree with:", style="bold")
+        for reason, guides in by_reason.items():
+            console.print(f"  {'; '.join(guides)} — {reason}", markup=False)
+        console.print()
+
+
+def show_tight(answer: Answer, console: Console) -> None:
+    """What is faster than all that fits, and how to take it."""
+    if (words := with_little_room(answer)) and answer.tight is not None:
+        console.print(f"{words[0].upper()}{words[1:]}. To take it:", markup=False)
+        console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False)
+
+
+def show_lighter(answer: Answer, console: Console) -> None:
+    """Where all weights learn only with offloading or with little room left, what adapters would give."""
+    question, first = answer.question, answer.ranked[0]
+    config, adapter = question.config, LoRAConfig()
+    if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
+        return
+    facts = with_lora(question.facts, adapter)
+    found = search(replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)) if facts else None
+    if found is not None and found.ranked:
+        best = found.ranked[0].estimate
+        speed = best.tokens_per_s / first.estimate.tokens_per_s
+        needs = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
+        console.print(f"With adapter=lora: {found.ranked[0].name}, {needs}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
+
+
+def show_host(answer: Answer, console: Console) -> None:
+    """Say that nobody said how much memory a host has, where that might matter."""
+    if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := answer.ranked[0].estimate.host.most / GB) > 64:
+        words = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
+        console.print(f"{words}\n", markup=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ most
+
+
+def most(question: Question, kind: Kind) -> tuple[Most, ...]:
+    """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
+    found = max_length(question) if kind == "max_length" else max_batch(question)
+    if not found:
+        raise PlanError(
+            "nothing fits, however small", where=f"--{kind.replace('_', '-')}", fix="see `drumline plan` for what comes nearest"
+        )
+    return found
+
+
+def show_most(question: Question, found: Sequence[Most], kind: Kind, console: Console, top: int) -> None:
+    words, key = WORDS[kind]
+    show_headline(question, console)
+    rows = []
+    for each in found[:top]:
+        estimate, layout = each.found.estimate, each.found.layout
+        needs = f"{estimate.memory.reserved / GB:.1f}"
+        speed = f"{estimate.tokens_per_s:,.0f}"
+        rows.append([each.found.name, f"{each.number:,}", estimate.verdict, needs, speed, layout.activation_checkpointing])
+    heads = ("strategy", words, "verdict", "needs\nGB", "tokens/s", "checkpointing")
+    console.print(plain_table(console, heads, rows, left=(0, 2, 5), spare=(2, 5)))
+    console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- what if
+
+
+def parse_what_if(said: str) -> list[int]:
+    """`nodes=2,4,8`. Raises UserError."""
+    key, _, values = said.partition("=")
+    words = [word.strip() for word in values.split(",") if word.strip()]
+    if key.strip() != "nodes" or not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"{said!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
+    numbers = [int(word) for word in words]
+    if max(numbers) > MOST_NODES:
+        raise UserError(f"{max(numbers)} hosts are more than anybody has", where="--what-if", fix=f"at most {MOST_NODES}")
+    return numbers
+
+
+def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:
+    """The first plan on each number of hosts, and what the further devices bring."""
+    show_headline(answers[0].question, console)
+    base = next((a for a in answers if a.ranked), None)
+    rows = []
+    for answer in answers:
+        cluster = answer.question.cluster
+        head = [str(cluster.nodes), str(cluster.world_size)]
+        if not answer.ranked:
+            near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
+            needs = "–" if near is None else f"{near.estimate.memory.reserved / GB:.1f}"
+            rows.append([*head, near.name if near else "–", "no", needs, "–", "–", "–", "–"])
+            continue
+        first = answer.ranked[0]
+        estimate = first.estimate
+        assert base is not None
+        speed = estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
+        each = speed * base.question.cluster.world_size / cluster.world_size
+        needs = f"{estimate.memory.reserved / GB:.1f}"
+        time = number(hours(first, tokens) if tokens or first.layout.steps else hours(first, 1e9))
+        rows.append([*head, first.name, estimate.verdict, needs, f"{estimate.tokens_per_s:,.0f}", f"{speed:.2f}", f"{each:.0%}", time])
+    known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
+    length = "hours" if known else "hours /\n1B tokens"
+    heads = ("hosts", "devices", "strategy", "verdict", "needs\nGB", "tokens/s", "speed", "of\nlinear", length)
+    console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))
+
+
+# ------------------------------------------------------------------------------------------------------------------ JSON
+
+
+def most_json(question: Question, found: Sequence[Most], kind: Kind) -> dict[str, Any]:
+    return {"version": VERSION, kind: [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]}
+
+
+def what_if_json(answers: Sequence[Answer], tokens: float | None) -> dict[str, Any]:
+    rows = []
+    for answer in answers:
+        cluster, first = answer.question.cluster, answer.ranked[0] if answer.ranked else None
+        best = None if first is None else candidate(answer.question, first, tokens)
+        rows.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
+    return {"version": VERSION, "what_if": rows}
+
+
+# --------------------------------------------------------------------------------------------------------------- devices
+
+
+def show_devices(console: Console) -> None:
+    """Datasheet rates with their sources, and how to say what is not there."""
+    devices = []
+    for spec in DEVICES.values():
+        half = f"{spec.flops['bf16'] / TERA:g}" if "bf16" in spec.flops else "–"
+        full = f"{spec.flops['fp32'] / TERA:g}"
+        row = [spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link]
+        devices.append(row)
+    links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
+    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
+    console.print()
+    console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
+    console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
+    console.print("Sources", style="bold")
+    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
+        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
+    console.print(
+        "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
+        " fp32_tflops: …}}, device: NAME, per_node: 8}",
+        markup=False,
+    )

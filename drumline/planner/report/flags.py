@@ -1,0 +1,100 @@
+"""What `drumline plan` was asked: a YAML, flags in its place, or flags laid over one. Everything becomes one Config."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.core.cluster import cluster_from_string
+from drumline.core.load import Loaded, load, load_text
+from drumline.errors import ConfigError, UserError
+from drumline.models.classes import of_images_alone
+from drumline.models.shapes import find, hub_id
+
+OVERRIDE = re.compile(r"[\w.]+=")
+FLAGS = "flags"  # the name of a config that was not read from a file
+WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
+IMAGES = "algorithm={kind: classify, modality: image}"
+ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line says besides a YAML, each None where it says nothing. `length`: tokens; `batch`: samples of a step."""
+
+    model: str | None = None
+    cluster: str | None = None
+    length: int | None = None
+    adapter: str | None = None
+    batch: int | None = None
+    algorithm: str | None = None
+    precision: str | None = None
+    price: float | None = None
+
+    def overrides(self) -> dict[str, str]:
+        """The flags as overrides of a config, each with the words it was said in. Raises UserError for an adapter that there is not."""
+        if self.adapter is not None and self.adapter not in ADAPTERS:
+            raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
+        cluster = None if self.cluster is None else _cluster(self.cluster)
+        said = [
+            ("model.id", self.model and json.dumps(hub_id(self.model)), f"--model {self.model}"),
+            ("cluster", cluster, f"--cluster {self.cluster}"),
+            ("data.max_length", self.length, f"--length {self.length}"),
+            ("adapter", self.adapter and ADAPTERS[self.adapter], f"--adapter {self.adapter}"),
+            ("batch.global_samples", self.batch, f"--batch {self.batch}"),
+            ("algorithm", self.algorithm, f"--algorithm {self.algorithm}"),
+            ("precision", self.precision, f"--precision {self.precision}"),
+            ("cluster.price_per_device_hour", self.price, f"--price {self.price}"),
+        ]
+        return {f"{key}={value}": words for key, value, words in said if value is not None}
+
+
+@contextmanager
+def in_words(overrides: dict[str, str]) -> Iterator[None]:
+    """A mistake in an override is told as one in the flag that it was made of."""
+    try:
+        yield
+    except ConfigError as error:
+        flag = overrides.get((error.where or "").removeprefix("override "))
+        if flag is None:
+            raise
+        raise ConfigError(error.what, where=flag, fix=error.fix) from None
+
+
+def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
+    """The config to plan for. Without a YAML at least a model is wanted, and data stands for some file that is not there.
+
+    Raises ConfigError or UserError.
+    """
+    # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
+    if path is not None and OVERRIDE.match(str(path)) and not os.path.exists(path):  # noqa: PTH110
+        path, overrides = None, [str(path), *overrides]
+    made = flags.overrides()
+    if path is not None:
+        with in_words(made):
+            return load(path, [*made, *overrides])
+    known = find(flags.model or "")
+    if known is not None and of_images_alone(known.values["model_type"]):
+        made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
+    overrides = [*made, *overrides]
+    if not any(override.startswith("model") for override in overrides):
+        raise UserError(
+            "what is to be planned?",
+            where="drumline plan",
+            fix="name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096",
+        )
+    with in_words(made):
+        return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
+
+
+def _cluster(said: str) -> str:
+    """A cluster's short form written out, so that further keys can be laid over it."""
+    if not said.strip():
+        raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
+    made = cluster_from_string(said)
+    return json.dumps(made) if isinstance(made, dict) and not said.lstrip().startswith("{") else said

@@ -1,0 +1,87 @@
+"""Figures of a candidate that follow from its estimate and the run: hours, cost, the YAML that says it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from drumline.core.config import Config
+from drumline.core.estimate import Memory
+from drumline.core.explain import flow
+from drumline.planner.search.search import Candidate, Question
+
+GB = 1e9
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
+# Sections that a layout is said in. What else a candidate's config holds is the user's own.
+CHOSEN = ("strategy", "batch", "memory", "precision", "compile")
+
+
+def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
+    """Of the run: of `tokens` trained on where given, else of its steps; None where neither is known."""
+    estimate, steps = candidate.estimate, candidate.layout.steps
+    if tokens is not None:
+        return tokens / estimate.tokens_per_s / 3600
+    return None if steps is None else steps * estimate.seconds.total / 3600
+
+
+def cost(question: Question, candidate: Candidate, tokens: float | None = None) -> float | None:
+    """Of the run, in the currency of the price; None where price or length of the run is not known."""
+    price, time = question.cluster.price_per_device_hour, hours(candidate, tokens)
+    return None if price is None or time is None else price * time * devices(candidate)
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Reason → all that have it, in their order."""
+    found: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def devices(candidate: Candidate) -> int:
+    return candidate.layout.mesh.world_size * candidate.layout.devices_per_rank
+
+
+def gradients_at_peak(memory: Memory) -> int:
+    """Bytes of the gradients that are there at the peak: before backward's end not all are. `gradients` is all of them."""
+    others = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
+    return min(memory.gradients, max(0, memory.peak - others))
+
+
+def mesh_words(candidate: Candidate) -> str:
+    """The degrees that are not 1: `shard 4 · tp 2`."""
+    degrees = [f"{name} {size}" for name, size in candidate.layout.mesh.model_dump().items() if size > 1]
+    return " · ".join(degrees) or "1"
+
+
+def chosen(candidate: Candidate) -> dict[str, Any]:
+    """The sections of a YAML that say this layout, defaults left out."""
+    layout, strategy = candidate.layout, candidate.layout.strategy
+    values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
+    batch = layout.batch
+    values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
+    for name in ("memory", "precision", "compile"):
+        if said := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
+            values[name] = said
+    return values
+
+
+def whole(asked: Config, candidate: Candidate) -> dict[str, Any]:
+    """A YAML that says what was asked and this layout: all that the user said, the layout's sections over it."""
+    said = asked.model_dump(mode="json", exclude_unset=True)
+    made = {key: value for key, value in said.items() if key not in CHOSEN} | chosen(candidate)
+    return {key: value for key, value in made.items() if value not in ({}, None)}
+
+
+def overrides(asked: Config, candidate: Candidate) -> list[str]:
+    """What to lay over the config that was asked about, to train by this candidate."""
+    batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
+    made = ["strategy=" + flow(chosen(candidate)["strategy"])]
+    if checkpointing != asked.memory.activation_checkpointing:
+        made.append(f"memory.activation_checkpointing={checkpointing}")
+    for key in ("global_samples", "micro_batch", "accumulation"):
+        said = getattr(asked.batch, key)
+        if said != getattr(batch, key) and not (key == "global_samples" and asked.batch.global_tokens is not None):
+            made.append(f"batch.{key}={getattr(batch, key)}")
+    return made

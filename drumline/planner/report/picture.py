@@ -1,0 +1,236 @@
+"""The answer as a picture: memory by category with the device's limit, and time against memory with the Pareto front."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.core.estimate import FITS, TIGHT
+from drumline.errors import EnvironmentFault, UserError
+from drumline.planner.report.metrics import CATEGORIES, GB, gradients_at_peak
+from drumline.planner.report.table import headline, number
+from drumline.planner.search.search import Answer, Candidate
+
+KINDS = (".png", ".svg", ".html")
+# Okabe and Ito's colours, told apart by colour-blind readers as well; what the allocator cannot use in grey.
+COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999", "#DDDDDD")
+RESERVE = "reserve"
+FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"
+MOST_BARS, MOST_REFUSED = 12, 6
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that a line does not run through a number
+FAR = 1.6  # limits of the device: what needs more is left out of the picture
+SLOW = 4  # times the slowest that fits: what does not fit and takes longer would press all others together, and has its bar alone
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is drawn: candidates that fit or are tight in the order of the answer, then those that come nearest; how many are left out."""
+
+    fit: tuple[Candidate, ...]
+    refused: tuple[Candidate, ...]
+    limit: float
+    left_out: int
+
+
+def draw(answer: Answer, path: Path) -> None:
+    """Write a .png, .svg or .html (the picture in it, and the figures as tables). Raises UserError or EnvironmentFault."""
+    if path.suffix.lower() not in KINDS:
+        raise UserError(
+            f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=f"name a file that ends in {' or '.join(KINDS)}"
+        )
+    shown = chosen_of(answer)
+    if not shown.fit and not shown.refused:
+        raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
+    figure = figure_of(answer, shown)
+    try:
+        if path.suffix.lower() == ".html":
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg")
+            path.write_text(page(answer, drawn.getvalue()), encoding="utf-8")
+        else:
+            figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=f"--figure {path}", fix="choose another place") from None
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other one beats in both memory and time, from the least memory to the least time."""
+    best: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.estimate.memory.reserved, -c.estimate.tokens_per_s)):
+        if not best or candidate.estimate.tokens_per_s > best[-1].estimate.tokens_per_s:
+            best.append(candidate)
+    return best
+
+
+def chosen_of(answer: Answer) -> Shown:
+    """The first MOST_BARS, and of those that do not fit the nearest."""
+    limit = answer.question.cluster.device.memory_bytes
+    near = sorted((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved)
+    refused = [c for c in near if c.estimate.memory.reserved <= FAR * limit] or near[:1]
+    drawn = tuple(answer.ranked[:MOST_BARS]), tuple(refused[:MOST_REFUSED])
+    return Shown(*drawn, limit / GB, len(answer.ranked) + len(near) - len(drawn[0]) - len(drawn[1]))
+
+
+def figure_of(answer: Answer, shown: Shown) -> Any:
+    """A matplotlib Figure. Raises EnvironmentFault where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise EnvironmentFault("the package matplotlib is missing", where="--figure", fix="pip install matplotlib") from None
+    rows = len(shown.fit) + len(shown.refused)
+    figure = Figure(figsize=(14, max(4.6, 2.0 + 0.34 * rows)), layout="constrained")
+    FigureCanvasAgg(figure)  # which knows how large texts are
+    bars, points = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    _bars(bars, shown)
+    _points(points, shown)
+    figure.suptitle(" · ".join(headline(answer.question)), fontsize=11, x=0.01, ha="left")
+    if shown.left_out:
+        figure.supxlabel(f"{shown.left_out} more not drawn: slower ones, and ones that need far more", fontsize=8, x=0.99, ha="right")
+    return figure
+
+
+def _bars(axes: Any, shown: Shown) -> None:
+    """A bar a candidate, the best on top; those that do not fit below, hatched."""
+    candidates = [*shown.fit, *shown.refused]
+    places = [*range(len(shown.fit)), *(len(shown.fit) + 0.6 + i for i in range(len(shown.refused)))]
+    left = [0.0] * len(candidates)
+    for part, colour in zip((*CATEGORIES, RESERVE), COLOURS, strict=True):
+        widths = [part_of(c, part) for c in candidates]
+        drawn = axes.barh(places, widths, left=left, color=colour, height=0.72, label=part, edgecolor="white", linewidth=0.4)
+        for bar in drawn[len(shown.fit) :]:
+            bar.set_hatch("////")
+            bar.set_alpha(0.55)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    furthest = max(max(left), shown.limit)
+    for candidate, place, end in zip(candidates, places, left, strict=True):
+        axes.text(end + 0.01 * furthest, place, f"{candidate.estimate.memory.reserved / GB:.1f}", va="center", fontsize=8, bbox=BEHIND)
+    axes.set_yticks(places, [c.name for c in candidates], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.08 * furthest)
+    _limits(axes, shown.limit)
+    axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
+    axes.set_title("Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (axes.figure.get_figheight() - 1.5)), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def part_of(candidate: Candidate, part: str) -> float:
+    """GB of a category at the peak: of the gradients, as many as are there then. They make the peak together, and with the reserve what
+    is needed."""
+    memory = candidate.estimate.memory
+    if part == RESERVE:
+        return (memory.reserved - memory.peak - memory.overhead) / GB
+    if part == "gradients":
+        return gradients_at_peak(memory) / GB
+    return float(getattr(memory, part)) / GB
+
+
+def _limits(axes: Any, limit: float) -> None:
+    axes.axvline(limit, color="black", linewidth=1.4)
+    for share, style in ((FITS, ":"), (TIGHT, "--")):
+        axes.axvline(share * limit, color="black", linewidth=0.8, linestyle=style)
+
+
+def _points(axes: Any, shown: Shown) -> None:
+    """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
+    slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
+    refused = [c for c in shown.refused if SLOW * c.estimate.tokens_per_s >= slowest]
+    for group, colour, marker in ((shown.fit, FIT, "o"), (refused, NO_FIT, "x")):
+        axes.scatter(
+            *_places(group), color=colour, marker=marker, s=36, zorder=3, label="fits or tight" if marker == "o" else "does not fit"
+        )
+    front = pareto(shown.fit)
+    axes.plot(
+        *_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label="Pareto front: none needs less and is faster"
+    )
+    _limits(axes, shown.limit)
+    times = _places([*shown.fit, *refused])[1]
+    if max(times) > 4 * min(times):
+        axes.set_yscale("log")
+        for of_axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            of_axis("{x:g}")
+    else:
+        axes.set_ylim(0.85 * min(times), 1.1 * max(times))
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
+    axes.set_ylabel("seconds for 1M tokens")
+    axes.set_title("Time against memory", fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (axes.figure.get_figheight() - 1.5)), frameon=False)
+    _name(axes, list({c.name: c for c in (*shown.fit[:1], *front)}.values()))
+
+
+def _places(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    return [c.estimate.memory.reserved / GB for c in candidates], [1e6 / c.estimate.tokens_per_s for c in candidates]
+
+
+def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
+    """Names in a column right of the axes, as high as their points but a line apart at least, each with a thin line to its point."""
+    axes.figure.canvas.draw()  # lays the axes out
+    place = (axes.transData + axes.transAxes.inverted()).transform
+    points = [(*place(at), c) for c, at in zip(candidates, zip(*_places(candidates), strict=True), strict=True)]
+    points.sort(key=lambda point: (point[1], point[0]))
+    gap = 0.2 / axes.get_window_extent().height * axes.figure.dpi  # of the axes' height: a fifth of an inch
+    heights = [y for _, y, _ in points]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    too_high = max(0.0, max(heights, default=0.0) - 1.0)
+    for (x, y, candidate), height in zip(points, heights, strict=True):
+        axes.annotate(
+            candidate.name,
+            xy=(x, y),
+            xytext=(1.03, height - too_high),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            fontsize=9,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 4},
+            annotation_clip=False,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------- HTML
+
+
+def page(answer: Answer, svg: str) -> str:
+    """A page of its own: the picture as SVG, and the figures as tables."""
+    title = html.escape(" · ".join(headline(answer.question)))
+    heads = ("strategy", "verdict", "needs GB", *(f"{part} GB" for part in CATEGORIES), "step s", "tokens/s", "MFU", "sent GB")
+    rows = [_cells(c) for c in answer.ranked]
+    out = [(r.name, r.reason) for r in answer.refused]
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px system-ui;margin:2em;max-width:1300px}}"
+        "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
+        "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.out td{text-align:left}</style>",
+        f"<h1 style='font-size:18px'>{title}</h1>",
+        svg[svg.index("<svg") :],
+        _html_table(heads, rows) if rows else "<p>Nothing fits.</p>",
+        "<h2 style='font-size:16px'>Out</h2>" + _html_table(("family", "reason"), out, "out") if out else "",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    estimate = candidate.estimate
+    memory = [f"{getattr(estimate.memory, part) / GB:.1f}" for part in CATEGORIES]
+    mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.0%}"
+    return (
+        candidate.name,
+        estimate.verdict,
+        f"{estimate.memory.reserved / GB:.1f}",
+        *memory,
+        number(estimate.seconds.total),
+        f"{estimate.tokens_per_s:,.0f}",
+        mfu,
+        number(estimate.traffic.total / GB),
+    )
+
+
+def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"<table class='{kind}'><tr>{''.join(f'<th>{html.escape(head)}</th>' for head in heads)}</tr>\n{body}</table>"

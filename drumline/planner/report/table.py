@@ -1,0 +1,203 @@
+"""The answer as tables. Groups of columns share a table as far as the terminal is wide; no word is ever cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from drumline.core.estimate import HostMemory
+from drumline.core.explain import count
+from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_words
+from drumline.planner.search.search import Answer, Candidate, Question
+
+SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
+VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Columns that stand together: heads with one cell a row each. `about` says what they are, and their unit."""
+
+    about: str
+    columns: tuple[tuple[str, Sequence[str | Text]], ...]
+
+
+def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
+    """What was asked, the ranked plans, and the families that are out."""
+    show_headline(answer.question, console)
+    ranked = answer.ranked[:top]
+    for table in tables(answer.question, ranked, console, tokens) if ranked else ():
+        if table.title:  # not by the table, which would wrap it to its own width
+            console.print(table.title, style="italic")
+            table.title = None
+        console.print(table)
+        console.print()
+    if len(answer.ranked) > top:
+        console.print(f"{len(answer.ranked) - top} more: --top {len(answer.ranked)}\n", style="dim")
+    if answer.refused:
+        out = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        out.add_column(no_wrap=True, style="bold")
+        out.add_column(ratio=1)
+        for reason, (name, *others) in grouped((each.reason, each.name) for each in answer.refused).items():
+            likewise = f" (likewise {', '.join(others)})" if others else ""
+            out.add_row(Text(name), Text(reason + likewise))
+        console.print(Text("Out:", style="bold"))
+        console.print(out)
+        console.print()
+
+
+def show_headline(question: Question, console: Console) -> None:
+    """On one line where there is room, else on three."""
+    about = headline(question)
+    console.print((" · " if len(" · ".join(about)) <= console.width else "\n").join(about), style="bold", markup=False, end="\n\n")
+
+
+def headline(question: Question) -> tuple[str, str, str]:
+    """Model, task and cluster."""
+    facts, cluster, config = question.facts, question.cluster, question.config
+    learns = "" if facts.learned == facts.parameters else f", {count(facts.learned)} learn"
+    name = (config.model.id or "written out").removeprefix("package:").rstrip("/").rpartition("/")[2]
+    hosts = f"{cluster.nodes} × " if cluster.nodes > 1 else ""
+    links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
+    where = f"{hosts}{cluster.per_node} × {cluster.device.name} of {cluster.device.memory_bytes / GB:.1f} GB ({links})"
+    rows = f"{config.algorithm.kind}, rows of {config.data.max_length} tokens" if not config.images_alone else config.algorithm.kind
+    return f"{name} ({count(facts.parameters)} parameters{learns})", rows, where
+
+
+def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
+    """As few tables as the width allows, each with the rows' numbers; the first one with their names."""
+    name = ("strategy", [c.name for c in ranked])
+    made: list[Table] = []
+    waiting: list[Group] = []
+    for group in groups(question, ranked, tokens):
+        more = [*waiting, group]
+        if waiting and not _fits(_table(len(ranked), name, more), console):
+            made.append(_named(len(ranked), name, waiting, console, always=not made))
+            more = [group]
+        waiting = more
+    return [*made, _named(len(ranked), name, waiting, console, always=not made)]
+
+
+Column = tuple[str, Sequence[str | Text]]
+
+
+def _named(rows: int, name: Column, groups: list[Group], console: Console, always: bool) -> Table:
+    """A table with the column of names, where there is room for it."""
+    table = _table(rows, name, groups)
+    return table if always or _fits(table, console) else _table(rows, None, groups)
+
+
+def _fits(table: Table, console: Console) -> bool:
+    return Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width
+
+
+def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
+    about = "; ".join(group.about for group in groups if group.about)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    table.title = about or None
+    table.add_column("#", justify="right", no_wrap=True, style="dim")
+    columns = [*([name] if name else []), *(column for group in groups for column in group.columns)]
+    for head, _ in columns:
+        left = head in ("strategy", "mesh", "checkpointing", "verdict")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True, style="bold" if head == "strategy" else "")
+    for row in range(rows):
+        table.add_row(str(row + 1), *(cells[row] for _, cells in columns))
+    return table
+
+
+def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[Group]:
+    """All columns, in the order in which they matter."""
+    return [_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
+
+
+def _main(ranked: Sequence[Candidate]) -> Group:
+    estimates = [c.estimate for c in ranked]
+    columns: list[Column] = [
+        ("verdict", [Text(e.verdict, style=VERDICTS[e.verdict]) for e in estimates]),
+        ("needs\nGB", [f"{e.memory.reserved / GB:.1f}" for e in estimates]),
+        ("step\ns", [number(e.seconds.total) for e in estimates]),
+        ("tokens/s", [f"{e.tokens_per_s:,.0f}" for e in estimates]),
+        ("MFU", ["–" if e.mfu is None else f"{e.mfu:.0%}" for e in estimates]),
+    ]
+    return Group("", tuple(columns))
+
+
+def _run(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
+    """Hours and cost: of the run where its length is known, else of a billion tokens."""
+    known = any(hours(c, tokens) is not None for c in ranked)
+    length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
+    columns: list[Column] = [(f"hours{unit}", [number(hours(c, length)) for c in ranked])]
+    if question.cluster.price_per_device_hour is not None:
+        columns.append((f"cost{unit}", [number(cost(question, c, length)) for c in ranked]))
+    if len({devices(c) for c in ranked}) > 1:
+        columns.append(("devices", [str(devices(c)) for c in ranked]))
+    return Group("", tuple(columns))
+
+
+def _layout(ranked: Sequence[Candidate]) -> Group:
+    batches = [c.layout.batch for c in ranked]
+    return Group(
+        "",
+        (
+            ("mesh", [mesh_words(c) for c in ranked]),
+            ("micro ×\nacc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
+            ("checkpointing", [c.layout.activation_checkpointing for c in ranked]),
+        ),
+    )
+
+
+def _memory(ranked: Sequence[Candidate]) -> Group:
+    parts = (*CATEGORIES, "peak")
+    later = any(gradients_at_peak(c.estimate.memory) < 0.99 * c.estimate.memory.gradients for c in ranked)
+    return Group(
+        "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else ""),
+        tuple((SHORT.get(part, part), [f"{getattr(c.estimate.memory, part) / GB:.1f}" for c in ranked]) for part in parts),
+    )
+
+
+def _host(ranked: Sequence[Candidate]) -> Group:
+    return Group(
+        "GB of a host",
+        tuple((f"host\n{part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in HostMemory.model_fields),
+    )
+
+
+def _seconds(ranked: Sequence[Candidate]) -> Group:
+    """Kinds of time that nobody spends are left out; bytes beside them."""
+    spent = [part for part in SECONDS if any(getattr(c.estimate.seconds, part) for c in ranked)]
+    columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
+    columns.append(("sent\nGB", [number(c.estimate.traffic.total / GB) for c in ranked]))
+    return Group("seconds of a step, and what a device sends in it", tuple(columns))
+
+
+def number(value: float | None) -> str:
+    """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def plain_table(
+    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), spare: Sequence[int] = ()
+) -> Table:
+    """A table in the same dress. `left`: columns of words; `spare`: those that go first where the terminal is narrow, in that order."""
+    for dropped in range(len(spare) + 1):
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+        kept = [index for index in range(len(heads)) if index not in spare[:dropped]]
+        for index in kept:
+            table.add_column(heads[index], justify="left" if index in left else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[index] for index in kept))
+        if _fits(table, console):
+            break
+    return table

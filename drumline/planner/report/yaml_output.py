@@ -1,0 +1,106 @@
+"""What to write and type to train by a candidate: lines for a YAML, a command, and the whole file of `drumline init`. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from drumline import __version__
+from drumline.core.config import Config
+from drumline.core.estimate import FITS
+from drumline.core.yaml_lines import write_yaml
+from drumline.planner.report.metrics import GB, overrides, whole
+from drumline.planner.report.table import number
+from drumline.planner.search.auto import with_little_room
+from drumline.planner.search.search import Answer, Candidate
+
+SCHEMA = "drumline.schema.json"
+# Where to begin, by what is learned; LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
+RATES = {"pretrain": 3e-4, "ppo": 1e-6, "grpo": 1e-6, "dpo": 5e-7, "reward": 1e-5}
+COLUMNS = {
+    "pretrain": "`text`",
+    "sft": "`messages`, or `prompt` and `completion`, or `text`",
+    "reward": "`prompt`, `chosen` and `rejected`",
+    "dpo": "`prompt`, `chosen` and `rejected`",
+    "ppo": "`prompt`, and what the rewards ask for",
+    "grpo": "`prompt`, and what the rewards ask for",
+    "classify": "`text` (or `image`) and `label`",
+}
+# Sections in the order in which they are written, and what stands above them.
+SECTIONS = {
+    "model": "What to start from: a folder, a hub id, or package:NAME. `init: random` starts from nothing.",
+    "algorithm": "What is learned: pretrain, sft, reward, dpo, ppo, grpo or classify; `drumline schema` has their options.",
+    "data": "A row of the data has {columns}; other names are mapped by `columns`. max_length: tokens of a row.",
+    "adapter": "LoRA: the model's own weights stay as they are. all-linear, r 16 and alpha 32 where nothing else is said.",
+    "cluster": "What was planned for. Without it: the devices that are found where the run starts.",
+    "strategy": "{why}",
+    "memory": "Activations: full keeps a block's input and computes the block again in backward; selective keeps more.",
+    "batch": "Of an optimizer step: global_samples = micro_batch × accumulation × data ranks.",
+    "precision": "What is computed in; weights that learn stay fp32.",
+    "optimizer": "A usual rate to begin with; look at the first losses.",
+    "schedule": None,
+    "checkpoint": "The newest two are kept, and the best; `drumline train FILE --resume` goes on from the newest.",
+    "run": "The run's folder is runs/<name of this file>.",
+}
+
+
+def to_use(asked: Config, candidate: Candidate, config: Path | None, said: Iterable[str] = ()) -> str:
+    """The command that trains by it (a YAML was given), or the YAML to write (none was). `said`: overrides that were laid over the YAML."""
+    if config is not None:
+        kept = [override for override in said if override.partition("=")[0].partition(".")[0] != "strategy"]
+        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(config), *kept, *overrides(asked, candidate)])}"
+    lines = [line + "  # yours" * line.endswith("path: data.jsonl") for line in write_yaml(whole(asked, candidate)).splitlines()]
+    return "\n".join([f"To train by {candidate.name}, in a YAML (`drumline init` writes it):", *(f"  {line}" for line in lines)])
+
+
+def why(answer: Answer) -> str:
+    """The first of an answer in a sentence, and the second."""
+    first, *others = answer.ranked
+    estimate = first.estimate
+    share = f"needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB a device"
+    said = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
+    if estimate.verdict == "tight":
+        said += f"; that is tight, more than {FITS:.0%}"
+    said += f". Second: {others[0].name}, {others[0].estimate.tokens_per_s:,.0f} tokens/s." if others else "."
+    return said + (f" {words[0].upper()}{words[1:]}." if (words := with_little_room(answer)) else "")
+
+
+def file(answer: Answer, name: str) -> str:
+    """The commented YAML of `drumline init`: what was asked, and the first of the answer. `name`: of the file."""
+    config, first = answer.question.config, answer.ranked[0]
+    values = whole(config, first)
+    values.setdefault("algorithm", config.algorithm.kind)
+    values |= {key: value for key, value in _to_begin_with(config).items() if key not in values}
+    words = {
+        "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
+        "columns": COLUMNS[config.algorithm.kind],
+    }
+    lines = [
+        f"# yaml-language-server: $schema=./{SCHEMA}",
+        f"# Written by `drumline init` {__version__}. See all plans: drumline plan {name}",
+        f"# Train: drumline train {name} (--dry-run only shows what would happen)",
+    ]
+    for section in dict.fromkeys([*SECTIONS, *values]):
+        if section in values:
+            about = SECTIONS.get(section)
+            said = wrap(about.format(**words), 116, break_long_words=False, break_on_hyphens=False) if about else []
+            lines += ["", *(f"# {line}" for line in said), write_yaml({section: _short(values[section])}).rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _to_begin_with(config: Config) -> dict[str, Any]:
+    """Sections that a new run should not leave to the defaults."""
+    rate = RATES.get(config.algorithm.kind, 2e-5) * (10 if config.adapter.kind == "lora" else 1)
+    return {
+        "optimizer": {"lr": rate},
+        "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
+        "run": {"epochs": 1},
+    }
+
+
+def _short(value: Any) -> Any:
+    """`{kind: x}` as `x`."""
+    return value["kind"] if isinstance(value, dict) and set(value) == {"kind"} else value

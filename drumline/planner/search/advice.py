@@ -1,0 +1,182 @@
+"""What else could be asked: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from drumline.core.config import BatchConfig, LoRAConfig
+from drumline.core.facts import with_length, with_lora
+from drumline.core.strategies import PPStrategy
+from drumline.errors import PlanError
+from drumline.planner.cluster import with_nodes
+from drumline.planner.search.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
+from drumline.planner.search.space import Way
+
+STEP = 64  # tokens; rows that are advised are a multiple of it long
+SHORT = 512  # tokens; no shorter row is advised
+MOST_HOSTS = 1024
+LONGEST = 1 << 20  # tokens, where the model has no end of its own
+MOST_ROWS = 1 << 12
+MOST_CHANGES = 3  # that one line names
+DISK = "/nvme"  # stands for a folder that is not named yet
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that would make a run fit. `what`: as the YAML says it; `found`: what is then the first plan."""
+
+    what: str
+    found: Candidate
+
+    def line(self) -> str:
+        held, limit = self.found.estimate.memory.reserved, self.found.estimate.limit
+        return f"{self.what} ({self.found.name}: {gb(held)} of {gb(limit)})"
+
+
+@dataclass(frozen=True)
+class Most:
+    """The longest row, or the largest micro-batch, that a family fits. `number`: tokens, or samples."""
+
+    number: int
+    found: Candidate
+
+
+def nothing_fits(answer: Answer) -> tuple[Change, ...]:
+    """The smallest of each kind of change after which something fits, what changes the run least first: checkpointing, micro-batch, a
+    disk, adapters, a shorter row, more devices. Empty where none would help."""
+    question = answer.question
+    asked = [*_changes(question), _shorter(question), _more(question)]
+    found = ((what, search(changed)) for what, changed in filter(None, asked) if fits(changed))
+    return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
+
+
+def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
+    """Nothing fits: one line with what comes nearest, and the changes that change least (nothing_fits)."""
+    near = [refused.best for refused in answer.refused if refused.best is not None]
+    if not near:
+        first = answer.refused[0]
+        return PlanError(f"no strategy goes with this config: {first.name}: {first.reason}", where="strategy")
+    nearest = min(near, key=lambda candidate: candidate.estimate.memory.reserved)
+    helps = "; or ".join(change.line() for change in changes[:MOST_CHANGES])
+    fix = f"it would with {helps}" if helps else "no change was found that would: take a smaller model, or larger devices"
+    return PlanError(f"nothing fits; nearest is {nearest.name}: {why_not(nearest.estimate)}", where="strategy", fix=fix)
+
+
+def max_length(question: Question) -> tuple[Most, ...]:
+    """For each family the longest row that fits, in steps of 64 tokens; samples of a step stay as they are. The longest first."""
+    end = question.facts.max_positions or LONGEST
+    return _by_family(question, lambda family: _most(partial(_of_length, question), family, STEP, end, STEP))
+
+
+def max_batch(question: Question) -> tuple[Most, ...]:
+    """For each family the largest micro-batch of a device that fits; the global batch follows it. The largest first."""
+
+    def largest(family: Sequence[Way]) -> Most | None:
+        each = (_most(partial(_of_batch, question, way), [way], 1, MOST_ROWS, 1) for way in family)
+        return max(filter(None, each), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
+
+    return _by_family(question, largest)
+
+
+def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
+    """The answers on as many hosts of the cluster, in that order."""
+    return tuple(search(replace(question, cluster=with_nodes(question.cluster, number))) for number in nodes)
+
+
+def _changes(question: Question) -> Iterator[tuple[str, Question]]:
+    config = question.config
+
+    def changed(section: str, **values: object) -> Question:
+        return replace(question, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
+
+    if "activation_checkpointing" in config.memory.model_fields_set and config.memory.activation_checkpointing != "full":
+        yield "memory.activation_checkpointing=full", changed("memory", activation_checkpointing="full")
+    if config.batch.global_samples is not None and (over := config.batch.global_samples % question.cluster.world_size):
+        samples = config.batch.global_samples - over + question.cluster.world_size
+        yield f"batch.global_samples={samples}", changed("batch", global_samples=samples)
+    if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
+        yield "batch.micro_batch=1", changed("batch", micro_batch=1, accumulation=None)
+    chunk = type(config.algorithm).model_fields.get("loss_chunk")
+    if chunk is not None and not getattr(config.algorithm, "loss_chunk", None):
+        yield f"algorithm.loss_chunk={chunk.default}", changed("algorithm", loss_chunk=chunk.default)
+    if question.nvme is None and question.deepspeed:
+        yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
+    if config.adapter.kind == "none" and config.head == "lm":
+        adapters = {"adapter=lora": LoRAConfig(), "adapter={kind: lora, quantize: 4bit}": LoRAConfig(quantize="4bit")}
+        for what, adapter in list(adapters.items())[: 2 if question.cluster.device.kind == "cuda" else 1]:
+            facts = with_lora(question.facts, adapter)
+            if facts is not None:
+                yield what, replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)
+
+
+def _shorter(question: Question) -> tuple[str, Question] | None:
+    """Rows cut to the longest that fits."""
+    tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, question.config.data.max_length - 1, STEP)
+    return None if tokens is None else (f"data.max_length={tokens}", _of_length(question, tokens))
+
+
+def _more(question: Question) -> tuple[str, Question] | None:
+    """As many devices more as it takes: up to eight in the one host, then twice as many hosts again and again."""
+    cluster = question.cluster
+    larger = [replace(cluster, per_node=n, found=False) for n in (2, 4, 8) if cluster.nodes == 1 and n > cluster.per_node]
+    full = larger[-1] if larger else cluster
+    while full.nodes * 2 <= MOST_HOSTS:
+        full = with_nodes(full, full.nodes * 2)
+        larger.append(full)
+    for other in larger:
+        changed = replace(question, cluster=other)
+        if fits(changed):
+            spread = f"{other.nodes} × {other.per_node}" if other.nodes > 1 else f"{other.per_node}"
+            return f"{spread} devices in place of {cluster.world_size}", changed
+    return None
+
+
+def _of_length(question: Question, tokens: int) -> Question:
+    """With rows of this many tokens. A global batch said in tokens becomes one of as many samples, and rows are counted as full ones."""
+    config, old = question.config, question.config.data.max_length
+    batch = config.batch
+    if batch.global_tokens is not None:
+        samples = max(1, batch.global_tokens // (old * config.rows_per_sample))
+        batch = batch.model_copy(update={"global_tokens": None, "global_samples": samples})
+    changed = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens}), "batch": batch})
+    roles = {name: with_length(facts, old, tokens) for name, facts in question.role_facts.items()}
+    return replace(question, config=changed, facts=with_length(question.facts, old, tokens), role_facts=roles, data=None)
+
+
+def _of_batch(question: Question, way: Way, micro: int) -> Question:
+    """With this micro-batch, as many at a step as the way has stages."""
+    strategy = way.strategy
+    stages = strategy.degree or question.cluster.world_size if isinstance(strategy, PPStrategy) else getattr(strategy, "pp", 1)
+    batch = BatchConfig(micro_batch=micro, accumulation=stages)
+    return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
+
+
+def _by_family(question: Question, most: Callable[[Sequence[Way]], Most | None]) -> tuple[Most, ...]:
+    families = dict[str, list[Way]]()
+    for way in ways_of(question):
+        families.setdefault(way.family, []).append(way)
+    found: Iterable[Most] = filter(None, map(most, families.values()))
+    return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
+
+
+def _most(asked: Callable[[int], Question], family: Sequence[Way], first: int, last: int, step: int) -> Most | None:
+    """The largest number with which a family fits."""
+    number = _largest(lambda n: fits(asked(n), family), first, last, step)
+    found = () if number is None else search(asked(number), family).ranked
+    return Most(number, found[0]) if number is not None and found else None
+
+
+def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> int | None:
+    """The largest of first, first + step, … up to last that is good, where what is smaller than a good one is good; None without one."""
+    if last < first or not good(first):
+        return None
+    low, high, top = 0, 1, (last - first) // step
+    while high <= top and good(first + high * step):
+        low, high = high, high * 2
+    high = min(high, top + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(first + middle * step) else (low, middle)
+    return first + low * step

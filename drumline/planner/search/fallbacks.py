@@ -1,0 +1,110 @@
+"""Other ways to take the same steps with less memory: what a run that ran out of it may go on with. Pure.
+
+All of them keep the global batch, the ranks and the numbers (up to rounding): micro-batches made smaller with more accumulation, activation
+checkpointing, chunks of the cross-entropy, states sharded over the ranks there are, states kept on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from drumline.core import strategies as s
+from drumline.core.algorithms import DPOConfig, PretrainConfig, SFTConfig
+from drumline.core.config import BatchConfig, Config
+from drumline.core.explain import flow
+from drumline.core.plan import Plan
+from drumline.errors import PlanError
+from drumline.planner.search.search import Candidate, Question, evaluate
+
+HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
+CHUNKED = PretrainConfig | SFTConfig | DPOConfig
+
+
+def lighter(question: Question, plan: Plan, limit: int, below: int, said: Config) -> tuple[list[Candidate], Candidate | None]:
+    """(those that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which may
+    not fit). Near: few changes, then few seconds. Each is called by what differs in it from `said`, the human's config."""
+    found: list[tuple[int, Candidate]] = []
+    for changes, config in _variants(plan, question.facts.batch_norms > 0):
+        try:
+            candidate = evaluate(question, config, changed(said, config))
+        except PlanError:
+            continue
+        found.append((changes, candidate))
+    leanest = min((c for _, c in found), key=lambda c: c.estimate.memory.reserved, default=None)
+    fitting = [(n, c) for n, c in found if c.estimate.memory.peak < below and c.estimate.memory.reserved <= limit and c.estimate.host_fits]
+    fitting.sort(key=lambda f: (f[0], f[1].estimate.seconds.total, -f[1].estimate.memory.peak))
+    return [candidate for _, candidate in fitting], leanest
+
+
+def changed(old: Config, new: Config) -> str:
+    """What differs, as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}, memory: {activation_checkpointing: full}`."""
+    said = []
+    for section in ("strategy", "batch", "eval", "memory", "algorithm"):
+        before, after = getattr(old, section).model_dump(mode="json"), getattr(new, section).model_dump(mode="json")
+        usual = getattr(new, section).__class__.model_fields
+        keys = {
+            k: v
+            for k, v in after.items()
+            if before.get(k) != v and (k in before or k == "kind" or v != usual[k].get_default(call_default_factory=True))
+        }
+        if keys:
+            kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
+            said.append(f"{section}: {flow({**kind, **keys})}")
+    return ", ".join(said)
+
+
+def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
+    """(how much changes, config). `by_micro_batch`: the numbers hang on the micro-batch (batch norm), so it stays."""
+    config, batch = plan.config, plan.batch
+    per_rank = batch.micro_batch * batch.accumulation
+    micros = [m for m in range(batch.micro_batch, 0, -1) if per_rank % m == 0 and (m == batch.micro_batch or not by_micro_batch)]
+    algorithm = config.algorithm
+    chunks = [algorithm]
+    if isinstance(algorithm, CHUNKED) and not algorithm.loss_chunk:
+        usual = type(algorithm).model_fields["loss_chunk"].default
+        chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
+    for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, _spreads(plan)):
+        fewer = micro < batch.micro_batch
+        changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost
+        if not changes:
+            continue
+        said = BatchConfig(global_samples=batch.global_samples, micro_batch=micro, accumulation=per_rank // micro)
+        held_out = config.eval.micro_batch
+        update = {
+            "batch": said,
+            "memory": config.memory.model_copy(update={"activation_checkpointing": kept}),
+            "algorithm": loss,
+            "strategy": strategy,
+            "eval": config.eval.model_copy(update={"micro_batch": min(held_out, micro)}) if held_out and fewer else config.eval,
+        }
+        yield changes, config.model_copy(update=update)
+
+
+def _spreads(plan: Plan) -> list[tuple[int, s.AnyStrategy]]:
+    """(how much changes, strategy): the plan's own first, then those that keep less on each rank."""
+    strategy = plan.config.strategy
+    own: list[tuple[int, s.AnyStrategy]] = [(0, strategy)]
+    several = plan.mesh.data_ranks * plan.mesh.cp > 1
+    if isinstance(strategy, s.DDPStrategy) and several and strategy.compression.kind == "none":
+        sharded = s.FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
+        return [*own, (2, sharded), *_offloaded(plan, sharded)]
+    if isinstance(strategy, s.FSDP2Strategy):
+        lean = strategy.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
+        return [*own, *([] if lean == strategy else [(2, lean)]), *_offloaded(plan, lean)]
+    if isinstance(strategy, s.Zero1Strategy | s.Zero2Strategy | s.Zero3Strategy) and strategy.config is None and not strategy.options:
+        host = strategy.offload_optimizer
+        if isinstance(strategy, s.Zero1Strategy):
+            own.append((2, s.Zero2Strategy(offload_optimizer=host)))
+        if not isinstance(strategy, s.Zero3Strategy):
+            own.append((2, s.Zero3Strategy(offload_optimizer=host)))
+        if host.kind == "none" and plan.device == "cuda":
+            own.append((3, strategy.model_copy(update={"offload_optimizer": s.Offload(kind="cpu")})))
+    return own
+
+
+def _offloaded(plan: Plan, strategy: s.FSDP2Strategy) -> list[tuple[int, s.AnyStrategy]]:
+    """States on the host: of use where that is another memory."""
+    if plan.device != "cuda" or strategy.offload == "cpu":
+        return []
+    return [(3, strategy.model_copy(update={"offload": "cpu"}))]

@@ -1,0 +1,369 @@
+"""All ways of spreading a run over a cluster that the rules allow, each with its estimate, the best first. Pure.
+
+ways (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
+
+Nothing but the best of a strategy is kept, so memory does not grow with the cluster; whole plans are made for those few alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from drumline.core.batch import TOKENS_AT_ONCE, batches
+from drumline.core.config import Config
+from drumline.core.estimate import TIGHT, Estimate
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout, tokens_of_a_row
+from drumline.core.mesh import resolve_mesh
+from drumline.core.plan import DataPlan, RolePlan
+from drumline.core.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
+from drumline.core.rule import Case, offloads
+from drumline.core.rules import check_rules
+from drumline.core.stages import in_flight, plan_pipeline, stage_layers
+from drumline.core.strategies import AnyStrategy, AutoStrategy, ZeroStrategy
+from drumline.core.zero import adopt
+from drumline.errors import PlanError
+from drumline.hardware.cluster import Cluster
+from drumline.hardware.detect import Device, Machine
+from drumline.planner.cost.estimate import estimate
+from drumline.planner.search.probe import Probe
+from drumline.planner.search.space import Way, describe, ways
+
+FEW = 3  # strategies of a family that an answer holds
+TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
+    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed.
+    `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
+
+    config: Config
+    cluster: Cluster
+    facts: ModelFacts
+    data: DataPlan | None = None
+    roles: Mapping[str, RolePlan] = field(default_factory=dict)
+    role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    processes: bool = False
+    deepspeed: bool = True
+    nvme: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `config`: what to train with to get it, every choice written in."""
+
+    name: str
+    config: Config
+    layout: Layout
+    estimate: Estimate
+    family: str = ""
+    simple: int = 0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's words. `best`: its nearest candidate."""
+
+    name: str
+    reason: str
+    best: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
+    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected. `tight`: the
+    fastest of all that are tight, where it is faster than what fits."""
+
+    question: Question
+    ranked: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+    looked_at: int = 0
+    probes: tuple[Probe, ...] = ()
+    tight: Candidate | None = None
+
+
+@dataclass
+class _Family:
+    """The best few of a family so far; `nearest`: of those that do not fit, the one that needs least; `tight`: of those with little room
+    the fastest; `words`: of the first refusal."""
+
+    best: list[tuple[tuple[bool, float], int, Way, Layout, Estimate]] = field(default_factory=list)
+    nearest: tuple[Way, Layout, Estimate] | None = None
+    tight: tuple[Way, Layout, Estimate] | None = None
+    words: str = ""
+    looked_at: int = 0
+
+
+def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
+    """The best few of each family, and of the others the reason. `among`: ways to look at; None: all."""
+    question = replace(question, config=adopt(question.config))
+    look, families = _Look(question), dict[str, _Family]()
+    for number, way in enumerate(ways_of(question) if among is None else among):
+        family = families.setdefault(way.family, _Family())
+        try:
+            chosen = look.best_of(way, family)
+        except PlanError as error:
+            family.words = family.words or _words(error)
+            continue
+        if chosen is not None:
+            layout, figures = chosen
+            entry = ((figures.verdict == "fits", figures.tokens_per_s), -number, way, layout, figures)
+            (heapq.heappush if len(family.best) < FEW else heapq.heappushpop)(family.best, entry)
+    ranked, refused = list[Candidate](), list[Refused]()
+    for name, family in families.items():
+        try:
+            ranked += [_candidate(question, way, layout) for _, _, way, layout, _ in family.best]
+            if not family.best:
+                refused.append(_refused(question, name, family))
+        except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
+            refused.append(Refused(name, _words(error)))
+    first = tuple(in_order(ranked))
+    looked_at = sum(family.looked_at for family in families.values())
+    return Answer(question, first, tuple(refused), looked_at, tight=_faster(question, first, families.values()))
+
+
+def ways_of(question: Question) -> Iterator[Way]:
+    """All ways that the question is open to."""
+    asked = question.config.strategy
+    nvme = asked.nvme if isinstance(asked, AutoStrategy) else None
+    return ways(asked, question.cluster, question.facts, question.nvme or nvme)
+
+
+def look_at(question: Question, strategy: AnyStrategy) -> Candidate | Refused:
+    """The best of one strategy."""
+    answer = search(question, [describe(strategy, question.cluster.world_size)])
+    return answer.ranked[0] if answer.ranked else answer.refused[0]
+
+
+def fits(question: Question, among: Iterable[Way] | None = None) -> bool:
+    """Whether any way fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. No more is asked than it
+    takes to know."""
+    question = replace(question, config=adopt(question.config))
+    look = _Look(question)
+    return any(look.fits(way) for way in (ways_of(question) if among is None else among))
+
+
+def evaluate(question: Question, config: Config, name: str) -> Candidate:
+    """One config, its strategy said, on the question's cluster. Raises PlanError where a rule or the arithmetic refuses it."""
+    plan = resolve(
+        config,
+        run_dir="",
+        machine=_machine(question.cluster),
+        world_size=_world(question, config.strategy.kind),
+        facts=question.facts,
+        model_path=None,
+        data=question.data,
+        roles=dict(question.roles),
+        role_facts=dict(question.role_facts),
+    )
+    layout = Layout.of(plan, question.role_facts)
+    return Candidate(name, plan.config, layout, estimate(layout, question.facts, question.cluster))
+
+
+def why_not(figures: Estimate) -> str:
+    """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
+    held, limit = figures.memory.reserved, figures.limit
+    if held > limit:
+        return f"{gb(held)} > {gb(limit)}"
+    if held > TIGHT * limit:
+        return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
+    host = figures.host
+    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
+    return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
+
+
+def gb(bytes_: float) -> str:
+    """As device memory is sold: 10^9 bytes; what is small in 10^6."""
+    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
+
+
+class _Look:
+    """A search's estimates of one strategy at a time; what does not change is worked out once."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.config = question, question.config
+        machine = _machine(question.cluster)
+        self.device = device_of(self.config, machine)
+        self.precision = precision_of(self.config, machine, self.device, [])
+        open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
+        self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
+        self.tokens = tokens_of_a_row(self.config, question.data)
+
+    def best_of(self, way: Way, family: _Family) -> tuple[Layout, Estimate] | None:
+        """The best micro-batch and checkpointing of a strategy; None where none fits, which is noted. Raises PlanError where rules or
+        numbers refuse all."""
+        found, refusal = list[tuple[Layout, Estimate]](), None
+        for kind in self.checkpointing:
+            try:
+                for layout, figures in self.looks(way, kind):
+                    family.looked_at += 1
+                    if figures.verdict != "no":
+                        found.append((layout, figures))
+                        if figures.verdict == "tight" and (family.tight is None or faster(figures, family.tight[2])):
+                            family.tight = way, layout, figures
+                    elif family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
+                        family.nearest = way, layout, figures
+            except PlanError as error:
+                refusal = refusal or error
+        if found:
+            return self._best(found)
+        if refusal is not None and family.nearest is None:
+            raise refusal
+        return None
+
+    def fits(self, way: Way) -> bool:
+        """Whether any micro-batch fits under some checkpointing."""
+        for kind in reversed(self.checkpointing):
+            try:
+                if any(figures.verdict == "fits" for _, figures in self.looks(way, kind)):
+                    return True
+            except PlanError:
+                continue
+        return False
+
+    def looks(self, way: Way, checkpointing: str) -> Iterator[tuple[Layout, Estimate]]:
+        """Up to the first that does not fit, the smallest micro-batch first: a larger one needs no less. But without accumulation no
+        gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do."""
+        over = False
+        for layout in self.layouts(way, checkpointing):
+            if over and layout.batch.accumulation > 1:
+                continue
+            figures = estimate(layout, self.question.facts, self.question.cluster)
+            yield layout, figures
+            if figures.verdict == "no":
+                over = True
+                if figures.memory.peak - 2 * figures.memory.gradients > figures.limit:
+                    return
+
+    def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
+        """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
+        question = self.question
+        strategy = way.strategy
+        if isinstance(strategy, ZeroStrategy) and not question.deepspeed:
+            raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
+        if self.device == "cpu" and "cpu" in offloads(strategy) and strategy != question.config.strategy:
+            raise PlanError("the device's memory is the host's: there is nothing to offload to")
+        world = _world(question, strategy.kind)
+        if question.processes and world != question.cluster.world_size:
+            raise PlanError(f"it is one process, and there are {question.cluster.world_size}")
+        memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
+        config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
+        mesh = resolve_mesh(strategy, world)
+        check_rules(Case(config, mesh, self.device, self.precision, question.facts))
+        require_samples(config, mesh, question.data)
+        refusal, any_ = None, False
+        for batch in batches(config, mesh.data_ranks, question.cluster.world_size, in_flight(mesh, strategy)):
+            try:
+                pipeline = plan_pipeline(mesh, strategy, batch, question.facts, [])
+            except PlanError as error:
+                refusal = refusal or error
+                continue
+            any_ = True
+            roles = {
+                name: role.model_copy(update={"layers": stage_layers(mesh, strategy, question.role_facts[name])})
+                for name, role in question.roles.items()
+            }
+            yield Layout(
+                config=config,
+                mesh=mesh,
+                batch=batch,
+                precision=self.precision,
+                device=self.device,
+                engine=engine_of(mesh, strategy),
+                data_parallel=data_parallel_of(mesh, strategy),
+                activation_checkpointing=memory.activation_checkpointing,
+                length=config.data.max_length,
+                tokens_per_row=self.tokens,
+                pipeline=pipeline,
+                roles=roles,
+                role_facts=question.role_facts,
+                devices_per_rank=question.cluster.per_node if strategy.kind == "dp" and self.device == "cuda" else 1,
+            )
+        if refusal is not None and not any_:
+            raise refusal
+
+    def _best(self, found: list[tuple[Layout, Estimate]]) -> tuple[Layout, Estimate]:
+        """The fastest that fits; of those as fast, the least checkpointing, then the micro-batch nearest to the usual one."""
+        fits = [pair for pair in found if pair[1].verdict == "fits"] or found
+        fastest = max(figures.tokens_per_s for _, figures in fits)
+        same = [pair for pair in fits if pair[1].tokens_per_s >= (1 - TIE) * fastest]
+
+        def usual(pair: tuple[Layout, Estimate]) -> tuple[int, float]:
+            layout = pair[0]
+            off = abs(math.log2(layout.rows * layout.length / TOKENS_AT_ONCE))
+            return CHECKPOINTING.index(layout.activation_checkpointing), off
+
+        return min(same, key=usual)
+
+
+def _candidate(question: Question, way: Way, layout: Layout) -> Candidate:
+    """The whole plan of a layout, which must come out as the search has seen it."""
+    batch = layout.batch
+    said = layout.config.batch
+    total = {} if said.global_samples or said.global_tokens else {"accumulation": batch.accumulation}
+    config = layout.config.model_copy(update={"batch": said.model_copy(update={"micro_batch": batch.micro_batch, **total})})
+    made = evaluate(question, config, way.name)
+    same = replace(made.layout, config=layout.config, steps=layout.steps)
+    assert same == layout, f"{way.name}: {same} is not {layout}"
+    return replace(made, family=way.family, simple=way.simple)
+
+
+def faster(figures: Estimate, other: Estimate) -> bool:
+    """By more than no prediction is better than."""
+    return figures.tokens_per_s * (1 - TIE) > other.tokens_per_s
+
+
+def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
+    """The fastest that is tight, where something slower fits."""
+    found = max((family.tight for family in families if family.tight), key=lambda tight: tight[2].tokens_per_s, default=None)
+    if found is None or not ranked or ranked[0].estimate.verdict != "fits" or not faster(found[2], ranked[0].estimate):
+        return None
+    try:
+        return _candidate(question, found[0], found[1])
+    except PlanError:  # what only a whole plan looks at
+        return None
+
+
+def _refused(question: Question, name: str, family: _Family) -> Refused:
+    if family.nearest is None:
+        return Refused(name, family.words)
+    way, layout, figures = family.nearest
+    return Refused(name, why_not(figures), _candidate(question, way, layout))
+
+
+def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where nobody said
+    how much memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
+    for fits in (True, False):
+        left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
+        while left:
+            fastest = max(c.estimate.tokens_per_s for c in left)
+            same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
+            least = min(c.estimate.host.most for c in same)
+            lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
+            first = min(same, key=lambda c: (c.name in lavish, c.simple, c.estimate.memory.reserved, -c.estimate.tokens_per_s))
+            left.remove(first)
+            yield first
+
+
+def _words(error: PlanError) -> str:
+    return error.what + (f" — {error.fix}" if error.fix else "")
+
+
+def _world(question: Question, kind: str) -> int:
+    """Processes of a strategy."""
+    return 1 if kind in ("single", "dp") else question.cluster.world_size
+
+
+def _machine(cluster: Cluster) -> Machine:
+    """A host of the cluster, as `detect` would describe it."""
+    device = cluster.device
+    devices = [Device(device.name, device.memory_bytes)] * cluster.per_node if device.kind == "cuda" else []
+    return Machine(devices, cores=1, memory_bytes=cluster.host_memory_bytes or 0, device=device.kind, bf16="bf16" in device.flops)

@@ -1,0 +1,73 @@
+"""From a config to what samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drumline.core import algorithms as c
+from drumline.errors import PlanError
+from drumline.rl.colocated import VLLMEngine
+from drumline.rl.continuous import ContinuousGenerator
+from drumline.rl.generate import WHERE, Generator, HFGenerator, InferenceCopy, Weights
+from drumline.rl.sampling import Sampler
+from drumline.rl.vllm import VLLMServer, WeightFolder
+
+Refresh = Callable[[Weights], None]
+
+
+def generator(
+    config: c.Generator,
+    tokenizer: Any,
+    seed: int,
+    live: Any | None,
+    build: Callable[[], Any],
+    autocast: torch.dtype | None = None,
+    model_path: str | None = None,
+    run_dir: Path = Path(),
+) -> tuple[Generator, Refresh | None]:
+    """What samples, and what hands it the weights that learned (`Engine.whole_weights`, before each rollout); None: it has them already.
+
+    `live`: the model that learns, where it lies whole and alone on this rank's device (one process, DDP); None: it is spread, and a copy
+    made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the live model computes in, where
+    that is not its weights'; continuous batching, whose thread has no autocast, then takes a copy too. vLLM starts from the folder or
+    hub id `model_path`, and reads new weights in a folder of `run_dir`.
+    """
+    if isinstance(config, c.VLLMGenerator):
+        return _vllm(config, tokenizer, seed, autocast or torch.float32, model_path, run_dir)
+    if isinstance(config, c.HFGenerator) and live is not None:
+        return HFGenerator(config, live, tokenizer, seed, autocast), None
+    if isinstance(config, c.ContinuousGenerator) and live is not None and autocast is None:
+        return ContinuousGenerator(config, live, tokenizer, seed), None
+    whole = InferenceCopy(build)
+    if isinstance(config, c.ContinuousGenerator):
+        return ContinuousGenerator(config, whole.model, tokenizer, seed), whole.refresh
+    return HFGenerator(config, whole.model, tokenizer, seed), whole.refresh
+
+
+def greedy(sampling: Any) -> Generator:
+    """A generator of the same model (engine, server) that takes the likeliest token each time."""
+    made = copy.copy(sampling)
+    made.config = sampling.config.model_copy(update={"top_k": 1})
+    if hasattr(sampling, "sampler"):
+        made.sampler = Sampler(made.config.temperature, top_k=1)
+    return made
+
+
+def _vllm(
+    config: c.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, model_path: str | None, run_dir: Path
+) -> tuple[Generator, Refresh | None]:
+    if config.url is None:
+        if model_path is None:
+            raise PlanError("vLLM starts from a model's files, and this one has none", where=WHERE, fix="use generator=hf, or set model.id")
+        engine = VLLMEngine(config, tokenizer, seed, model_path, str(dtype).removeprefix("torch."))
+        return engine, engine.refresh
+    server = VLLMServer(config, tokenizer, seed)
+    if config.weights == "none":
+        return server, None
+    folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"
+    return server, WeightFolder(server.server, folder.absolute(), dtype).refresh

@@ -1,0 +1,160 @@
+"""The seam of rollouts: one verb, `generate`. Here transformers' own `generate` is behind it; `continuous` and `vllm` are others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.data.templates import end_ids
+from drumline.errors import DataError, ModelError, PlanError
+from drumline.rl.sampling import AtEndings, Completion, Endings, NoisyLogits, Request, Sampler, request_seed
+
+WHERE = "algorithm.generator"
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class Generator(Protocol):
+    """Samples completions. What is sampled hangs on (run seed, `step`, request) alone: not on the other requests, nor on the ranks."""
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """One completion a request, in the order of the requests. No collective: ranks may come with as many requests as they like."""
+        ...
+
+
+class HFGenerator:
+    """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left.
+
+    `model`: a causal LM that lies whole on one device: the live one that learns, or a copy. It is put into eval mode while it
+    generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a live model under bf16).
+    """
+
+    def __init__(self, config: HFConfig, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None) -> None:
+        self.config, self.model, self.seed, self.autocast = config, model, seed, autocast
+        self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
+        self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+
+    @torch.no_grad()
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        require_room(requests, self.config.max_new_tokens, positions(self.model))
+        longest_first = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # what does not fit in memory fails at once
+        done: dict[int, Completion] = {}
+        with generating(self.model):
+            for start in range(0, len(requests), self.config.batch):
+                chosen = longest_first[start : start + self.config.batch]
+                done |= zip(chosen, self._batch([requests[i] for i in chosen], step), strict=True)
+        return [done[i] for i in range(len(requests))]
+
+    def _batch(self, requests: list[Request], step: int) -> list[Completion]:
+        from transformers import GenerationConfig
+
+        device = self.model.device
+        width = max(len(request.tokens) for request in requests)
+        ids_BT = torch.tensor([[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
+        seeds_B = torch.tensor([request_seed(self.seed, step, r.key) for r in requests], device=device)
+        noise, ends = NoisyLogits(self.sampler, seeds_B, width), AtEndings(self.endings, len(requests), width)
+        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+            out_BT = self.model.generate(
+                ids_BT,
+                attention_mask=mask_BT,
+                generation_config=GenerationConfig(
+                    max_new_tokens=self.config.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad
+                ),
+                logits_processor=[noise],
+                stopping_criteria=[ends],
+                synced_gpus=False,  # each rank has a whole model and its own number of tokens
+            )
+        log_probs = torch.stack(noise.log_probs, 1).tolist()
+        lengths = [length or out_BT.shape[1] - width for length in ends.lengths]
+        return [
+            Completion(tokens[:length], row[:length], ended is not None)
+            for tokens, row, length, ended in zip(out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True)
+        ]
+
+
+class InferenceCopy:
+    """A whole model to sample from, beside one that is spread over ranks: a plain Hugging Face one in the compute type, filled anew before
+    each rollout, one parameter after the other.
+
+    It stays allocated between rollouts: to free it would give its memory (a weight in the compute type for each of the model's) to
+    the optimizer's step, which has its own already, and cost an allocation a rollout.
+    """
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        """`build`: makes the model whole on this rank's device; with an adapter, PEFT's layers are in it and it has PEFT's names."""
+        self.model = build()
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self.tensors: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
+
+    @torch.no_grad()
+    def refresh(self, weights: Weights) -> None:
+        """Take over all weights (`Engine.whole_weights`). Collective where that is. Weights that the model ties may come once.
+
+        Raises ModelError, after the last of them, for a name or shape that is not the copy's, and for a weight that did not come.
+        """
+        wrong, came = [], set()
+        for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
+            mine = self.tensors.get(name)
+            if mine is None or mine.shape != tensor.shape:
+                wrong.append(f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}")
+                continue
+            mine.copy_(tensor)
+            came.add(mine.data_ptr() if mine.numel() else id(mine))
+        wrong += [f"{name} did not come" for name, t in self.tensors.items() if t.numel() and t.data_ptr() not in came]
+        if wrong:
+            what = f"the weights do not fit the copy that rollouts are sampled from: {wrong[0]} ({len(wrong)} such)"
+            raise ModelError(what, where="model")
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """All ids that end a text: of the tokenizer, its chat template and the model's generation config (chat models have several)."""
+    of_model = getattr(model.generation_config, "eos_token_id", None)
+    several = of_model if isinstance(of_model, list) else [of_model]
+    return frozenset(end_ids(tokenizer) | {int(i) for i in several if i is not None})
+
+
+def positions(model: Any) -> int | None:
+    """How many tokens a sequence may have; None: any number."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def require_room(requests: list[Request], new: int, positions: int | None) -> None:
+    """Raises DataError for an empty prompt, PlanError where a prompt and `new` tokens are more than the model's positions."""
+    for request in requests:
+        if not request.tokens:
+            raise DataError(f"prompt {request.key} has no tokens", where="data", fix="a completion goes on from one token at least")
+        if positions is not None and len(request.tokens) + new > positions:
+            raise PlanError(
+                f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions",
+                where=f"{WHERE}.max_new_tokens",
+                fix=f"at most {positions - len(request.tokens)}, or shorter prompts"
+                if positions > len(request.tokens)
+                else "shorter prompts",
+            )
+
+
+@contextlib.contextmanager
+def generating(model: Any) -> Iterator[None]:
+    """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
+    penalty, say, of which the log-probs of training know nothing). All as it was afterwards."""
+    from transformers import GenerationConfig
+
+    if not hasattr(model, "generate"):
+        raise ModelError(f"{type(model).__name__} does not generate", where="model", fix="rollouts need a causal language model")
+    training = [module for module in model.modules() if module.training]
+    own, use_cache = model.generation_config, model.config.use_cache
+    model.eval()
+    model.generation_config, model.config.use_cache = GenerationConfig(), True
+    try:
+        yield
+    finally:
+        model.generation_config, model.config.use_cache = own, use_cache
+        for module in training:
+            module.training = True

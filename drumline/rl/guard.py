@@ -1,0 +1,89 @@
+"""The process between a rank and its rewards: `python -m drumline.rl.guard PARENT FD`. It ends what the rewards leave behind.
+
+    rank ── guard ── rewards ── whatever a reward starts
+
+It runs nothing of a user's. On Linux it is a subreaper: a daemon whose parents have ended becomes its child, so it is found and killed,
+however the rewards end and however the rank does. Elsewhere only what still has its parents is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+
+import psutil
+
+from drumline.core.process import die_with_parent
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def main() -> None:
+    parent, fd = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent(parent, signal.SIGTERM)
+    guard, child = os.getpid(), os.fork()
+    if child == 0:
+        _become_rewards(guard, fd)
+    os.close(fd)
+    try:
+        code = _wait_for(child)
+    finally:
+        end_family()
+    if code < 0:  # end as the rewards did; a core of this process would show nothing
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(guard, -code)
+    sys.exit(code)
+
+
+def _leave(number: int, frame: object) -> None:
+    """The parent is done with it, or dead; the kernel sends the signal again for each of its threads."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_family()
+    os._exit(0)
+
+
+def _become_rewards(guard: int, fd: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(guard)
+    from drumline.rl.reward_worker import main as serve
+
+    serve(fd)
+    sys.exit(0)
+
+
+def _wait_for(child: int) -> int:
+    """How the rewards ended; orphans that end before are let go."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def end_family() -> None:
+    """Kill all descendants, until there are none."""
+    while family := psutil.Process().children(recursive=True):
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""One process of rewards as its parent sees it: started, asked, and killed when it is late."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline import errors
+from drumline.core.algorithms import Reward
+from drumline.errors import DrumlineError, EnvironmentFault
+from drumline.rl.channel import LONGEST_ANSWER, Channel, Garbled
+
+# Importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
+START_SECONDS = 120.0
+END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
+NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
+WHERE = "algorithm.rewards"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reward said, or why it said nothing; and how long the parent waited."""
+
+    value: float | None
+    failure: str | None
+    seconds: float
+
+
+class Isolated:
+    """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
+
+    It is started and asked by one thread, which must outlive it: the kernel signals the guard when that thread ends (`guard`), and the
+    guard, in a session of its own, ends the rewards and all that they have started. Options go through the socket: a command line is
+    for all to read.
+    """
+
+    def __init__(
+        self, rewards: dict[int, Reward], base_dir: Path, columns: list[str] | None = None, start_seconds: float = START_SECONDS
+    ) -> None:
+        """`columns`: those that rows have, where a function is to be checked against them.
+
+        Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault where it cannot be started."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "drumline.rl.guard", str(os.getpid()), str(theirs.fileno())]
+        self.channel = Channel(ours, LONGEST_ANSWER)
+        try:
+            # Prints go to standard error: standard output may be a table or a YAML that somebody reads.
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        except OSError as error:
+            ours.close()
+            raise EnvironmentFault(f"a process for rewards cannot be started: {error.strerror}", where=WHERE) from error
+        finally:
+            theirs.close()
+        dumped = {index: reward.model_dump(mode="json") for index, reward in rewards.items()}
+        try:
+            self._start({"base_dir": str(base_dir), "columns": columns, "rewards": dumped}, rewards, start_seconds)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, told: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
+        """Hand the options over, and wait until everything is imported."""
+        try:
+            self.channel.send(told, seconds)
+            said = self.channel.receive(seconds)
+        except TimeoutError:
+            paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
+            raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there") from None
+        except (EOFError, OSError, Garbled) as error:
+            how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(self._own_end(END_SECONDS))
+            fix = "look for the reason in the rank's log, or above"
+            raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
+        if wrong := said.get("wrong"):
+            kind: type[DrumlineError] = getattr(errors, wrong["kind"])
+            raise kind(wrong["what"], where=wrong["where"], fix=wrong["fix"])
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Answer:
+        """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
+        # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
+        token = secrets.token_hex(8)
+        request = {"token": token, "index": index, "prompt": prompt, "completion": completion, "meta": meta}
+        began = time.monotonic()
+        try:
+            self.channel.send(request, timeout_seconds)
+            said = self.channel.receive(timeout_seconds)
+            if said.get("token") != token:
+                raise Garbled
+            return Answer(said.get("value"), said.get("failure"), time.monotonic() - began)
+        except TimeoutError:
+            failure = f"timed out after {timeout_seconds:g} s"
+        except (EOFError, OSError):
+            failure = ending(self._own_end(1.0))
+        except Garbled:
+            failure = NOT_ITS_OWN
+        seconds = time.monotonic() - began
+        self.kill()
+        return Answer(None, failure, seconds)
+
+    def kill(self) -> None:
+        """End the process and what its rewards have started, and wait for it."""
+        self._own_end(1.0 if self.channel.ended else 0.0)
+        self.process.terminate()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.channel.close()
+
+    def _own_end(self, seconds: float) -> int | None:
+        """The exit code of a process that is about to end by itself; None where it does not."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def ending(code: int | None) -> str:
+    """An exit code in words; None: it has not ended, although nobody is at its end of the socket."""
+    if code is None:
+        return NOT_ITS_OWN
+    if code >= 0:
+        return f"ended its process (exit code {code})"
+    try:
+        return f"crashed its process ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"crashed its process (signal {-code})"

@@ -1,0 +1,208 @@
+"""What a reward's config means as a function, built inside of a worker: nothing here runs in a rank. No torch.
+
+A scorer is called with (prompt, completion, meta of the row) and returns anything; `reward_worker` judges what came back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from drumline.core.algorithms import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.core.secret import reveal
+from drumline.core.suggest import nearest
+from drumline.errors import ConfigError
+
+Scorer = Callable[[str, str, dict[str, Any]], Any]
+GROUP = "drumline.rewards"
+# The verifiers of these compare boards with ==, and a board is of tuples, which JSON has made lists.
+TUPLES = ("arc_agi", "rearc")
+
+
+def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
+    """`columns`: those that rows have, where that is known: a function that asks for others is refused.
+
+    Raises ConfigError for a function that cannot be found or called."""
+    if isinstance(reward, FunctionReward):
+        return _function(reward, base_dir, where, columns)
+    if isinstance(reward, TaskReward):
+        return _task(reward)
+    if isinstance(reward, MathReward):
+        return _math(reward)
+    assert isinstance(reward, RegexReward), reward.kind
+    pattern = re.compile(reward.pattern)
+    find = pattern.fullmatch if reward.full else pattern.search
+    return lambda prompt, completion, meta: float(find(completion) is not None)
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+
+def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
+    function = find_function(reward.path, base_dir, f"{where}.path")
+    reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
+    takes = _takes(function, reward, where, columns)
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        taken = {name: value for name, value in meta.items() if takes is None or name in takes}
+        return function(**{**taken, **reward.options, "prompt": prompt, "completion": completion})
+
+    return score
+
+
+def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, columns: list[str] | None) -> frozenset[str] | None:
+    """The names of the columns that may be handed over; None: all. Raises ConfigError where it cannot be called as it will be."""
+    where = f"{where}.path"
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{reward.path} is async; a reward is a plain function", where=where)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins do not say
+        return None
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given: dict[str, Any] = {"prompt": "", "completion": "", **reward.options}
+    try:
+        signature.bind_partial(**given)
+        if columns is not None:
+            signature.bind(**{name: None for name in columns if takes_all or name in signature.parameters} | given)
+    except TypeError as error:
+        rows = "" if columns is None else f" and the rows' columns ({', '.join(columns) or 'none'})"
+        fix = "define it as f(prompt, completion, **columns)"
+        what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
+        raise ConfigError(what, where=where, fix=fix) from error
+    return None if takes_all else frozenset(signature.parameters)
+
+
+def find_function(path: str, base_dir: Path, where: str) -> Callable[..., Any]:
+    """By `module:function`, `file.py:function` or the name of an entry point. Modules are looked for beside the YAML as well."""
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        return _entry_point(path, where)
+    if str(base_dir) not in sys.path:
+        sys.path.append(str(base_dir))  # at the end: it shadows nothing
+    found: Any = _file(base_dir / Path(place).expanduser(), where) if place.endswith(".py") else _module(place, base_dir, where)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = [other for other, value in vars(found).items() if callable(value) and not other.startswith("__")]
+            fix = f"it has {', '.join(sorted(there)[:8])}" if there else None
+            raise ConfigError(f"{place} has no function {name!r}{_perhaps(part, there)}", where=where, fix=fix)
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{path} is a {type(found).__name__}, not a function", where=where)
+    return found
+
+
+def _entry_point(name: str, where: str) -> Callable[..., Any]:
+    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    if name not in points:
+        fix = "write module:function or file.py:function, or install the package that has it"
+        raise ConfigError(f"no installed package offers a reward {name!r}{_perhaps(name, points)}", where=where, fix=fix)
+    return _imported(points[name].load, f"entry point {name}", where)
+
+
+def _file(path: Path, where: str) -> ModuleType:
+    if not path.is_file():
+        others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no file {path}{_perhaps(path.name, others)}", where=where)
+    spec = importlib.util.spec_from_file_location(f"drumline_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
+    _imported(lambda: spec.loader.exec_module(module) if spec.loader else None, str(path), where)
+    return module
+
+
+def _module(name: str, base_dir: Path, where: str) -> ModuleType:
+    try:
+        return _imported(lambda: importlib.import_module(name), name, where)
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError) or not cause.name or not f"{name}.".startswith(f"{cause.name}."):
+            raise
+        others = [module.name for module in pkgutil.iter_modules()]
+        fix = f"give its path as file.py:function, or put it beside the YAML in {base_dir}"
+        raise ConfigError(f"there is no module {cause.name!r}{_perhaps(cause.name, others)}", where=where, fix=fix) from error
+
+
+def _imported(load: Callable[[], Any], name: str, where: str) -> Any:
+    try:
+        return load()
+    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
+        raise ConfigError(f"importing {name} raised {type(error).__name__}: {error}", where=where) from error
+
+
+def _perhaps(word: str, words: Iterable[str]) -> str:
+    close = nearest(word, list(words))
+    return f"; did you mean {close!r}?" if close else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ verifiers
+
+
+def _task(reward: TaskReward) -> Scorer:
+    import reasoning_gym
+
+    pattern = re.compile(reward.pattern) if reward.pattern else None
+
+    @lru_cache(maxsize=256)
+    def dataset(name: str, options: str) -> Any:
+        return reasoning_gym.create_dataset(name, **json.loads(options))
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        name, entry = meta["task"], meta["entry"]
+        answer = completion.strip()
+        if pattern is not None:
+            found = [match.group(1) for match in pattern.finditer(completion)]
+            if not found or found[-1] is None:
+                return 0.0
+            answer = found[-1].strip()
+        if name in TUPLES:
+            entry = _tuples(entry)
+        verifier = dataset(name, json.dumps(meta.get("options") or {}))
+        try:
+            return verifier.score_answer(answer, entry)
+        except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
+            verifier.score_answer(entry["answer"], entry)  # raises as well where the answer is not what it stumbled over
+            return 0.0
+
+    return score
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _math(reward: MathReward) -> Scorer:
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of each call without its own alarm; ours is outside
+
+    @lru_cache(maxsize=1024)
+    def gold(answer: str) -> Any:
+        """A bare formula is LaTeX only between dollars."""
+        parsed = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+        if not parsed:
+            raise ValueError(f"column {reward.column!r} holds no formula: {answer[:60]!r}")
+        return parsed
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        right = gold(str(meta[reward.column]))
+        return float(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return score

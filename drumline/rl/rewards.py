@@ -1,0 +1,190 @@
+"""What an episode is worth: the rewards of the config, computed in processes of their own and summed with their weights.
+
+A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part is NaN, counts as 0 in the sum,
+and its reason is told. The process it took along is replaced. Nothing but arithmetic is run in the caller's process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from drumline.core.algorithms import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
+from drumline.core.secret import reveal
+from drumline.errors import ConfigError, EnvironmentFault
+from drumline.hardware.detect import usable_cores
+from drumline.rl.isolated import Answer, Isolated
+from drumline.rl.reward_worker import LARGEST
+
+MOST_WORKERS = 4
+PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
+Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
+
+
+@dataclass(frozen=True)
+class Item:
+    """One episode. `tokens`: length of the completion. `meta`: what came with its prompt: the other columns of the row, and for a prompt
+    of a reasoning-gym task `task` (its name), `options` (of the task) and `entry` (question, answer, metadata)."""
+
+    prompt: str
+    completion: str
+    tokens: int
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`value`: the weighted sum, where failed parts count 0. `parts`: reward name → value without its weight, NaN where it failed.
+    `failures`: reward name → short reason."""
+
+    value: float
+    parts: dict[str, float]
+    failures: dict[str, str]
+
+
+def reward_names(configs: Sequence[Reward]) -> list[str]:
+    """What each reward is called in events: its `name`, else its function's or its kind; a second one of the same name is `name.2`."""
+    names: list[str] = []
+    for config in configs:
+        name = config.name or (config.path.rpartition(":")[2] if isinstance(config, FunctionReward) else config.kind)
+        numbered = (f"{name}.{number}" for number in count(2))
+        names.append(name if name not in names else next(free for free in numbered if free not in names))
+    return names
+
+
+def require(configs: Sequence[Reward]) -> None:
+    """Raises EnvironmentFault for a package that is missing (nothing is imported), ConfigError for a variable of their options that is not
+    set here; the values are redacted from now on: reasons name them."""
+    for index, config in enumerate(configs):
+        where = f"algorithm.rewards[{index}]"
+        if config.kind in PACKAGES and importlib.util.find_spec(PACKAGES[config.kind]) is None:
+            package = PACKAGES[config.kind].replace("_", "-")
+            raise EnvironmentFault(f"the package {package} is missing", where=where, fix=f"pip install {package}")
+        reveal(getattr(config, "options", {}), f"{where}.options")
+
+
+def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | None = None) -> None:
+    """Raises ConfigError or EnvironmentFault for rewards that `require` lets pass and that cannot be computed, before anything is started
+    for training.
+
+    Functions are imported in a process that is ended again: an import may hang or crash. `columns`: those that rows have, where known.
+    """
+    for index, config in enumerate(configs):
+        if columns is not None:
+            _check_columns(config, columns, f"algorithm.rewards[{index}]")
+    functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
+    if functions:
+        Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
+
+
+def _check_columns(config: Reward, columns: Collection[str], where: str) -> None:
+    if isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
+        fix = "take rows of `kind: tasks`, or another reward"
+        raise ConfigError("a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix)
+    if isinstance(config, MathReward) and config.column not in columns:
+        there = ", ".join(sorted(columns)) or "none"
+        raise ConfigError(f"no row has a column {config.column!r}; there are: {there}", where=f"{where}.column")
+
+
+class Rewards:
+    """The rewards of a run, on one rank. Processes start at once, while the caller goes on; they end with `close`, or with the caller."""
+
+    def __init__(self, configs: Sequence[Reward], base_dir: Path, workers: int | None = None) -> None:
+        """`base_dir`: folder of the YAML. `workers`: processes; None: one a core that this rank may count its own, at most MOST_WORKERS."""
+        require(configs)
+        self.configs, self.names, self.base_dir = list(configs), reward_names(configs), base_dir
+        self.isolated: dict[int, Reward] = {
+            index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)
+        }
+        self.seconds = dict.fromkeys(self.names, 0.0)
+        # A thread for each worker: it starts the process, asks it, and replaces it.
+        processes = workers or max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
+        self._own = threading.local()
+        self._workers: set[Isolated] = set()
+        self._closed = False
+        if self.isolated:
+            for _ in range(processes):
+                self._pool.submit(self._worker)  # what goes wrong here goes wrong again, and is told, when it is asked
+
+    def __enter__(self) -> Rewards:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._closed = True
+        for worker in list(self._workers):
+            worker.process.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+
+    def score(self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None) -> list[Scored]:
+        """What each item is worth, in their order. `given`: the values of rewards of kind model, by reward name, each as long as `items`.
+
+        `seconds` says afterwards what each reward took, summed over the processes. Raises EnvironmentFault where no process can be started.
+        """
+        asked = list(self._pool.map(self._ask, items)) if self.isolated else [{} for _ in items]
+        self.seconds = dict.fromkeys(self.names, 0.0)
+        result = []
+        for number, (item, answers) in enumerate(zip(items, asked, strict=True)):
+            parts, failures, value = {}, {}, 0.0
+            for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
+                if index in answers:
+                    self.seconds[name] += answers[index].seconds
+                parts[name], failure = self._part(config, name, item, answers.get(index), given, number)
+                if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
+                    parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+                if failure is None:
+                    value += config.weight * parts[name]
+                else:
+                    failures[name] = failure
+            result.append(Scored(value, parts, failures))
+        return result
+
+    def _part(
+        self, config: Reward, name: str, item: Item, answer: Answer | None, given: Mapping[str, Sequence[float]] | None, number: int
+    ) -> Rewarded:
+        if isinstance(config, LengthReward):
+            return overlong(item.tokens, config.free, config.limit), None
+        if isinstance(config, ModelReward):
+            assert given is not None, f"{name} is computed by the caller"
+            value = float(given[name][number])
+            return (value, None) if math.isfinite(value) else (math.nan, f"returned {value}")
+        assert answer is not None, "every other reward was asked"
+        return (math.nan, answer.failure) if answer.value is None else (answer.value, None)
+
+    def _ask(self, item: Item) -> dict[int, Answer]:
+        """All isolated rewards of an item, in turn, in this thread's process."""
+        answers = {}
+        for index, config in self.isolated.items():
+            if self._closed:
+                raise RuntimeError("the rewards were closed while they were computed")
+            answers[index] = self._worker().ask(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
+        return answers
+
+    def _worker(self) -> Isolated:
+        worker: Isolated | None = getattr(self._own, "worker", None)
+        if worker is not None and worker.alive:
+            return worker
+        if worker is not None:
+            self._workers.discard(worker)
+        self._own.worker = worker = Isolated(self.isolated, self.base_dir)
+        self._workers.add(worker)
+        return worker
+
+
+def overlong(tokens: int, free: int, limit: int) -> float:
+    """0 up to `free` tokens, then linearly down to −1 at `limit` (DAPO, Yu et al. 2025, equation 13)."""
+    return -min(max(tokens - free, 0) / (limit - free), 1.0)

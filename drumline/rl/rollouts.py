@@ -1,0 +1,317 @@
+"""The stream of a run that learns from what it samples: prompts → completions → rewards → advantages → optimizer steps' batches.
+
+Every rank knows the whole of a rollout (it is small), so advantages are those of the global rollout, and what is dealt to whom changes
+nothing. A rollout depends on the weights, on (seed, step, place of the prompt) and on `state` alone: a resumed run makes it again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.algorithms.advantages import at_last, differs, gae, group_advantages, whiten
+from drumline.algorithms.policy import KLController, divergence
+from drumline.core.algorithms import GRPOConfig, PPOConfig
+from drumline.core.plan import Plan
+from drumline.data.cache import TokenCache
+from drumline.data.episodes import Episodes
+from drumline.data.stream import GlobalBatch
+from drumline.dist.seeds import derive
+from drumline.errors import TrainingStopped
+from drumline.rl.curriculum import Curriculum
+from drumline.rl.reading import Reading
+from drumline.rl.rewards import Item, Rewards
+from drumline.rl.sampling import Completion, Request
+from drumline.rl.split import score_together
+
+Score = Callable[[Episodes], torch.Tensor]
+MOST_REASONS = 3  # of failed rewards, in the line that stops a run
+
+
+@dataclass(frozen=True)
+class Readers:
+    """What is asked of models about episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
+    [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nobody needs it."""
+
+    policy: Score | None
+    reference: Score | None = None
+    value: Score | None = None
+    rewards: Mapping[str, Score] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer to a prompt, and what it is worth: NaN where no reward could be had."""
+
+    prompt: int  # its number in the cache
+    episode: tuple[list[int], Completion]  # tokens of the prompt, and the completion
+    domain: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Groups of samples, prompt by prompt."""
+
+    samples: list[Sample]
+    parts: dict[str, float]  # mean of each reward's values in the last draw, NaN where there was none
+    failures: dict[str, Counter[str]]  # in the last draw: reward → reason → episodes
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.reward for sample in self.samples]
+
+    def differ(self, size: int) -> list[bool]:
+        """Of each group of `size` whether it has something to learn from."""
+        return differs(torch.tensor(self.rewards, dtype=torch.float32).reshape(-1, size)).tolist()
+
+
+@dataclass
+class Rollouts:
+    """One rank's view of all rollouts of a run. All methods are collective."""
+
+    plan: Plan
+    algorithm: PPOConfig | GRPOConfig
+    prompts: TokenCache
+    held_out: TokenCache | None
+    curriculum: Curriculum
+    kl: KLController
+    sample: Callable[[list[Request], int, bool], list[Completion]]  # (requests, step, greedy), collective
+    rewards: Rewards
+    reading: Reading
+    readers: Readers
+    decode: Callable[[list[int]], str]
+    emit: Callable[..., object]
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
+        self.failed = 0  # rollouts in a row, by `reward_failure`
+
+    # ---------------------------------------------------------------------------------------------------------- the stream
+
+    def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
+        """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a settled batch's."""
+        if state:
+            self.curriculum.load(state["curriculum"])
+            self.kl.coefficient = state["kl"]
+        assert self.plan.steps is not None
+        while step < self.plan.steps:
+            self.seconds = {}
+            drawn = position
+            sampled, position = self._sample_groups(step, position)
+            self._check_rewards(step, sampled, position - drawn)
+            with self._spend("infer"):
+                episodes, figures = self._learnable(sampled)
+            began = time.time()
+            yield from self._batches(episodes, sampled, step, position)
+            self.seconds["train"] = time.time() - began
+            step += self.algorithm.epochs * self.algorithm.minibatches
+            self._report(step, sampled, position - drawn, figures)
+
+    def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int) -> Iterator[GlobalBatch]:
+        """The optimizer steps of a rollout: passes over all its episodes, shuffled anew."""
+        algorithm, batch = self.algorithm, self.plan.batch
+        size = batch.global_samples
+        ids = np.asarray([sample.prompt for sample in sampled.samples], np.int64)
+        state = {"curriculum": self.curriculum.state(), "kl": self.kl.coefficient}
+        for epoch in range(algorithm.epochs):
+            order = np.random.default_rng(derive(self.plan.config.run.seed, "episodes", step, epoch)).permutation(len(episodes))
+            for number in range(algorithm.minibatches):
+                picks = order[number * size : (number + 1) * size]
+                micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
+                last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
+                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state)
+
+    def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
+        """Raises TrainingStopped where rewards have failed in too many rollouts in a row. All ranks know the same rewards."""
+        limit = self.algorithm.reward_failure
+        share = sum(map(math.isnan, sampled.rewards)) / len(sampled.rewards)
+        self.failed = self.failed + 1 if share >= limit.share else 0
+        if self.failed < limit.rollouts or limit.action == "continue":
+            return
+        self._report(step, sampled, drawn, {})
+        reasons = Counter({f"{name} {why}": count for name, found in sampled.failures.items() for why, count in found.items()})
+        often = "; ".join(f"{why} ({count}×)" for why, count in reasons.most_common(MOST_REASONS))
+        what = f"{share:.0%} of the episodes got no reward, in rollout {self.failed} of such in a row: {often}"
+        fix = "mend the reward, or go on without them: algorithm.reward_failure.action=continue"
+        raise TrainingStopped(what, where="algorithm.rewards", fix=fix)
+
+    # ---------------------------------------------------------------------------------------------------------- sampling
+
+    def _sample_groups(self, step: int, position: int) -> tuple[Sampled, int]:
+        """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike give way to others,
+        as long as it may roll out again."""
+        algorithm, size = self.algorithm, self.algorithm.group_size
+        again = algorithm.dynamic_sampling if isinstance(algorithm, GRPOConfig) else 0
+        wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
+        kept, spare = list[Sample](), list[Sample]()
+        for _ in range(1 + again):
+            fresh = self._sample(self.curriculum.draw((wanted - len(kept)) // size), step, position)
+            position += len(fresh.samples) // size
+            for group, different in enumerate(fresh.differ(size)):
+                (kept if different or not again else spare).extend(fresh.samples[group * size : (group + 1) * size])
+            if len(kept) == wanted:
+                break
+        return replace(fresh, samples=[*kept, *spare][:wanted]), position
+
+    def _sample(self, ids: list[int], step: int, position: int) -> Sampled:
+        """A group of scored episodes for each of these prompts."""
+        size = self.algorithm.group_size
+        rows, keys = np.repeat(ids, size).tolist(), [(position + place, k) for place in range(len(ids)) for k in range(size)]
+        with self._spend("generate"):
+            episodes = self._complete(self.prompts, rows, keys, step)
+        with self._spend("reward"):
+            sampled = self._score(self.prompts, rows, episodes)
+        by_domain: dict[str, list[float]] = {}
+        for sample in sampled.samples:
+            by_domain.setdefault(sample.domain, []).extend([] if math.isnan(sample.reward) else [sample.reward])
+        self.curriculum.learn(by_domain)
+        return sampled
+
+    def _complete(
+        self, cache: TokenCache, ids: list[int], keys: list[tuple[int, int]], step: int, greedy: bool = False
+    ) -> list[tuple[list[int], Completion]]:
+        prompts = [cache.segments(prompt)[0][0].tolist() for prompt in ids]
+        requests = [Request(tokens, key) for tokens, key in zip(prompts, keys, strict=True)]
+        return list(zip(prompts, self.sample(requests, step, greedy), strict=True))
+
+    def _score(self, cache: TokenCache, ids: list[int], episodes: list[tuple[list[int], Completion]]) -> Sampled:
+        metas = [cache.meta(prompt) for prompt in ids]
+        items = [
+            Item(meta["prompt"], self.decode(said.tokens), len(said.tokens), meta) for meta, (_, said) in zip(metas, episodes, strict=True)
+        ]
+        asked = _episodes(episodes)
+        given = {name: read(asked).tolist() for name, read in self.readers.rewards.items()}
+        scored = score_together(self.rewards, items, given)
+        penalty = self.algorithm.missing_stop_penalty
+        samples = [
+            Sample(prompt, episode, meta["domain"], math.nan if one.failures else one.value - penalty * (not episode[1].ended))
+            for prompt, episode, meta, one in zip(ids, episodes, metas, scored, strict=True)
+        ]
+        parts = {name: _mean([one.parts[name] for one in scored]) for name in self.rewards.names}
+        reasons = {name: Counter(one.failures[name] for one in scored if name in one.failures) for name in self.rewards.names}
+        return Sampled(samples, parts, {name: found for name, found in reasons.items() if found})
+
+    # ---------------------------------------------------------------------------------------------------------- advantages
+
+    def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
+        """Episodes with all that the objective needs, and figures."""
+        episodes, figures = _episodes([sample.episode for sample in sampled.samples]), {}
+        if self.readers.policy is not None:
+            said = self.readers.policy(episodes)
+            episodes = replace(episodes, log_probs_NM=said[0], values_NM=said[1] if len(said) > 1 else episodes.values_NM)
+        if self.readers.value is not None:
+            episodes = replace(episodes, values_NM=self.readers.value(episodes)[0])
+        kl_NM = torch.zeros_like(episodes.log_probs_NM)
+        if self.readers.reference is not None:
+            episodes = replace(episodes, reference_log_probs_NM=self.readers.reference(episodes)[0])
+            kl_NM = divergence(episodes.log_probs_NM, episodes.reference_log_probs_NM, self.algorithm.kl.estimator) * episodes.mask_NM
+            figures = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
+        rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
+        if isinstance(self.algorithm, GRPOConfig):
+            episodes = grpo_episodes(episodes, rewards_N, self.algorithm)
+        else:
+            episodes = ppo_episodes(episodes, rewards_N, kl_NM * self.kl.coefficient, self.algorithm)
+        if figures:
+            self.kl.update(figures["kl"], len(episodes))
+        return episodes, figures
+
+    # ---------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], int] | None:
+        """Greedy completions of all held-out prompts: mean reward, of each domain too, and how many prompts; None where there are none."""
+        if self.held_out is None:
+            return None
+        ids = list(range(len(self.held_out)))
+        sampled = self._score(self.held_out, ids, self._complete(self.held_out, ids, [(prompt, 0) for prompt in ids], step, greedy=True))
+        return {"reward": _mean(sampled.rewards), **_means(sampled), **_lengths(sampled)}, len(ids)
+
+    def close(self) -> None:
+        """End the processes that compute rewards."""
+        self.rewards.close()
+
+    # ---------------------------------------------------------------------------------------------------------- report
+
+    @contextmanager
+    def _spend(self, kind: str) -> Iterator[None]:
+        began = time.time()
+        yield
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
+
+    def _report(self, step: int, sampled: Sampled, drawn: int, figures: dict[str, float]) -> None:
+        known = [reward for reward in sampled.rewards if not math.isnan(reward)]
+        drawn_of = Counter(sample.domain for sample in sampled.samples)
+        differ = sampled.differ(self.algorithm.group_size)
+        self.emit(
+            "rollout",
+            step=step,
+            prompts=len(differ),
+            drawn=drawn,
+            episodes=len(sampled.samples),
+            reward=_mean(known),
+            reward_std=statistics.pstdev(known) if known else 0.0,
+            groups_differ=sum(differ) / len(differ),
+            rewards=sampled.parts,
+            shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
+            failures=sampled.failures,
+            **_means(sampled),
+            **_lengths(sampled),
+            **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
+            **figures,
+        )
+
+
+def grpo_episodes(episodes: Episodes, rewards_N: torch.Tensor, algorithm: GRPOConfig) -> Episodes:
+    """With the advantage of its group at every token of a completion, and the tokens' weights. NaN: no reward, so nothing is learned."""
+    advantages_N = group_advantages(rewards_N.reshape(-1, algorithm.group_size), algorithm.scale).reshape(-1)
+    episodes = replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
+    return episodes.weighted(algorithm.normalize, algorithm.generator.max_new_tokens, ~rewards_N.isnan())
+
+
+def ppo_episodes(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, algorithm: PPOConfig) -> Episodes:
+    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
+    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
+    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
+    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, algorithm.gamma, algorithm.lam)
+    if algorithm.whiten:
+        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
+    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
+
+
+def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
+    episodes = Episodes.start([np.asarray(prompt, np.int64) for prompt, _ in made], [np.asarray(said.tokens, np.int64) for _, said in made])
+    said_NM = torch.zeros_like(episodes.log_probs_NM)
+    for row, (_, said) in enumerate(made):
+        said_NM[row, : len(said.tokens)] = torch.tensor(said.log_probs)
+    return replace(episodes, sampler_log_probs_NM=said_NM)
+
+
+def _mean(values: list[float]) -> float:
+    """Of those that are numbers; NaN where none is."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _means(sampled: Sampled) -> dict[str, float]:
+    """reward/DOMAIN → mean reward."""
+    domains = sorted({sample.domain for sample in sampled.samples})
+    return {f"reward/{domain}": _mean([s.reward for s in sampled.samples if s.domain == domain]) for domain in domains}
+
+
+def _lengths(sampled: Sampled) -> dict[str, float]:
+    completions = [said for _, said in (sample.episode for sample in sampled.samples)]
+    sizes = [len(said.tokens) for said in completions]
+    return {
+        "length": sum(sizes) / len(sizes),
+        "length_max": float(max(sizes)),
+        "ended": sum(said.ended for said in completions) / len(sizes),
+    }

@@ -1,0 +1,212 @@
+"""vLLM behind the seam: a client of its server (`vllm serve`), and weights handed over through a folder.
+
+Not run on GPUs, nor against vLLM itself: written from vLLM's documentation and source (0.22 and later), and tested against a small
+server that speaks the same API. Random numbers are vLLM's own, seeded for each request from (run seed, step, key): the same on any number
+of ranks, as far as vLLM keeps a seeded request apart from its batch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drumline.core.algorithms import VLLMGenerator as Config
+from drumline.core.secret import reveal
+from drumline.data.templates import end_ids
+from drumline.dist.reduce import from_all
+from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.rl.generate import WHERE, Weights, require_room
+from drumline.rl.http import Server
+from drumline.rl.sampling import Completion, Request, request_seed
+
+SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
+TOKEN = "token_id:"
+DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
+
+
+class Asking:
+    """What vLLM is asked for, of its server or in this process."""
+
+    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.end_tokens = sorted(end_ids(tokenizer))
+
+    def parameters(self, request: Request, step: int) -> dict[str, Any]:
+        """Everything that has a default is said: vLLM's may be those of the model's generation config."""
+        return {
+            "n": 1,
+            "max_tokens": self.config.max_new_tokens,
+            "seed": request_seed(self.seed, step, request.key),
+            "temperature": self.config.temperature,
+            "top_p": self.config.top_p,
+            "top_k": self.config.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(self.config.stop),
+            "stop_token_ids": self.end_tokens,
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+        }
+
+
+class VLLMServer(Asking):
+    """`generate` by POST /v1/completions, one request a prompt, `config.batch` at once. The first one finds out how the server tells
+    log-probs, for the completions' are those of softmax(logits / temperature)."""
+
+    def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
+        """Raises EnvironmentFault where no healthy server answers at `config.url`."""
+        assert config.url is not None
+        super().__init__(config, tokenizer, seed)
+        self.server = Server(reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url")
+        self.server.get("/health")
+        served = self.server.get("/v1/models")
+        try:
+            self.model, self.positions = str(served["data"][0]["id"]), served["data"][0].get("max_model_len")
+        except (TypeError, KeyError, IndexError):
+            raise self.server.fault("/v1/models does not name a model", "is it vLLM that listens there?") from None
+        self.server.found, self.probed = True, False
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Raises DataError and PlanError as other generators do, DrumlineError where the server fails."""
+        require_room(requests, self.config.max_new_tokens, self.positions)
+        if not requests:
+            return []
+        if not self.probed:
+            self._require_log_probs(requests[0])
+        with ThreadPoolExecutor(self.config.batch) as threads:
+            answers = [threads.submit(self._complete, self._asked(request, step)) for request in requests]
+            try:
+                return [answer.result() for answer in answers]
+            except DrumlineError:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _asked(self, request: Request, step: int) -> dict[str, Any]:
+        own = {"model": self.model, "prompt": request.tokens, "return_tokens_as_token_ids": True}
+        return self.parameters(request, step) | own
+
+    def _complete(self, body: dict[str, Any]) -> Completion:
+        answer = self.server.post("/v1/completions", body)
+        try:
+            choice = answer["choices"][0]
+            tokens = [int(token.removeprefix(TOKEN)) for token in choice["logprobs"]["tokens"]]
+            made = Completion(tokens, [float(p) for p in choice["logprobs"]["token_logprobs"]], choice["finish_reason"] == "stop")
+            whole = made.tokens and len(made.tokens) == len(made.log_probs) and choice["finish_reason"] in ("stop", "length")
+        except (TypeError, KeyError, IndexError, ValueError, AttributeError):
+            whole = False
+        if not whole:
+            raise self.server.fault(f"/v1/completions gave no tokens with log-probs: {str(answer)[:200]}", "it takes vLLM 0.22 or later")
+        return made
+
+    def _require_log_probs(self, request: Request) -> None:
+        """Finds out whether the server tells log-probs of the logits as they are, or of what is sampled from: of the one token that top_k 1
+        leaves, that is 0. Raises DrumlineError where it is not the kind needed."""
+        processed = abs(self._complete(self._asked(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
+        needed = self.config.temperature != 1
+        # Without cuts both are the same; and a greedy choice is no sample, whose log-prob anybody would ask for.
+        either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
+        if processed != needed and not either:
+            kind = "processed_logprobs" if needed else "raw_logprobs"
+            what = f"temperature {self.config.temperature:g} needs log-probs that this server does not tell"
+            raise self.server.fault(what, f"start it with --logprobs-mode {kind}")
+        self.probed = True
+
+
+class WeightFolder:
+    """Hands the weights to a server through a folder that both see: rank 0 writes safetensors files and asks for /collective_rpc
+    `reload_weights` (the documented way of layer-wise reloading), then empties the server's prefix cache."""
+
+    def __init__(self, server: Server, folder: Path, dtype: torch.dtype) -> None:
+        """`dtype`: of floating-point weights in the files."""
+        self.server, self.folder, self.dtype = server, folder, dtype
+        self.turn = 0
+
+    def refresh(self, weights: Weights) -> None:
+        """Collective: all ranks go through the weights, and none goes on before the server has them. Raises PlanError for an adapter's
+        names, EnvironmentFault where the folder cannot be written, DrumlineError where the server fails; on all ranks."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        failure: DrumlineError | None = None
+        files = _Files(self.folder / f"{self.turn % 2}", self.dtype) if first else None
+        for name, tensor in weights:  # to the end also where something fails: the other ranks go on
+            if files is None or failure is not None:
+                continue
+            try:
+                require_whole(name)
+                files.add(name, tensor)
+            except (OSError, PlanError) as error:
+                failure = _unwritten(self.folder, error) if isinstance(error, OSError) else error
+        if files is not None and failure is None:
+            try:
+                files.close()
+                self._load(files.folder)
+            except (OSError, DrumlineError) as error:
+                failure = _unwritten(self.folder, error) if isinstance(error, OSError) else error
+        self.turn += 1
+        _all_or_none(failure)
+
+    def _load(self, folder: Path) -> None:
+        unread = f"the server must see {folder} under the same path; {DEV_MODE}"
+        fixes = {404: DEV_MODE, 500: unread, 400: unread}
+        self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
+        self.server.post("/reset_prefix_cache", {}, fixes)
+        shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the last ones: nobody reads them any more
+
+
+class _Files:
+    """Safetensors files of at most SHARD_BYTES, or of one tensor, written as they fill up."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.held: dict[str, torch.Tensor] = {}
+        self.bytes = self.number = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.number == self.bytes == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        kept = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+        if self.held and self.bytes + kept.nbytes > SHARD_BYTES:
+            self._write()
+        self.held[name] = kept
+        self.bytes += kept.nbytes
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        self.number += 1
+        try:
+            save_file(self.held, self.folder / f"model-{self.number:05d}.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        self.held, self.bytes = {}, 0
+
+
+def require_whole(name: str) -> None:
+    """Raises PlanError for a weight of an adapter, which vLLM's models have no place for."""
+    if ".base_layer." in name or ".lora_" in name:
+        what = "vLLM is handed whole weights, and these have an adapter beside them"
+        raise PlanError(what, where=WHERE, fix="use generator=hf, or adapter=none")
+
+
+def _unwritten(folder: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(f"weights cannot be written: {error}", where=str(folder), fix=f"set {WHERE}.folder to a folder with room")
+
+
+def _all_or_none(failure: DrumlineError | None) -> None:
+    """Every rank raises where rank 0 failed; and waits for it."""
+    failed = from_all(failure is not None)
+    if failure is not None:
+        raise failure
+    if any(failed):
+        raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)

@@ -1,0 +1,187 @@
+"""What a run really takes, held against its plan: memory by category, host memory, seconds, bytes sent. Two `measured` events a run.
+
+One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
+telemetry.memory_tracker): it is slower, and its seconds are told apart. Everything else is read off between operators.
+Nothing that is computed changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import statistics
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from drumline.core.communication import shares
+from drumline.core.estimate import Estimate
+from drumline.core.plan import Plan
+from drumline.dist.reduce import Gather
+from drumline.telemetry.host import HostPeak
+from drumline.telemetry.memory_tracker import Held, LiveBytes, Phase
+from drumline.telemetry.traffic import Traffic
+from drumline.telemetry.truth import Measurement, compare, notes
+
+# Steps that are timed before the first word; the median of three passes over one that something else disturbed.
+TIMED = 3
+SECONDS = ("total", "data", "communication", "optimizer", "counted")
+HELD = ("parameters", "gradients", "optimizer")
+log = logging.getLogger(__name__)
+
+
+def planned(estimate: Estimate) -> dict[str, Any]:
+    """The fields of the event `planned`."""
+    return {
+        "memory": estimate.memory.model_dump(),
+        "host": estimate.host.model_dump(),
+        "seconds": estimate.seconds.model_dump() | {"total": estimate.seconds.total},
+        "traffic": estimate.traffic.model_dump() | {"total": estimate.traffic.total},
+        "verdict": estimate.verdict,
+        "limit": estimate.limit,
+        "calibrated": estimate.calibrated,
+    }
+
+
+class Measure:
+    """One rank's measuring. All ranks call the same methods at the same steps; what a step is, is for `traffic` to say."""
+
+    def __init__(self, plan: Plan, held_now: Callable[[], Held], gather: Gather, emit: Callable[..., object], traffic: Traffic) -> None:
+        self.plan, self.held_now, self.gather, self.emit, self.traffic = plan, held_now, gather, emit, traffic
+        self.host = HostPeak()
+        self.held: dict[str, int] = {}  # bytes, of the counted step
+        self.peak = self.reserved = 0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
+        self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.told = False
+        self._tracker: LiveBytes | None = None
+        self._optimizer = 0.0
+
+    # ---------------------------------------------------------------------------------------------------- around a step
+
+    @contextlib.contextmanager
+    def watch(self, step: int, phase: Phase | None = None) -> Iterator[None]:
+        """Around the parts of a step: None for forward and backward, then `clip` for the norm, and `step`."""
+        counts, began = self.traffic.due(step), time.time()
+        if counts and phase == "clip":
+            self.held = self.held_now()._asdict()  # at the end of backward
+        if self.plan.device == "cuda" and phase is None:  # what came between steps is none of theirs: loading, evaluation, rollouts
+            torch.cuda.reset_peak_memory_stats()
+        if counts and self.plan.device == "cpu":
+            self._tracker = self._tracker or LiveBytes()
+            self._tracker.phase = phase
+        with self.traffic.watch(step), self._tracker or contextlib.nullcontext():
+            yield
+        if phase == "step":
+            self._optimizer = time.time() - began
+
+    def end_step(self, step: int, micro_batches: list[Any], copies: int, *, whole: bool, seconds: float, **waits: float) -> int | None:
+        """Bytes that the step sent, where that is known. `copies`: bytes of host memory that checkpoints are written from; `whole` False:
+        it was broken off; `seconds`: without waiting for data; `waits`: seconds of waiting for `data` (before it) and for other ranks
+        (`communication`, NaN where it is not measured). Collective."""
+        counted, early = self.traffic.due(step), self.traffic.steps < self.traffic.FIRST
+        sent = self.traffic.end_step(step, whole)
+        if counted or self.plan.device == "cuda":
+            self.width = max([self.width, *map(_tokens, micro_batches)])
+        self.host.end("save" if copies else "train")
+        if self._tracker is not None:
+            # The copies are host memory wherever the model lies; on a CPU the tracker cannot tell.
+            self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
+        elif self.plan.device == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        if counted:
+            self.seconds["counted"].append(seconds)
+        elif not early and whole:
+            for name, value in {"total": seconds, "optimizer": self._optimizer, **waits}.items():
+                self.seconds[name].append(value)
+        if not self.told and self.held and len(self.seconds["total"]) == TIMED:
+            self._tell(step + 1, final=False)
+        return sent
+
+    def finish(self, step: int) -> None:
+        """After the last step and what follows on it. Collective."""
+        self.host.end("save")
+        self._tell(step, final=True)
+
+    # ---------------------------------------------------------------------------------------------------- what is known
+
+    def _tell(self, step: int, final: bool) -> None:
+        found = self._measurement(step, final)
+        estimate = self.plan.predicted.estimate
+        rows = compare(estimate, found) if estimate is not None else []
+        wrong = [row for row in rows if row.warns]
+        reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
+        self.emit(
+            "measured",
+            **found.model_dump(),
+            off={row.category: row.off for row in rows},
+            warned=[row.category for row in wrong],
+            warnings=[row.line() for row in wrong],
+            notes=notes(found) + reasons,
+        )
+        if self.gather.rank == 0 and not self.told:
+            for row in wrong:
+                log.warning("the plan was wrong: %s", row.line())
+        self.told = True
+
+    def _measurement(self, step: int, final: bool) -> Measurement:
+        """All ranks' figures, the same on every rank. Collective."""
+        mine = {name: math.nan if value is None else float(value) for name, value in self._figures().items()}
+        _, values = self.gather({}, *mine.values())
+        ranks = dict(zip(mine, values, strict=True))
+        seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
+        memory = {name: [int(v) for v in ranks[name]] for name in (*HELD, "peak", "reserved") if _known(ranks[name])}
+        world = self.gather.world_size
+        fullest = max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
+        stages = [self.plan.mesh.place(rank)["pp"] for rank in range(world)]
+        alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
+        hosts = [[r for r in range(world) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
+        phases = {p: max(sum(int(ranks[p][r]) for r in host) for host in hosts) for p in self.host.bytes_ if _known(ranks[p])}
+        sent, often = self.traffic.known, shares(self.plan.config.strategy)
+        batch = self.plan.batch
+        planned_tokens = batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
+        return Measurement(
+            step=step,
+            final=final,
+            by=None if not memory else "allocator" if self.plan.device == "cuda" else "tracker",
+            memory={name: max(values[rank] for rank in alike) for name, values in memory.items()},
+            by_rank=memory,
+            host=phases,
+            ranks_per_host=max(map(len, hosts)),
+            seconds=seconds,
+            timed=len(self.seconds["total"]),
+            traffic=sum(part * sent[kind] for kind, part in often.items()) if often.keys() <= sent.keys() else None,
+            grows=self.plan.mesh.tp * self.plan.mesh.pp * self.plan.mesh.cp > 1,
+            width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
+        )
+
+    def _figures(self) -> dict[str, float | None]:
+        """This rank's; None is not known."""
+        medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
+        return {
+            **{name: self.held.get(name) for name in HELD},
+            "peak": self.peak or None,
+            "reserved": self.reserved or None,
+            "width": self.width,
+            # A GPU's step is still under way when it returns, so how long its optimizer takes is not seen.
+            **{f"{name}_s": None if name == "optimizer" and self.plan.device == "cuda" else medians.get(name) for name in SECONDS},
+            "host": zlib.crc32(socket.gethostname().encode()),
+            **{phase: bytes_ or None for phase, bytes_ in self.host.bytes_.items()},
+        }
+
+
+def _known(values: list[float]) -> bool:
+    return not any(math.isnan(value) for value in values)
+
+
+def _tokens(batch: Any) -> int:
+    """Tokens that a micro-batch is wide; 0 where it has none."""
+    ids = getattr(batch, "input_ids_BT", None)
+    return 0 if ids is None else ids.numel()

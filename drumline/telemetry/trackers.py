@@ -1,0 +1,186 @@
+"""Trackers that repeat the run's figures: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth.
+
+A run that is started again goes on in the same run of each tracker: RUN/trackers.json remembers which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from drumline.core.redact import plain, redact
+from drumline.errors import EnvironmentFault
+
+# Event kinds that have figures → the group that they are shown in.
+GROUPS = {"step": "train", "eval": "eval", "save": "save", "rollout": "rollout"}
+# run.report_to → its library, how to get that, and what to look at when it does not start.
+LIBRARIES = {
+    "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
+    "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),
+    "mlflow": ("mlflow", "pip install mlflow-skinny sqlalchemy alembic", "see where MLFLOW_TRACKING_URI points"),
+    "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
+}
+MOST_RANKS = 8  # with a chart of their own
+MEMORY = "trackers.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told of the run. `known`: the tracker's own id of the run, where it was begun by an earlier process."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    known: str | None
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker's run: its id, how to write figures (GROUP/NAME → number) of one group at a step, go back to a step, and end."""
+
+    id: str
+    write: Callable[[str, dict[str, float], int], None]
+    close: Callable[[], object]
+    rewind: Callable[[int], None] = lambda step: None
+
+
+class Sink:
+    """One tracker. A tracker that fails during the run is named once and left alone; training goes on."""
+
+    def __init__(self, name: str, tracker: Tracker | None) -> None:
+        self.name, self._tracker = name, tracker
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Hand over the figures of a step, eval or save event, under its group; go back where a checkpoint is loaded."""
+        if event["kind"] == "restore":
+            self._guard(lambda tracker: tracker.rewind(event["step"]))
+        elif event["kind"] in GROUPS:
+            group = GROUPS[event["kind"]]
+            named = {f"{group}/{key}": value for key, value in figures(event).items()}
+            self._guard(lambda tracker: tracker.write(group, named, event["step"]))
+
+    def close(self) -> None:
+        self._guard(lambda tracker: tracker.close())
+
+    def _guard(self, action: Callable[[Tracker], object]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            action(self._tracker)
+        except Exception as error:  # noqa: BLE001 - a tracker's library may raise anything, and none of it is worth the run
+            self._tracker = None
+            _warn(self.name, error)
+
+
+def figures(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
+    ranks, each of a few, or the least and the most."""
+    numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+    if loads := event.get("expert_load"):
+        numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
+    ranks = event.get("memory_bytes", [])
+    if len(ranks) <= MOST_RANKS:
+        return numbers | {f"memory_bytes/rank_{rank}": float(bytes_) for rank, bytes_ in enumerate(ranks)}
+    return numbers | {"memory_bytes/least": float(min(ranks)), "memory_bytes/most": float(max(ranks))}
+
+
+def check_installed(report_to: Sequence[str]) -> None:
+    """Raises EnvironmentFault for a tracker whose library is not there. Imports none of them."""
+    for name in report_to:
+        module, command, _ = LIBRARIES[name]
+        if find_spec(module) is None:
+            raise EnvironmentFault(f"{name} is not installed", where="run.report_to", fix=f"{command}, or take it out of the list")
+
+
+def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str) -> list[Sink]:
+    """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted.
+
+    Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a tracker that does not
+    start. A run that has begun goes on without a tracker that cannot be reached.
+    """
+    check_installed(report_to)
+    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+    known = _recall(run_dir)
+    sinks = []
+    for kind in report_to:
+        run = Run(run_dir, name, plain(config), known.get(kind))
+        try:
+            tracker = makers[kind](run)
+        except Exception as error:
+            if run.known is None:
+                fix = f"{LIBRARIES[kind][2]}, or take {kind} out of the list"
+                raise EnvironmentFault(f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix) from error
+            _warn(kind, error)
+            tracker = None
+        if tracker is not None:
+            known[kind] = tracker.id
+        sinks.append(Sink(kind, tracker))
+    if sinks:
+        (run_dir / MEMORY).write_text(json.dumps(known))
+    return sinks
+
+
+def _recall(run_dir: Path) -> dict[str, str]:
+    """Trackers' ids of this run, from an earlier process."""
+    try:
+        return {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _warn(name: str, error: Exception) -> None:
+    print(f"warning: {name} gets no more figures, the run goes on: {_line(error)}", file=sys.stderr)
+
+
+def _line(error: Exception) -> str:
+    return redact(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def _tensorboard(run: Run) -> Tracker:
+    """Event files in RUN/tensorboard. Figures of steps that are done again are marked as void (purge_step)."""
+    folder = str(run.folder / "tensorboard")
+    make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+    writer = make(folder)
+
+    def write(group: str, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def rewind(step: int) -> None:
+        nonlocal writer
+        writer.close()
+        writer = make(folder, purge_step=step + 1)
+
+    return Tracker(folder, write, lambda: writer.close(), rewind)
+
+
+def _wandb(run: Run) -> Tracker:
+    """W&B; offline or online as WANDB_MODE says. Each group has its own step: a save is reported after later steps have been."""
+    wandb = importlib.import_module("wandb")
+    began = wandb.init(project="drumline", name=run.name, dir=str(run.folder), config=run.config, id=run.known, resume="allow")
+    for group in GROUPS.values():
+        began.define_metric(f"{group}/step", hidden=True)
+        began.define_metric(f"{group}/*", step_metric=f"{group}/step")
+    return Tracker(str(began.id), lambda group, numbers, step: began.log({f"{group}/step": step, **numbers}), began.finish)
+
+
+def _mlflow(run: Run) -> Tracker:
+    """MLflow, wherever MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME point; mlflow.db in the current folder where they do not."""
+    mlflow = importlib.import_module("mlflow")
+    began = mlflow.start_run(run_id=run.known) if run.known else mlflow.start_run(run_name=run.name)
+    mlflow.log_dict(run.config, "config.json")
+    return Tracker(str(began.info.run_id), lambda _, numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
+
+
+def _trackio(run: Run) -> Tracker:
+    """trackio's local store (or a Space, as its own variables say)."""
+    trackio = importlib.import_module("trackio")
+    trackio.init(project="drumline", name=run.known or run.name, config=run.config, resume="must" if run.known else "never")
+    return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish)
