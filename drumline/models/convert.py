@@ -13,8 +13,7 @@ from typing import Any
 from unittest import mock
 
 from drumline.errors import ModelError
-from drumline.models.files import beside
-from drumline.models.load import quiet
+from drumline.models.files import beside, quiet
 
 # A temporary folder this old belongs to a conversion that was killed: one takes seconds.
 ABANDONED_SECONDS = 3600

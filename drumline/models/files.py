@@ -31,6 +31,14 @@ SIZES = re.compile(
 )
 
 
+def quiet() -> None:
+    """No progress bars of transformers' own: Drumline draws the one that there is."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 @contextmanager
 def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
     """The path of a folder to write beside `folder`; it is gone in the end. Raises EnvironmentFault where it cannot be written: `what`, and

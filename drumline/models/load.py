@@ -39,14 +39,6 @@ UNDECLARED = {"qwen3_moe": ("head_dim",)}
 _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"
 
 
-def quiet() -> None:
-    """No progress bars of transformers' own: Drumline draws the one that there is."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-
-
 def load_config(path: str | None, model: ModelConfig) -> Any:
     """The Hugging Face config with `model.config` laid over it; `path` None: written out whole (needs model_type).
 

@@ -24,9 +24,10 @@ from drumline.planner.report.flags import FLAGS, Flags, asked
 from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal, what_if
+from drumline.planner.search.answer import Answer, Candidate, Question, Refused, in_order, why_not
 from drumline.planner.search.heuristics import asked_first
 from drumline.planner.search.probe import require_here
-from drumline.planner.search.search import Answer, Candidate, Question, Refused, in_order, search, why_not
+from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
 TRACED = 3  # of the best

@@ -20,7 +20,8 @@ from drumline.planner.question import ask, find_model
 from drumline.planner.report.flags import ADAPTERS, Flags, in_words
 from drumline.planner.report.yaml_output import SCHEMA, file, why
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.search import Question, search
+from drumline.planner.search.answer import Question
+from drumline.planner.search.search import search
 from drumline.report.bars import bars
 
 ALGORITHMS = ("sft", "pretrain", "reward", "dpo", "ppo", "grpo", "classify")

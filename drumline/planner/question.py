@@ -18,7 +18,7 @@ from drumline.hardware.calibration import calibration_for
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import detect
 from drumline.planner.cluster import cluster_of
-from drumline.planner.search.search import Question
+from drumline.planner.search.answer import Question
 from drumline.report.bars import OnProgress
 
 

@@ -15,8 +15,8 @@ from drumline.hardware.calibration import calibration_for
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Machine
 from drumline.planner.cluster import cluster_of
+from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose
-from drumline.planner.search.search import Question
 
 
 def settle(

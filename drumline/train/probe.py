@@ -18,8 +18,8 @@ from drumline.core.load import Loaded
 from drumline.core.plan import Plan
 from drumline.core.roles import reference_kind
 from drumline.errors import EnvironmentFault
-from drumline.planner.search.probe import Probe, again, require_here
-from drumline.planner.search.search import Answer, Candidate
+from drumline.planner.search.answer import Answer, Candidate, corrected_answer
+from drumline.planner.search.probe import Probe, require_here
 from drumline.report.bars import OnProgress
 from drumline.telemetry.events import read
 from drumline.telemetry.truth import Measurement
@@ -29,8 +29,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
-    """The answer, its estimates corrected by what the two `best` candidates take (planner.search.probe.again). They train on the run's
-    data where these are prepared, else on random words; nothing is evaluated, saved or left on disk.
+    """The answer, its estimates corrected by what the two `best` candidates take. They train on the run's data where these are prepared,
+    else on random words; nothing is evaluated, saved or left on disk.
 
     Raises EnvironmentFault where the devices of the question are not those here, or there are no rows to be had, and whatever `drumline
     train` would raise before it starts.
@@ -41,7 +41,7 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
         root = Path(folder)
         rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
         tried = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(best(answer))]
-    return again(answer, tuple(tried))
+    return corrected_answer(answer, tuple(tried))
 
 
 def best(answer: Answer) -> list[Candidate]:

@@ -22,8 +22,9 @@ from drumline.models.classes import with_classes
 from drumline.models.vision import image_side
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.search.advice import nothing_fits
+from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.fallbacks import changed, lighter
-from drumline.planner.search.search import Candidate, Question, search
+from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog
 from drumline.train.auto import cluster_here
 from drumline.train.roles import find_roles

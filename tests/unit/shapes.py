@@ -10,7 +10,7 @@ from drumline.core.config import Adapter, Config, LoRAConfig, NoAdapter
 from drumline.core.facts import ModelFacts
 from drumline.hardware.detect import Machine
 from drumline.planner.cluster import cluster_of
-from drumline.planner.search.search import Question
+from drumline.planner.search.answer import Question
 
 # layers, hidden, heads, heads of keys and values, intermediate, vocabulary, tied
 SHAPES = {

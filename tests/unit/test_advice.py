@@ -14,9 +14,10 @@ from drumline.core.facts import with_length, with_lora
 from drumline.errors import PlanError
 from drumline.planner.report.extra import show_guides
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
+from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose
 from drumline.planner.search.heuristics import asked_first, chosen_by, disagreements
-from drumline.planner.search.search import Question, fits, search, ways_of
+from drumline.planner.search.search import fits, search, ways_of
 from tests.unit.shapes import asks, facts, laid, question
 
 BATCH = {"global_samples": 64}

@@ -142,6 +142,59 @@ def test_no_room_needs_itself() -> None:
     assert list(TopologicalSorter(MAY).static_order())  # raises CycleError where there is a circle
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def needed(node: ast.AST) -> Iterator[str]:
+    """Modules and names that code imports, in functions too; what only a type checker imports is left out."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from needed(child)
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Of each module those that it imports at its top or in a function."""
+    modules = {module_of(path): path for path in FILES}
+
+    def imported(name: str) -> str:
+        return name if name in modules else name.rpartition(".")[0]  # a name in a module
+
+    return {
+        module: {imported(name) for name in needed(ast.parse(path.read_text()))} & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+
+
+def test_no_module_needs_itself(graph: dict[str, set[str]]) -> None:
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, with the modules of the circle
+
+
+def test_no_rank_needs_the_planner(graph: dict[str, set[str]]) -> None:
+    """A rank imports its entry, and strategies and algorithms by name."""
+    reached = dict[str, str]()
+    todo = [(module, module) for module in graph if module == "drumline.train.entry" or room(module) in ("strategies", "algorithms")]
+    while todo:
+        module, walk = todo.pop()
+        if module not in reached:
+            reached[module] = walk
+            packages = {module.rsplit(".", 1)[0]} & graph.keys()  # whose __init__ runs first
+            todo += [(other, f"{walk} → {other}") for other in graph[module] | packages]
+    assert "drumline.train.loop" in reached
+    assert not [walk for module, walk in reached.items() if room(module) == "planner"]
+
+
+def room(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
 def test_every_room_has_its_rules() -> None:
     assert {room_of(path) for path in FILES} <= set(MAY)
 

@@ -22,7 +22,8 @@ from drumline.models.adapters import require_trainable
 from drumline.planner.question import ask
 from drumline.planner.report.flags import Flags, asked
 from drumline.planner.report.metrics import CATEGORIES
-from drumline.planner.search.search import Answer, search
+from drumline.planner.search.answer import Answer
+from drumline.planner.search.search import search
 from tests.harness import ROOT, write_config
 from tests.unit.conftest import Run
 

@@ -13,8 +13,9 @@ from drumline.core.load import load
 from drumline.errors import EnvironmentFault
 from drumline.planner.question import ask
 from drumline.planner.report.check import in_words
-from drumline.planner.search.probe import Factors, Probe, again, corrected, factors_of, mean, require_here
-from drumline.planner.search.search import Answer, Candidate, Refused, search
+from drumline.planner.search.answer import Answer, Candidate, Refused, corrected_answer
+from drumline.planner.search.probe import Factors, Probe, corrected, factors_of, mean, require_here
+from drumline.planner.search.search import search
 from drumline.train.probe import STEPS, best, random_rows, short
 from tests.harness import drumline, write_config
 from tests.tiny import tiny_model_dir
@@ -76,7 +77,7 @@ def test_ranked_again(answer: Answer) -> None:
     asked = small(answer, a=ESTIMATE.model_copy(update={"tokens_per_s": 2.0}), c=ESTIMATE.model_copy(update={"limit": 1200}))
     leaner = MEASURED.model_copy(update={"memory": {"parameters": 100, "gradients": 100, "optimizer": 200, "peak": 475}})
     probes = Probe.of("a", ESTIMATE, MORE), Probe.of("b", ESTIMATE, leaner)
-    found = again(asked, probes)
+    found = corrected_answer(asked, probes)
     assert found.probes == probes
     # a needs 1700 of 2000, and 1.1 times as much is reserved; c, which did not fit, goes by the mean of 2 and 1/8 of what lies on top.
     assert [c.name for c in found.ranked] == ["b", "c"]
@@ -86,7 +87,7 @@ def test_ranked_again(answer: Answer) -> None:
 
 def test_what_failed_is_refused_and_nothing_else_changes(answer: Answer) -> None:
     asked = small(answer)
-    found = again(asked, (Probe(name="a", predicted=ESTIMATE, failed="its first steps failed"),))
+    found = corrected_answer(asked, (Probe(name="a", predicted=ESTIMATE, failed="its first steps failed"),))
     assert next(c.name for c in found.ranked) == "b"
     assert any(r.name == "a" and "failed" in r.reason for r in found.refused)
     assert {c.name: c.estimate for c in found.ranked}["b"] == ESTIMATE

@@ -13,8 +13,9 @@ from drumline.core.estimate import TIGHT, HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
 from drumline.core.roles import wanted_roles
+from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import CHECKPOINTING, FEW, TIE, Answer, Candidate, Question, fits, in_order, look_at, search, ways_of
+from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, ways_of
 from drumline.planner.search.space import describe, ways
 from tests.unit.shapes import asks, facts, question
 

@@ -11,7 +11,7 @@ from drumline.core.suggest import nearest
 from drumline.errors import UserError
 from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
 from drumline.planner.report.table import number
-from drumline.planner.search.search import Answer, Candidate, Question
+from drumline.planner.search.answer import Answer, Candidate, Question
 
 Row = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of a fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits

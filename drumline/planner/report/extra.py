@@ -18,9 +18,10 @@ from drumline.planner.report.as_json import VERSION, candidate
 from drumline.planner.report.metrics import GB, grouped, hours, overrides
 from drumline.planner.report.table import number, plain_table, show_headline
 from drumline.planner.search.advice import Change, Most, max_batch, max_length
+from drumline.planner.search.answer import Answer, Question
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.heuristics import disagreements
-from drumline.planner.search.search import Answer, Question, search
+from drumline.planner.search.search import search
 
 Kind = Literal["max_length", "max_batch"]
 WORDS: dict[Kind, tuple[str, str]] = {

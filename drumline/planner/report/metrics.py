@@ -8,7 +8,7 @@ from typing import Any
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.explain import flow
-from drumline.planner.search.search import Candidate, Question
+from drumline.planner.search.answer import Candidate, Question
 
 GB = 1e9
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")

@@ -13,7 +13,7 @@ from drumline.core.estimate import FITS, TIGHT
 from drumline.errors import EnvironmentFault, UserError
 from drumline.planner.report.metrics import CATEGORIES, GB, gradients_at_peak
 from drumline.planner.report.table import headline, number
-from drumline.planner.search.search import Answer, Candidate
+from drumline.planner.search.answer import Answer, Candidate
 
 KINDS = (".png", ".svg", ".html")
 # Okabe and Ito's colours, told apart by colour-blind readers as well; what the allocator cannot use in grey.

@@ -14,7 +14,7 @@ from rich.text import Text
 from drumline.core.estimate import HostMemory
 from drumline.core.explain import count
 from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_words
-from drumline.planner.search.search import Answer, Candidate, Question
+from drumline.planner.search.answer import Answer, Candidate, Question
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}

@@ -14,8 +14,8 @@ from drumline.core.estimate import FITS
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.report.metrics import GB, overrides, whole
 from drumline.planner.report.table import number
+from drumline.planner.search.answer import Answer, Candidate
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import Answer, Candidate
 
 SCHEMA = "drumline.schema.json"
 # Where to begin, by what is learned; LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).

@@ -11,7 +11,8 @@ from drumline.core.facts import with_length, with_lora
 from drumline.core.strategies import PPStrategy
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
-from drumline.planner.search.search import Answer, Candidate, Question, fits, gb, search, ways_of, why_not
+from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
+from drumline.planner.search.search import fits, search, ways_of
 from drumline.planner.search.space import Way
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long

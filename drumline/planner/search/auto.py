@@ -7,8 +7,9 @@ from drumline.core.config import Config
 from drumline.core.stages import in_flight
 from drumline.core.strategies import AutoStrategy
 from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, gb
 from drumline.planner.search.heuristics import chosen_by
-from drumline.planner.search.search import TIE, Answer, Candidate, Question, Refused, gb, look_at, search
+from drumline.planner.search.search import look_at, search
 from drumline.planner.search.space import describe
 
 

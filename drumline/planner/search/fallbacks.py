@@ -15,7 +15,8 @@ from drumline.core.config import BatchConfig, Config
 from drumline.core.explain import flow
 from drumline.core.plan import Plan
 from drumline.errors import PlanError
-from drumline.planner.search.search import Candidate, Question, evaluate
+from drumline.planner.search.answer import Candidate, Question
+from drumline.planner.search.search import evaluate
 
 HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
 CHUNKED = PretrainConfig | SFTConfig | DPOConfig

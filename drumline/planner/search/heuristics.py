@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from drumline.core import strategies as s
 from drumline.core.explain import count
-from drumline.planner.search.search import Answer, Candidate, Question, Refused, faster, look_at
+from drumline.planner.search.answer import Answer, Candidate, Question, Refused, faster
+from drumline.planner.search.search import look_at
 from drumline.planner.search.space import describe
 
 BILLION = 1_000_000_000

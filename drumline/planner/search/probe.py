@@ -1,11 +1,9 @@
-"""What a few real steps of some candidates say of all: factors by category, estimates corrected, the ranking done again. Pure."""
+"""What a few real steps of some candidates say of all: factors by category, and estimates corrected by them. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -13,9 +11,6 @@ from drumline.core.estimate import Estimate, Frozen
 from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
 from drumline.telemetry.truth import Measurement, compare
-
-if TYPE_CHECKING:
-    from drumline.planner.search.search import Answer
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -87,28 +82,6 @@ def corrected(estimate: Estimate, by: Factors) -> Estimate:
             "mfu": None if estimate.mfu is None else estimate.mfu / slower,
         }
     )
-
-
-def again(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
-    """The answer with every estimate corrected (of a candidate that was tried by its own factors, of the others by the mean of these) and
-    ranked anew; what does not fit any more is refused, and what fits now is not. One that failed is refused."""
-    from drumline.planner.search.search import Candidate, Refused, in_order, why_not
-
-    own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
-    common = mean(own.values())
-    failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    families = {refused.best.name: refused.name for refused in answer.refused if refused.best is not None}
-    known = [*answer.ranked, *(refused.best for refused in answer.refused if refused.best is not None)]
-    ranked, refused = list[Candidate](), [r for r in answer.refused if r.best is None]
-    for candidate in known:
-        better = replace(candidate, estimate=corrected(candidate.estimate, own.get(candidate.name, common)))
-        if candidate.name in failed:
-            refused.append(Refused(candidate.name, failed[candidate.name], better))
-        elif better.estimate.verdict == "no":
-            refused.append(Refused(families.get(candidate.name, candidate.name), why_not(better.estimate), better))
-        else:
-            ranked.append(better)
-    return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused), probes=probes)
 
 
 def require_here(cluster: Cluster) -> None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
-from drumline.core.estimate import TIGHT, Estimate
-from drumline.core.facts import ModelFacts
+from drumline.core.estimate import Estimate
 from drumline.core.layout import Layout, tokens_of_a_row
 from drumline.core.mesh import resolve_mesh
-from drumline.core.plan import DataPlan, RolePlan
 from drumline.core.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
 from drumline.core.rule import Case, offloads
 from drumline.core.rules import check_rules
@@ -29,64 +27,11 @@ from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.search.probe import Probe
+from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, in_order, why_not
 from drumline.planner.search.space import Way, describe, ways
 
 FEW = 3  # strategies of a family that an answer holds
-TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
 CHECKPOINTING = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
-    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed.
-    `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
-
-    config: Config
-    cluster: Cluster
-    facts: ModelFacts
-    data: DataPlan | None = None
-    roles: Mapping[str, RolePlan] = field(default_factory=dict)
-    role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
-    processes: bool = False
-    deepspeed: bool = True
-    nvme: str | None = None
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `config`: what to train with to get it, every choice written in."""
-
-    name: str
-    config: Config
-    layout: Layout
-    estimate: Estimate
-    family: str = ""
-    simple: int = 0
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's words. `best`: its nearest candidate."""
-
-    name: str
-    reason: str
-    best: Candidate | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
-    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected. `tight`: the
-    fastest of all that are tight, where it is faster than what fits."""
-
-    question: Question
-    ranked: tuple[Candidate, ...]
-    refused: tuple[Refused, ...]
-    looked_at: int = 0
-    probes: tuple[Probe, ...] = ()
-    tight: Candidate | None = None
 
 
 @dataclass
@@ -165,23 +110,6 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
     )
     layout = Layout.of(plan, question.role_facts)
     return Candidate(name, plan.config, layout, estimate(layout, question.facts, question.cluster))
-
-
-def why_not(figures: Estimate) -> str:
-    """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
-    held, limit = figures.memory.reserved, figures.limit
-    if held > limit:
-        return f"{gb(held)} > {gb(limit)}"
-    if held > TIGHT * limit:
-        return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
-    host = figures.host
-    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
-    return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
-
-
-def gb(bytes_: float) -> str:
-    """As device memory is sold: 10^9 bytes; what is small in 10^6."""
-    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
 class _Look:
@@ -315,11 +243,6 @@ def _candidate(question: Question, way: Way, layout: Layout) -> Candidate:
     return replace(made, family=way.family, simple=way.simple)
 
 
-def faster(figures: Estimate, other: Estimate) -> bool:
-    """By more than no prediction is better than."""
-    return figures.tokens_per_s * (1 - TIE) > other.tokens_per_s
-
-
 def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
     """The fastest that is tight, where something slower fits."""
     found = max((family.tight for family in families if family.tight), key=lambda tight: tight[2].tokens_per_s, default=None)
@@ -336,21 +259,6 @@ def _refused(question: Question, name: str, family: _Family) -> Refused:
         return Refused(name, family.words)
     way, layout, figures = family.nearest
     return Refused(name, why_not(figures), _candidate(question, way, layout))
-
-
-def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where nobody said
-    how much memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
-    for fits in (True, False):
-        left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
-        while left:
-            fastest = max(c.estimate.tokens_per_s for c in left)
-            same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
-            least = min(c.estimate.host.most for c in same)
-            lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
-            first = min(same, key=lambda c: (c.name in lavish, c.simple, c.estimate.memory.reserved, -c.estimate.tokens_per_s))
-            left.remove(first)
-            yield first
 
 
 def _words(error: PlanError) -> str:

@@ -1,0 +1,125 @@
+"""What a search is asked, and what it answers: candidates ranked, families refused with their reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from drumline.core.config import Config
+from drumline.core.estimate import TIGHT, Estimate
+from drumline.core.facts import ModelFacts
+from drumline.core.layout import Layout
+from drumline.core.plan import DataPlan, RolePlan
+from drumline.hardware.cluster import Cluster
+from drumline.planner.search.probe import Probe, corrected, mean
+
+TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
+    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed.
+    `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
+
+    config: Config
+    cluster: Cluster
+    facts: ModelFacts
+    data: DataPlan | None = None
+    roles: Mapping[str, RolePlan] = field(default_factory=dict)
+    role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
+    processes: bool = False
+    deepspeed: bool = True
+    nvme: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `config`: what to train with to get it, every choice written in."""
+
+    name: str
+    config: Config
+    layout: Layout
+    estimate: Estimate
+    family: str = ""
+    simple: int = 0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's words. `best`: its nearest candidate."""
+
+    name: str
+    reason: str
+    best: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
+    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected. `tight`: the
+    fastest of all that are tight, where it is faster than what fits."""
+
+    question: Question
+    ranked: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+    looked_at: int = 0
+    probes: tuple[Probe, ...] = ()
+    tight: Candidate | None = None
+
+
+def why_not(figures: Estimate) -> str:
+    """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
+    held, limit = figures.memory.reserved, figures.limit
+    if held > limit:
+        return f"{gb(held)} > {gb(limit)}"
+    if held > TIGHT * limit:
+        return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
+    host = figures.host
+    most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
+    return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
+
+
+def gb(bytes_: float) -> str:
+    """As device memory is sold: 10^9 bytes; what is small in 10^6."""
+    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
+
+
+def faster(figures: Estimate, other: Estimate) -> bool:
+    """By more than no prediction is better than."""
+    return figures.tokens_per_s * (1 - TIE) > other.tokens_per_s
+
+
+def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where nobody said
+    how much memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
+    for fits in (True, False):
+        left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
+        while left:
+            fastest = max(c.estimate.tokens_per_s for c in left)
+            same = [c for c in left if c.estimate.tokens_per_s >= (1 - TIE) * fastest]
+            least = min(c.estimate.host.most for c in same)
+            lavish = {c.name for c in same if c.estimate.host_limit is None and c.estimate.host.most > 2 * least}
+            first = min(same, key=lambda c: (c.name in lavish, c.simple, c.estimate.memory.reserved, -c.estimate.tokens_per_s))
+            left.remove(first)
+            yield first
+
+
+def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
+    """The answer with every estimate corrected (of a candidate that was tried by its own factors, of the others by the mean of these) and
+    ranked anew; what does not fit any more is refused, and what fits now is not. One that failed is refused."""
+    own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
+    common = mean(own.values())
+    failed = {probe.name: probe.failed for probe in probes if probe.failed}
+    families = {refused.best.name: refused.name for refused in answer.refused if refused.best is not None}
+    known = [*answer.ranked, *(refused.best for refused in answer.refused if refused.best is not None)]
+    ranked, refused = list[Candidate](), [r for r in answer.refused if r.best is None]
+    for candidate in known:
+        better = replace(candidate, estimate=corrected(candidate.estimate, own.get(candidate.name, common)))
+        if candidate.name in failed:
+            refused.append(Refused(candidate.name, failed[candidate.name], better))
+        elif better.estimate.verdict == "no":
+            refused.append(Refused(families.get(candidate.name, candidate.name), why_not(better.estimate), better))
+        else:
+            ranked.append(better)
+    return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused), probes=probes)
