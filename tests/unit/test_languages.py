@@ -1,0 +1,32 @@
+"""Each page in Chinese has the links and the commands of its English twin."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [page.stem for page in sorted((ROOT / "docs").glob("*.md")) if not page.stem.endswith(".zh")]
+TWINS = {"README.md": "README.zh-CN.md"} | {f"docs/{page}.md": f"docs/{page}.zh.md" for page in PAGES}
+
+
+def links(text: str) -> set[str]:
+    return {re.sub(r"\.zh(-CN)?\.md$", ".md", link) for link in re.findall(r"\]\(([^)#]+)", text)}
+
+
+def commands(text: str) -> list[str]:
+    """Lines of code without their comments, which are translated."""
+    fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)).splitlines()
+    lines = [line.split("#")[0].strip() for line in (*fenced, *re.findall(r"^    (.*)$", text, re.MULTILINE))]
+    return sorted(line for line in lines if line)
+
+
+@pytest.mark.parametrize(("english", "chinese"), TWINS.items(), ids=TWINS)
+def test_a_page_says_the_same_in_both_languages(english: str, chinese: str) -> None:
+    one, other = ((ROOT / page).read_text() for page in (english, chinese))
+    # Each page names its twin, by a link that the other has under its own name.
+    assert links(one) - {Path(english).name} == links(other) - {Path(english).name}
+    assert commands(one) == commands(other)
+    assert one.count("\n## ") == other.count("\n## ") and one.count("\n### ") == other.count("\n### ")
