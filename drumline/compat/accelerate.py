@@ -25,7 +25,8 @@ from drumline.compat.sheet import (
     whole,
     words,
 )
-from drumline.core.suggest import by_word, nearest
+from drumline.core.by_name import nearest
+from drumline.core.suggest import by_word
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"

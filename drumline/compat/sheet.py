@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drumline.core.suggest import nearest
+from drumline.core.by_name import nearest
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 

@@ -15,8 +15,9 @@ from drumline.core.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOConf
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DataConfig
 from drumline.core.model import Head, ModelConfig
+from drumline.core.registry import make
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
-from drumline.core.strategies import AutoStrategy, Strategy
+from drumline.core.strategy import Strategy, StrategySpec
 
 # -------------------------------------------------------------------------------------------------------------- adapter
 
@@ -193,7 +194,7 @@ class Config(Section):
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: Annotated[ScheduleConfig, KIND_ALONE] = Field(default_factory=ScheduleConfig)
-    strategy: Strategy = Field(default_factory=AutoStrategy)
+    strategy: Strategy = Field(default_factory=lambda: make(StrategySpec, "auto"))
     adapter: Adapter = Field(default_factory=NoAdapter)
     precision: Annotated[PrecisionConfig, KIND_ALONE] = Field(default_factory=PrecisionConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)

@@ -48,7 +48,7 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted:
     Raises ConfigError.
     """
     draft = drafted(read_text(path), str(path), path.parent, over)
-    config = validated(draft, overrides, trusted)
+    config = validated(draft, overrides, trusted, path.parent)
     if config.model.chat_template is not None:
         # Ranks read it from the plan, and no longer know where the YAML was.
         template = str((path.parent / config.model.chat_template).absolute())
@@ -122,8 +122,8 @@ def has_data(values: dict[str, Any]) -> bool:
     return isinstance(values.get("data"), dict) and "train" in values["data"]
 
 
-def validated(draft: Draft, overrides: list[str], trusted: bool = True) -> Config:
-    """The Config of a draft with overrides over it. Raises ConfigError."""
+def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
+    """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
     values = draft.values
     origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
     if draft.old and not has_data(values):
@@ -131,7 +131,8 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True) -> Confi
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
     values = withhold(values if trusted else _without_trust(values, tuple(origins.overrides)), origins.where)
     try:
-        config = Config.model_validate(values)
+        allowed = trusted or (isinstance(values.get("model"), dict) and values["model"].get("trust_remote_code") is True)
+        config = Config.model_validate(values, context={"base_dir": base_dir, "trusted": allowed})
     except ValidationError as error:
         raise first_mistake(error, origins) from None
     check_numbers(values, config.model_dump(), origins)

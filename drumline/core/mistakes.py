@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from drumline.core.suggest import field_at, keys_at, kind_of, kinds_at, meant, models_at, nearest
+from drumline.core.by_name import nearest
+from drumline.core.suggest import field_at, keys_at, kind_of, kinds_at, meant, models_at
 from drumline.core.together import NOT_TOGETHER
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError

@@ -146,10 +146,12 @@ class Plan(Frozen):
         return self.model_copy(update={**values, "model_path": role.model_path})
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
-        """Raises CheckpointError for a file that is not there, and for what this version cannot read."""
+    def load(cls, path: Path, trusted: bool = True) -> Plan:
+        """Not `trusted`: one that names a strategy of the user's own is refused (ConfigError).
+
+        Raises CheckpointError for a file that is not there, and for what this version cannot read."""
         try:
-            return cls.model_validate(read_json(path, CheckpointError, "name a run folder"))
+            return cls.model_validate(read_json(path, CheckpointError, "name a run folder"), context={"trusted": trusted})
         except ValueError:  # json's and pydantic's
             raise CheckpointError(
                 f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"

@@ -55,13 +55,13 @@ class Short:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         full = handler(schema)
-        return {"anyOf": [self.written or {"enum": sorted(_kinds(full, handler))}, full]}
+        return {"anyOf": [self.written or {"enum": sorted(kinds_without_keys(full, handler))}, full]}
 
 
-def _kinds(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
+def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:
     """The kinds that need no further key."""
     if "discriminator" in full:
-        return [kind for each in full["discriminator"]["mapping"].values() for kind in _kinds({"$ref": each}, handler)]
+        return [kind for each in full["discriminator"]["mapping"].values() for kind in kinds_without_keys({"$ref": each}, handler)]
     section = handler.resolve_ref_schema(full)
     if set(section.get("required", ())) - {"kind"}:
         return []

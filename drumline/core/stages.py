@@ -59,7 +59,7 @@ def _schedule(strategy: s.AnyStrategy) -> tuple[s.Schedule, int]:
     """The schedule of a strategy with stages, and how many stages a rank holds."""
     if isinstance(strategy, s.ModelParallelStrategy):
         return "model_parallel", 1
-    options = strategy if isinstance(strategy, s.PPStrategy) else strategy.pipeline  # type: ignore[union-attr]
+    options = strategy if isinstance(strategy, s.PPStrategy) else strategy.pipeline  # type: ignore[attr-defined]
     several = options.schedule in ("interleaved", "zero_bubble")
     if options.stages_per_rank not in (None, 1) and not several:
         raise PlanError(

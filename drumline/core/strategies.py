@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from drumline.core.section import KIND_ALONE, MOST_STEPS, PathText, Ranks, Section, Steps
+from drumline.core.strategy import StrategySpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
 
@@ -20,7 +21,7 @@ class PipelineConfig(Section):
     stages_per_rank: int | None = Field(None, gt=0, le=1000, description="interleaved and zero_bubble: stages a rank holds; null: 2.")
 
 
-class _Degrees(Section):
+class _Degrees(StrategySpec):
     """The mesh is pp × replicate × shard × cp × tp; what these leave of the processes is data parallel."""
 
     tp: Ranks = Field(1, description="Tensor parallel: each matrix is cut over this many ranks.")
@@ -32,9 +33,10 @@ class _Degrees(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="The schedule, where pp > 1.")
 
 
-class AutoStrategy(Section):
+class AutoStrategy(StrategySpec):
     """The planner chooses: strategy, and of micro-batch and activation checkpointing what is not said."""
 
+    position: ClassVar[int] = 0
     kind: Literal["auto"] = "auto"
     by: Literal["search", "rules"] = Field(
         "search", description="search: the fastest that is predicted to fit. rules: what a guide says, by counts of parameters and devices."
@@ -47,13 +49,15 @@ class AutoStrategy(Section):
     nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.")
 
 
-class SingleStrategy(Section):
+class SingleStrategy(StrategySpec):
+    position: ClassVar[int] = 1
     kind: Literal["single"] = "single"
 
 
-class DPStrategy(Section):
+class DPStrategy(StrategySpec):
     """nn.DataParallel: one process, a thread a device."""
 
+    position: ClassVar[int] = 2
     kind: Literal["dp"] = "dp"
 
 
@@ -74,6 +78,7 @@ class Compression(Section):
 
 
 class DDPStrategy(_Degrees):
+    position: ClassVar[int] = 3
     kind: Literal["ddp"] = "ddp"
     bucket_cap_mb: float = Field(25.0, gt=0, le=10**6, description="MiB of gradients reduced together.")
     gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
@@ -85,17 +90,19 @@ class DDPStrategy(_Degrees):
     )
 
 
-class LocalSGDStrategy(Section):
+class LocalSGDStrategy(StrategySpec):
     """Each rank trains by itself; every `period` steps the weights are averaged (Stich 2019)."""
 
+    position: ClassVar[int] = 4
     kind: Literal["local_sgd"] = "local_sgd"
     period: Steps = Field(8, description="Steps between two averagings.")
     start_step: int = Field(0, ge=0, le=MOST_STEPS, description="Average at each step before this one.")
 
 
-class DiLoCoStrategy(Section):
+class DiLoCoStrategy(StrategySpec):
     """Each rank trains by itself; every `period` steps an outer Nesterov step is taken (Douillard et al. 2023)."""
 
+    position: ClassVar[int] = 5
     kind: Literal["diloco"] = "diloco"
     period: Steps = Field(50, description="Inner steps between two outer ones.")
     outer_lr: float = Field(0.7, gt=0, le=1000, description="Rate of the outer step.")
@@ -103,6 +110,7 @@ class DiLoCoStrategy(Section):
 
 
 class FSDP2Strategy(_Degrees):
+    position: ClassVar[int] = 6
     kind: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = Field(
         True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
@@ -143,7 +151,7 @@ class ZeroPlusPlus(Section):
     hierarchical_partition: Ranks = Field(1, description="Ranks of a second copy of the weights' partition; 1: none.")
 
 
-class _Zero(Section):
+class _Zero(StrategySpec):
     config: PathText | dict[str, Any] | None = Field(
         None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
     )
@@ -153,57 +161,50 @@ class _Zero(Section):
 
 
 class Zero1Strategy(_Zero):
+    position: ClassVar[int] = 7
     kind: Literal["zero1"] = "zero1"
 
 
 class Zero2Strategy(_Zero):
+    position: ClassVar[int] = 8
     kind: Literal["zero2"] = "zero2"
 
 
 class Zero3Strategy(_Zero):
+    position: ClassVar[int] = 9
     kind: Literal["zero3"] = "zero3"
     offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
     zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
 
 
-class _Alone(Section):
+class _Alone(StrategySpec):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
     degree: Ranks | None = Field(None, description="Ranks that share one copy of the model; null: all.")
 
 
 class TPStrategy(_Alone):
+    position: ClassVar[int] = 10
     kind: Literal["tp"] = "tp"
 
 
 class CPStrategy(_Alone):
+    position: ClassVar[int] = 11
     kind: Literal["cp"] = "cp"
     method: Literal["ulysses", "ring"] = Field("ulysses", description="As cp_method of the other strategies.")
 
 
 class PPStrategy(_Alone, PipelineConfig):
+    position: ClassVar[int] = 12
     kind: Literal["pp"] = "pp"
 
 
 class ModelParallelStrategy(_Alone):
     """The naive one: layers on devices in turn, one micro-batch at a time."""
 
+    position: ClassVar[int] = 13
     kind: Literal["model_parallel"] = "model_parallel"
 
 
 ZeroStrategy = Zero1Strategy | Zero2Strategy | Zero3Strategy
-AnyStrategy = (
-    AutoStrategy
-    | SingleStrategy
-    | DPStrategy
-    | DDPStrategy
-    | LocalSGDStrategy
-    | DiLoCoStrategy
-    | FSDP2Strategy
-    | ZeroStrategy
-    | TPStrategy
-    | CPStrategy
-    | PPStrategy
-    | ModelParallelStrategy
-)
-Strategy = Annotated[AnyStrategy, Field(discriminator="kind"), KIND_ALONE]
+AnyStrategy = StrategySpec

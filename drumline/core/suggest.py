@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from drumline.core.by_name import nearest
 from drumline.core.config import Config
+from drumline.core.registry import Spec, kinds, literal_kinds
 from drumline.core.yaml_lines import Place
 
 
@@ -69,6 +71,8 @@ def models_at(place: Place) -> list[type[BaseModel]]:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, Spec) and "group" in vars(annotation):
+        return list(kinds(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(annotation, "__metadata__"):
@@ -78,18 +82,13 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def kind_of(model: type[BaseModel]) -> str | None:
     """The `kind` that selects this section in its union, where it is fixed to one."""
-    kinds = _kinds(model)
-    return kinds[0] if len(kinds) == 1 else None
-
-
-def _kinds(model: type[BaseModel]) -> list[str]:
-    field = model.model_fields.get("kind")
-    return [str(kind) for kind in get_args(field.annotation)] if field is not None and get_origin(field.annotation) is Literal else []
+    fixed = literal_kinds(model)
+    return fixed[0] if len(fixed) == 1 else None
 
 
 def kinds_at(place: Place) -> list[str]:
     """The values that `kind` may have in the section at a place; empty where there is no such key."""
-    return [kind for model in models_at(place) for kind in _kinds(model)]
+    return [kind for model in models_at(place) for kind in literal_kinds(model)]
 
 
 def keys_at(place: Place, kind: str | None = None) -> list[str]:
@@ -100,12 +99,6 @@ def keys_at(place: Place, kind: str | None = None) -> list[str]:
 def field_at(place: Place) -> FieldInfo | None:
     """What the schema says of the value at a place."""
     found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
-    return found[0] if found else None
-
-
-def nearest(word: str, words: list[str]) -> str | None:
-    """The one of `words` that looks most like `word`; None where none does."""
-    found = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
     return found[0] if found else None
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.core.by_name import nearest
 from drumline.core.config import Adapter, LoRAConfig
 from drumline.core.model import ModelConfig
-from drumline.core.suggest import nearest
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.models.blocks import blocks

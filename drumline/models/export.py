@@ -207,7 +207,7 @@ def _plan_of(run_dir: Path, trust: bool) -> Plan:
     if not path.exists():
         what = "not a run folder: it has no plan.json"
         raise CheckpointError(what, where=str(run_dir), fix="name the folder that `drumline train` printed")
-    plan = Plan.load(path)
+    plan = Plan.load(path, trust)
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
     return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
 

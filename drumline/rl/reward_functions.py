@@ -5,24 +5,19 @@ A scorer is called with (prompt, completion, meta of the row) and returns anythi
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import logging
-import pkgutil
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from drumline.core.algorithms import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.core.by_name import find_object, imported, perhaps
 from drumline.core.secret import reveal
-from drumline.core.suggest import nearest
 from drumline.errors import ConfigError
 
 Scorer = Callable[[str, str, dict[str, Any]], Any]
@@ -87,18 +82,9 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
 
 def find_function(path: str, base_dir: Path, where: str) -> Callable[..., Any]:
     """By `module:function`, `file.py:function` or the name of an entry point. Modules are looked for beside the YAML as well."""
-    place, colon, name = path.rpartition(":")
-    if not colon:
+    if ":" not in path:
         return _entry_point(path, where)
-    if str(base_dir) not in sys.path:
-        sys.path.append(str(base_dir))  # at the end: it shadows nothing
-    found: Any = _file(base_dir / Path(place).expanduser(), where) if place.endswith(".py") else _module(place, base_dir, where)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            there = [other for other, value in vars(found).items() if callable(value) and not other.startswith("__")]
-            fix = f"it has {', '.join(sorted(there)[:8])}" if there else None
-            raise ConfigError(f"{place} has no function {name!r}{_perhaps(part, there)}", where=where, fix=fix)
-        found = getattr(found, part)
+    found = find_object(path, base_dir, where, "function")
     if not callable(found):
         raise ConfigError(f"{path} is a {type(found).__name__}, not a function", where=where)
     return found
@@ -108,46 +94,8 @@ def _entry_point(name: str, where: str) -> Callable[..., Any]:
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     if name not in points:
         fix = "write module:function or file.py:function, or install the package that has it"
-        raise ConfigError(f"no installed package offers a reward {name!r}{_perhaps(name, points)}", where=where, fix=fix)
-    return _imported(points[name].load, f"entry point {name}", where)
-
-
-def _file(path: Path, where: str) -> ModuleType:
-    if not path.is_file():
-        others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no file {path}{_perhaps(path.name, others)}", where=where)
-    spec = importlib.util.spec_from_file_location(f"drumline_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # its neighbours can be imported, as if it were run
-    _imported(lambda: spec.loader.exec_module(module) if spec.loader else None, str(path), where)
-    return module
-
-
-def _module(name: str, base_dir: Path, where: str) -> ModuleType:
-    try:
-        return _imported(lambda: importlib.import_module(name), name, where)
-    except ConfigError as error:
-        cause = error.__cause__
-        if not isinstance(cause, ModuleNotFoundError) or not cause.name or not f"{name}.".startswith(f"{cause.name}."):
-            raise
-        others = [module.name for module in pkgutil.iter_modules()]
-        fix = f"give its path as file.py:function, or put it beside the YAML in {base_dir}"
-        raise ConfigError(f"there is no module {cause.name!r}{_perhaps(cause.name, others)}", where=where, fix=fix) from error
-
-
-def _imported(load: Callable[[], Any], name: str, where: str) -> Any:
-    try:
-        return load()
-    except (Exception, SystemExit) as error:  # whatever a stranger's module raises
-        raise ConfigError(f"importing {name} raised {type(error).__name__}: {error}", where=where) from error
-
-
-def _perhaps(word: str, words: Iterable[str]) -> str:
-    close = nearest(word, list(words))
-    return f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"no installed package offers a reward {name!r}{perhaps(name, points)}", where=where, fix=fix)
+    return imported(points[name].load, f"entry point {name}", where)
 
 
 # ------------------------------------------------------------------------------------------------------------ verifiers

@@ -38,7 +38,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Open
     quiet()
     folder = Path(place).expanduser()
     if (folder / "plan.json").exists():
-        plan = Plan.load(folder / "plan.json")
+        plan = Plan.load(folder / "plan.json", trust)
         if plan.config.algorithm.kind in SILENT_KINDS:
             raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
         exported = exported_folder(folder)

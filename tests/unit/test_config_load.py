@@ -208,6 +208,6 @@ def test_schema_describes_every_key_and_allows_short_forms() -> None:
 
 
 def test_light_rooms_do_not_import_torch() -> None:
-    rooms = ("cli", "config.load", "plan.resolve", "report.events", "report.progress", "cluster.detect", "launch.local")
+    rooms = ("cli", "core.load", "core.resolve", "telemetry.events", "report.progress", "hardware.detect", "launchers.local")
     code = f"import sys, {', '.join(f'drumline.{room}' for room in rooms)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

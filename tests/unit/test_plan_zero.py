@@ -77,7 +77,7 @@ def test_what_only_the_file_says_is_adopted() -> None:
     }
     adopted = plan({"kind": "zero3", "config": own}, batch={})
     assert (adopted.batch.global_samples, adopted.precision, adopted.offload) == (24, "bf16", "cpu")
-    assert adopted.config.strategy.zeropp.hierarchical_partition == 2  # type: ignore[union-attr]
+    assert adopted.config.strategy.zeropp.hierarchical_partition == 2  # type: ignore[attr-defined]
     again = Plan.model_validate(json.loads(adopted.model_dump_json()))
     assert again.deepspeed == adopted.deepspeed
 
@@ -115,7 +115,7 @@ def test_the_file_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"overlap_comm": true}}')
     yaml = tmp_path / "run.yaml"
     yaml.write_text("data: {train: [{kind: file, path: x}]}\nstrategy: {kind: zero2, config: ds.json}\n")
-    assert load(yaml, []).config.strategy.config == {"zero_optimization": {"overlap_comm": True}}  # type: ignore[union-attr]
+    assert load(yaml, []).config.strategy.config == {"zero_optimization": {"overlap_comm": True}}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

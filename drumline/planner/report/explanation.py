@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from drumline.core.algorithms import ROLLOUT
+from drumline.core.by_name import nearest
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
 from drumline.core.facts import ModelFacts
 from drumline.core.layout import Layout
-from drumline.core.suggest import nearest
 from drumline.errors import UserError
 from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
 from drumline.planner.report.table import number

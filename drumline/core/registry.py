@@ -1,0 +1,155 @@
+"""The kinds of each thing that comes in kinds (strategies, algorithms): this package's, those of installed packages, the user's own.
+
+A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer what the rest of the house asks. Specs of
+this package lie in `drumline/GROUP/NAME/spec.py`; those of another package are entry points of `drumline.GROUP`; one of the user's own is
+written `kind: path.py:Name` (relative to the YAML) or `kind: package.module:Name`. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, create_model
+from pydantic_core import CoreSchema, SchemaValidator, core_schema
+
+from drumline.core.by_name import find_object, imported
+from drumline.core.section import Section, kinds_without_keys
+from drumline.errors import ConfigError
+
+
+class Spec(Section):
+    """What the specs of all groups have in common. A base class of a group sets `group` and `thing`."""
+
+    group: ClassVar[str]  # strategies: drumline/strategies/ and the entry points drumline.strategies
+    thing: ClassVar[str]  # what an error calls one of them
+    position: ClassVar[int] = 1000  # in tables and lists: the smallest first
+    kind: str
+
+
+S = TypeVar("S", bound=Spec)
+OWN = {"type": "string", "pattern": ":", "description": "path.py:Name or package.module:Name of your own"}
+_own: dict[type[Spec], dict[str, Any]] = {}  # those that a config named as path.py:Name, by that name
+
+
+def literal_kinds(model: type[BaseModel]) -> list[str]:
+    """The values that `kind` may have in a section; none where it is not fixed."""
+    field = model.model_fields.get("kind")
+    return [str(kind) for kind in get_args(field.annotation)] if field is not None and get_origin(field.annotation) is Literal else []
+
+
+def kinds(base: type[S]) -> dict[str, type[S]]:
+    """Kind → spec, of all that are known. Raises ConfigError for a plug-in that cannot be imported."""
+    found = {**_built_in(base), **{name: _of_package(base, name) for name in _entry_points(base)}, **_own.get(base, {})}
+    return dict(sorted(found.items(), key=lambda item: item[1].position))
+
+
+def make(base: type[S], kind: str, **values: Any) -> S:
+    """A spec with the defaults of its kind. `values`: its fields."""
+    spec = find(base, kind)
+    assert spec is not None, kind
+    return spec.model_validate({"kind": kind, **values})
+
+
+def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool = True) -> type[S] | None:
+    """The spec of a kind; None where there is none. `base_dir`: what a file's path is relative to.
+
+    Raises ConfigError for a plug-in that cannot be imported, or is no spec of this group, and for the user's own code in a file that is
+    not `trusted`."""
+    if kind in _built_in(base):
+        return _built_in(base)[kind]
+    if ":" not in kind:
+        return _of_package(base, kind) if kind in _entry_points(base) else None
+    where = f"{base.thing}.kind"
+    place, _, name = kind.rpartition(":")
+    base_dir = (base_dir or Path()).absolute()
+    if place.endswith(".py"):
+        kind = f"{base_dir / Path(place).expanduser()}:{name}"
+    mine = _own.setdefault(base, {})
+    if kind not in mine:
+        if not trusted:
+            raise ConfigError(
+                f"{kind} is code that lies beside the config, and this may be a stranger's",
+                where=where,
+                fix="read that code, then add model.trust_remote_code=true",
+            )
+        mine[kind] = _checked(base, find_object(kind, base_dir, where), kind)
+    return cast("type[S]", mine[kind])
+
+
+@cache
+def _built_in(base: type[S]) -> dict[str, type[S]]:
+    package = importlib.import_module(f"drumline.{base.group}")
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}.spec") for m in pkgutil.iter_modules(package.__path__) if m.ispkg]
+    specs = [value for module in modules for value in vars(module).values() if isinstance(value, type) and issubclass(value, base)]
+    return {kind: spec for spec in specs for kind in literal_kinds(spec)}
+
+
+@cache
+def _entry_points(base: type[Spec]) -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=f"drumline.{base.group}")}
+
+
+@cache
+def _of_package(base: type[S], name: str) -> type[S]:
+    point = _entry_points(base)[name]
+    package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    if name in _built_in(base):
+        raise ConfigError(f"{package} offers a {base.thing} {name!r}, which is drumline's own name", where=package, fix="uninstall it")
+    return _checked(base, imported(point.load, f"the {base.thing} {name!r} of {package}", package), name)
+
+
+def _checked(base: type[S], spec: Any, kind: str) -> type[S]:
+    """The spec under the kind that it is called by."""
+    if not isinstance(spec, type) or not issubclass(spec, base):
+        what = f"{kind} is no {base.thing}: it is not derived from {base.__module__}.{base.__name__}"
+        raise ConfigError(what, where=f"{base.thing}.kind", fix="name a class that is")
+    if literal_kinds(spec) == [kind]:
+        return spec
+    fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
+    return cast("type[S]", create_model(spec.__name__, __base__=spec, __module__=spec.__module__, __doc__=spec.__doc__, **fields))
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Makes the type of a field of a base class: `Annotated[Base, Registered(Base)]` takes each kind that the registry knows. The
+    kind alone is short for a section without further keys. The context of a validation may have `base_dir` and `trusted`, see `find`."""
+
+    base: type[Spec]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        any_ = core_schema.simple_ser_schema("any")  # each kind writes its own fields
+        return core_schema.with_info_plain_validator_function(self._validated, serialization=any_)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        full = handler(_union({kind: spec.__pydantic_core_schema__ for kind, spec in kinds(self.base).items()}))
+        own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
+        return {"anyOf": [{"enum": sorted(kinds_without_keys(full, handler))}, full, OWN, own]}
+
+    def _validated(self, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, self.base):
+            return value
+        if isinstance(value, str):
+            value = {"kind": value}
+        kind = value.get("kind") if isinstance(value, Mapping) else None
+        spec = find(self.base, kind, **(info.context or {})) if isinstance(kind, str) else None
+        if spec is None:
+            specs = kinds(self.base)
+        else:
+            kind = literal_kinds(spec)[0] if ":" in str(kind) else str(kind)
+            value, specs = {**value, "kind": kind}, {kind: spec}
+
+        def validated(spec: type[Spec]) -> CoreSchema:
+            return core_schema.no_info_plain_validator_function(lambda given: spec.model_validate(given, context=info.context))
+
+        return SchemaValidator(_union({kind: validated(spec) for kind, spec in specs.items()})).validate_python(value)
+
+
+def _union(choices: dict[str, CoreSchema]) -> CoreSchema:
+    return core_schema.tagged_union_schema(dict[Any, CoreSchema](choices), "kind")

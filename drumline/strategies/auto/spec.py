@@ -1,0 +1,3 @@
+from drumline.core.strategies import AutoStrategy
+
+__all__ = ["AutoStrategy"]

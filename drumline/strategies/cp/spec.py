@@ -1,0 +1,3 @@
+from drumline.core.strategies import CPStrategy
+
+__all__ = ["CPStrategy"]

@@ -1,0 +1,3 @@
+from drumline.core.strategies import DDPStrategy
+
+__all__ = ["DDPStrategy"]

@@ -1,0 +1,3 @@
+from drumline.core.strategies import DiLoCoStrategy
+
+__all__ = ["DiLoCoStrategy"]

@@ -1,0 +1,3 @@
+from drumline.core.strategies import DPStrategy
+
+__all__ = ["DPStrategy"]

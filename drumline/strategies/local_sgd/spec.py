@@ -1,0 +1,3 @@
+from drumline.core.strategies import LocalSGDStrategy
+
+__all__ = ["LocalSGDStrategy"]

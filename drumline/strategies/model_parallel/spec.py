@@ -1,0 +1,3 @@
+from drumline.core.strategies import ModelParallelStrategy
+
+__all__ = ["ModelParallelStrategy"]

@@ -1,0 +1,3 @@
+from drumline.core.strategies import PPStrategy
+
+__all__ = ["PPStrategy"]

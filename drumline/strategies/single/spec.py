@@ -1,0 +1,3 @@
+from drumline.core.strategies import SingleStrategy
+
+__all__ = ["SingleStrategy"]

@@ -1,0 +1,3 @@
+from drumline.core.strategies import TPStrategy
+
+__all__ = ["TPStrategy"]

@@ -1,0 +1,117 @@
+"""Kinds come from this package, from installed packages and from files of the user's own, and the config cannot tell them apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drumline.core.load import Loaded, load, load_text, schema
+from drumline.core.plan import Plan
+from drumline.core.registry import _entry_points, _of_package, _own, find, kinds, make
+from drumline.core.strategy import StrategySpec
+from drumline.errors import ConfigError
+
+DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
+OWN = """
+from pydantic import Field
+from drumline.core.strategy import StrategySpec
+
+class Mine(StrategySpec):
+    period: int = Field(3, gt=0, description="Steps.")
+
+class Other: ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    for known in (_entry_points.cache_clear, _of_package.cache_clear, _own.clear):
+        known()
+
+
+def config_in(folder: Path, strategy: str, code: str = OWN) -> Loaded:
+    (folder / "mine.py").write_text(code)
+    (folder / "run.yaml").write_text(DATA + f"strategy: {strategy}\n")
+    return load(folder / "run.yaml", [])
+
+
+def test_a_file_of_the_users_own_is_found_beside_the_yaml(tmp_path: Path) -> None:
+    before = list(sys.path)
+    strategy = config_in(tmp_path, "{kind: 'mine.py:Mine', period: 5}").config.strategy
+    assert strategy.kind == f"{tmp_path}/mine.py:Mine" and strategy.model_dump()["period"] == 5
+    assert sys.path[: len(before)] == before  # nothing stands before what was there
+    again = load_text(DATA + f"strategy: '{strategy.kind}'\n", []).strategy  # as a rank reads it
+    assert type(again) is type(strategy) and again.model_dump()["period"] == 3
+
+
+def test_the_short_form_and_an_override_take_a_file_too(tmp_path: Path) -> None:
+    assert config_in(tmp_path, "mine.py:Mine").config.strategy.model_dump()["period"] == 3
+    own = load(tmp_path / "run.yaml", ["strategy={kind: 'mine.py:Mine', period: 7}"])
+    assert own.config.strategy.model_dump()["period"] == 7
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code", "words"),
+    [
+        ("mine.py:Mein", OWN, "mine.py has no class 'Mein'; did you mean 'Mine'?"),
+        ("mine.py:Other", OWN, "is no strategy: it is not derived from drumline.core.strategy.StrategySpec"),
+        ("mien.py:Mine", OWN, "did you mean 'mine.py'?"),
+        ("mine.py:Mine", "import nothing_of_this_name", "raised ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("no_such_package.x:Mine", OWN, "there is no module 'no_such_package'"),
+        ("{kind: 'mine.py:Mine', perid: 5}", OWN, "strategy.perid: unknown key 'perid' — did you mean 'period'?"),
+        ("{kind: 'mine.py:Mine', period: 0}", OWN, "a number greater than 0 is wanted"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, strategy: str, code: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config_in(tmp_path, strategy, code)
+    assert words in error.value.line()
+
+
+def test_code_beside_a_strangers_config_does_not_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n" + OWN)
+    (tmp_path / "run.yaml").write_text(DATA + "strategy: mine.py:Mine\nmodel: {trust_remote_code: true}\n")
+    with pytest.raises(ConfigError, match="may be a stranger's"):
+        load(tmp_path / "run.yaml", [], trusted=False)
+    (tmp_path / "plan.json").write_text(f'{{"config": {{"strategy": {{"kind": "{tmp_path}/mine.py:Mine"}}}}}}')
+    with pytest.raises(ConfigError, match="may be a stranger's"):
+        Plan.load(tmp_path / "plan.json", trusted=False)
+    assert not (tmp_path / "ran").exists()
+    load(tmp_path / "run.yaml", ["model.trust_remote_code=true"], trusted=False)
+    assert (tmp_path / "ran").exists()
+
+
+def package(folder: Path, name: str, code: str) -> None:
+    """An installed package with a strategy `name`."""
+    (folder / f"made_{name}.py").write_text(code)
+    info = folder / f"made_{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: made-{name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[drumline.strategies]\n{name} = made_{name}:Mine\n")
+
+
+
+
+def test_a_plug_in_is_a_kind_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "installed", OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    _entry_points.cache_clear()
+    assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(StrategySpec, "installed", period=9)
+    assert list(kinds(StrategySpec))[-1] == "installed"
+    assert "installed" in schema()["properties"]["strategy"]["anyOf"][0]["enum"]
+    with pytest.raises(ConfigError, match="did you mean 'installed'"):
+        load_text(DATA + "strategy: instaled\n", [])
+
+
+def test_a_plug_in_that_does_not_import_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(tmp_path, "broken", "1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    _entry_points.cache_clear()
+    with pytest.raises(ConfigError) as error:
+        load_text(DATA + "strategy: broken\n", [])
+    assert "the strategy 'broken' of made-broken 1.0 raised ZeroDivisionError" in error.value.line()
+    assert find(StrategySpec, "ddp") is not None  # the others go on
