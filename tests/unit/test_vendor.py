@@ -62,8 +62,19 @@ def test_the_oldest_versions_are_those_that_are_installed_for_make_test_oldest()
         assert f'names("{library}", "{oldest[library]}"' in source
     project = re.sub(r"\nbench = .*", "", (root / "pyproject.toml").read_text())  # what it takes to be compared with others is newer
     for package, version in oldest.items():
-        for bound in re.findall(rf'"{package}>=([0-9.]+)"', project, re.IGNORECASE):
+        for bound in re.findall(rf'"{package}>=([0-9.]+)[",]', project, re.IGNORECASE):
             assert numbers(version) == numbers(bound), f"{package}>={bound}, ran {version}"
+
+
+def test_the_versions_that_pyproject_admits_end_with_the_newest_that_was_tried() -> None:
+    root = Path(__file__).parents[2]
+    project = (root / "pyproject.toml").read_text()
+    for library in LIBRARIES:
+        source = (root / "drumline" / "vendor" / f"{library}.py").read_text()
+        (newest,) = re.findall(rf'names\("{library}", "[0-9.]+", "([0-9.]+)"', source)
+        major, minor = numbers(newest)[:2]
+        bounds = set(re.findall(rf'"{library}>=[0-9.]+,<([0-9.]+)"', project))
+        assert bounds == {f"{major}.{minor + 1}"}, library
 
 
 def numbers(version: str) -> list[int]:
