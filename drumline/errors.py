@@ -35,8 +35,8 @@ class DrumlineError(Exception):
         """The message as the user sees it, on one line: what no terminal shows is escaped, and a word of thousands of letters is cut."""
         place = f"{self.where}: " if self.where else ""
         mend = f" — {self.fix}" if self.fix else ""
-        words = " ".join(f"{place}{self.what}{mend}".split())
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+        message = " ".join(f"{place}{self.what}{mend}".split())
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
         return re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}…{word[0][-200:]}", shown)
 
 

@@ -23,7 +23,7 @@ MOST_BYTES = 64 * MIB  # of a file that is read whole; the longest tokenizers ha
 MOST_DEPTH = 100
 MOST_WHOLE = 2**63  # of whole numbers: what torch, numpy and safetensors count with
 MOST_PATH, MOST_NAME = 4095, 255  # bytes, as Linux has them
-Wrong = type[UserError]
+ErrorType = type[UserError]
 # A text of JSON without these needs no second look.
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
 
@@ -41,107 +41,108 @@ def path_mistake(path: str) -> str | None:
     return None
 
 
-def open_plain(path: Path, wrong: Wrong, fix: str | None = None) -> BufferedReader:
-    """A plain file, open for reading bytes; links to one are followed. Raises `wrong`."""
+def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
+    """A plain file, open for reading bytes; links to one are followed. Raises `error_type`."""
     if mistake := path_mistake(str(path)):
-        raise wrong(mistake, where=str(path), fix="shorten it")
+        raise error_type(mistake, where=str(path), fix="shorten it")
     try:
         # Non-blocking: a named pipe in a file's place cannot hold us.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise wrong("no such file", where=str(path), fix=fix) from None
+        raise error_type("no such file", where=str(path), fix=fix) from None
     except OSError as error:
-        raise wrong(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+        raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
         kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
-        raise wrong(f"cannot be read: it is {kind}, a file is wanted", where=str(path), fix=fix)
+        raise error_type(f"cannot be read: it is {kind}, a file is wanted", where=str(path), fix=fix)
     return os.fdopen(handle, "rb")
 
 
-def read_bytes(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
-    """The content of a plain file of at most `most` bytes. Raises `wrong`."""
-    with open_plain(path, wrong, fix) as file:
+def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
+    """The content of a plain file of at most `most` bytes. Raises `error_type`."""
+    with open_plain(path, error_type, fix) as file:
         try:
             # Not `most` itself: Python sets aside what it is asked to read.
             content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
         except OSError as error:
-            raise wrong(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+            raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
     if len(content) > most:
-        raise wrong(f"larger than {most // MIB} MiB, which is no such file", where=str(path), fix=fix)
+        raise error_type(f"larger than {most // MIB} MiB, which is no such file", where=str(path), fix=fix)
     return content
 
 
-def read_text(path: Path, wrong: Wrong, fix: str | None = None, most: int = MOST_BYTES) -> str:
-    """The text of a plain file in UTF-8. Raises `wrong`, with the line where there is one."""
-    content = read_bytes(path, wrong, fix, most)
+def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> str:
+    """The text of a plain file in UTF-8. Raises `error_type`, with the line where there is one."""
+    content = read_bytes(path, error_type, fix, most)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise wrong("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
+        raise error_type("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
-def read_json(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool = True) -> Any:
-    """The value of a JSON file; `numbers`: whole ones within 64 bits. Raises `wrong`, with the line where there is one."""
-    return parse_json(read_text(path, wrong, fix), str(path), wrong, lines=True, numbers=numbers)
+def read_json(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> Any:
+    """The value of a JSON file; `numbers`: whole ones within 64 bits. Raises `error_type`, with the line where there is one."""
+    return parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers)
 
 
-def read_object(path: Path, wrong: Wrong, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
+def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
     """The same of a file that holds one object."""
-    value = read_json(path, wrong, fix, numbers)
+    value = read_json(path, error_type, fix, numbers)
     if not isinstance(value, dict):
-        raise wrong("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
+        raise error_type("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
     return value
 
 
 def parse_json(
-    text: str, where: str, wrong: Wrong, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
+    text: str, where: str, error_type: ErrorType, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
 ) -> Any:
     """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `once`: a key that comes twice is an error;
-    of its values readers keep one, and which is anybody's guess. Raises `wrong`."""
+    of its values readers keep one, and which is anybody's guess. Raises `error_type`."""
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise wrong(f"names the key {twice!r} twice", where=where, fix="keep one of them")
+            raise error_type(f"names the key {twice!r} twice", where=where, fix="keep one of them")
         return found
 
     try:
         value = json.loads(text, object_pairs_hook=made if once else None)
     except json.JSONDecodeError as error:
         at = f"{where}:{error.lineno}" if lines else where
-        raise wrong(f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix or ("mend that line" if lines else None)) from None
+        fix = fix or ("mend that line" if lines else None)
+        raise error_type(f"not JSON: {error.msg} at column {error.colno}", where=at, fix=fix) from None
     except RecursionError:
-        raise wrong("not JSON: nested too deep", where=where, fix=fix) from None
+        raise error_type("not JSON: nested too deep", where=where, fix=fix) from None
     except DrumlineError:
         raise
     except ValueError:  # what Python says of a whole number of more than 4,300 digits
-        raise wrong("not JSON: it holds a number of thousands of digits", where=where) from None
+        raise error_type("not JSON: it holds a number of thousands of digits", where=where) from None
     if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
-        _check(value, where, wrong, numbers)
+        _check(value, where, error_type, numbers)
     return value
 
 
-def _check(value: Any, where: str, wrong: Wrong, numbers: bool) -> None:
-    """Raises `wrong` for depth, lone surrogates and, with `numbers`, whole numbers of more than 64 bits."""
+def _check(value: Any, where: str, error_type: ErrorType, numbers: bool) -> None:
+    """Raises `error_type` for depth, lone surrogates and, with `numbers`, whole numbers of more than 64 bits."""
     left = [(value, 1)]
     while left:
         inside, depth = left.pop()
         if depth > MOST_DEPTH:
-            raise wrong("not JSON: nested too deep", where=where)
+            raise error_type("not JSON: nested too deep", where=where)
         if isinstance(inside, dict):
             left += [(part, depth + 1) for pair in inside.items() for part in pair]
         elif isinstance(inside, list):
             left += [(part, depth + 1) for part in inside]
         elif isinstance(inside, str):
             if mistake := text_mistake(inside):
-                raise wrong(mistake, where=where)
+                raise error_type(mistake, where=where)
         elif numbers and isinstance(inside, int) and abs(inside) >= MOST_WHOLE:
-            raise wrong("holds a whole number of more than 64 bits", where=where)
+            raise error_type("holds a whole number of more than 64 bits", where=where)
 
 
 def text_mistake(text: str) -> str | None:
@@ -150,19 +151,19 @@ def text_mistake(text: str) -> str | None:
 
 
 @contextmanager
-def judged(what: str, where: str, wrong: Wrong, fix: str | None = None) -> Iterator[None]:
-    """Around a library that is given foreign content: whatever it raises becomes `wrong`, in one line that begins with `what`."""
+def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None) -> Iterator[None]:
+    """Around a library that is given foreign content: whatever it raises becomes `error_type`, in one line that begins with `what`."""
     try:
         yield
     except (DrumlineError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # wrong values fail in any way, and a library in Rust panics with a BaseException
-        raise wrong(f"{what}: {first_line(error)}", where=where, fix=fix) from error
+        raise error_type(f"{what}: {first_line(error)}", where=where, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:
     """The first line of a message, with the second where the first only announces it; of an error that says little, its kind too."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not said
-    return f"{type(error).__name__}: {said}".removesuffix(": ") if vague else said
+    message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message
+    return f"{type(error).__name__}: {message}".removesuffix(": ") if vague else message

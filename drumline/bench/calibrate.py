@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from drumline.core.signals import Asked
+from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
 from drumline.hardware.calibration import Calibration, Measured, hardware, place, read, software, write
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
@@ -100,7 +100,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
     """Start the ranks, which die with this process, and read what rank 0 wrote."""
     from drumline.launchers.agent import Agent
 
-    with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, Asked() as asked:
+    with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, LauncherSignals() as signals:
         task = Task(
             device=machine.device,
             bf16=machine.bf16,
@@ -110,8 +110,8 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             timeout_seconds=TIMEOUT,
             limit_seconds=LIMIT_QUICK if quick else LIMIT,
         )
-        said = Path(work, "task.json")
-        said.write_text(json.dumps(asdict(task)))
+        task_file = Path(work, "task.json")
+        task_file.write_text(json.dumps(asdict(task)))
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says
         command = [
             "-u",
@@ -121,10 +121,10 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             "drumline.launchers.worker",
             str(os.getpid()),
             "drumline.bench.calibrate_rank",
-            str(said),
+            str(task_file),
         ]
-        ends = Agent(command, ranks, listen(None), Path(work, "logs"), asked, grace_seconds=5.0).attempt()
-        if asked.number:
+        ends = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0).attempt()
+        if signals.number:
             raise Preempted("asked to stop: nothing was stored")
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
@@ -153,16 +153,16 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
 def tables(measured: Calibration) -> list[Table]:
     """What was measured, for people: products, then what moves bytes."""
     products = Table("rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE)
-    shapes = sorted({(p.rows, p.inner) for tried in measured.products.values() for p in tried})
+    shapes = sorted({(p.rows, p.inner) for products in measured.products.values() for p in products})
     for rows, width in shapes:
-        rates = [next((p.rate for p in tried if (p.rows, p.inner) == (rows, width)), None) for tried in measured.products.values()]
+        rates = [next((p.rate for p in products if (p.rows, p.inner) == (rows, width)), None) for products in measured.products.values()]
         products.add_row(str(rows), str(width), *("–" if rate is None else f"{rate / 1e9:,.1f}" for rate in rates))
     moves = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
     if measured.memory:
         moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
     for (kind, ranks), line in sorted(measured.collectives.items(), key=lambda item: (item[0][1], item[0][0])):
         _row(moves, kind.replace("_", "-"), str(ranks), line)
-    for name, line in {**measured.host, **{f"disk {way}": line for way, line in measured.disk.items()}}.items():
+    for name, line in {**measured.host, **{f"disk {direction}": line for direction, line in measured.disk.items()}}.items():
         _row(moves, name.replace("_", " "), "", line)
     return [products, moves]
 

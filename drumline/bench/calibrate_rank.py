@@ -65,7 +65,7 @@ def measure(task: Task, ranks: Ranks) -> Calibration:
     products, memory = _of_all(products, memory, min if task.device == "cuda" else sum)
     lines = collectives(task, ranks)
     return Calibration(
-        matmul={precision: rate_of_large(tried) for precision, tried in products.items()},
+        matmul={precision: rate_of_large(measured) for precision, measured in products.items()},
         products=products,
         memory=memory,
         collectives=lines,
@@ -83,23 +83,23 @@ def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
     for precision, dtype in DTYPES.items():
         if precision == "bf16" and task.device == "cuda" and not task.bf16:
             continue
-        tried: list[Product] = []
+        measured: list[Product] = []
         for rows, width in task.shapes:
             flop = 2.0 * rows * width * width
-            if tried and flop / tried[-1].rate > TOO_SLOW[task.quick]:
+            if measured and flop / measured[-1].rate > TOO_SLOW[task.quick]:
                 break
             a = torch.randn(rows, width, device=task.device).to(dtype)
             b = torch.randn(width, width, device=task.device).to(dtype)
             seconds = _seconds(lambda a=a, b=b: a @ b, task)  # type: ignore[misc]
-            tried.append(Product(rows, width, width, flop / seconds))
-        found[precision] = tuple(tried)
+            measured.append(Product(rows, width, width, flop / seconds))
+        found[precision] = tuple(measured)
     return found
 
 
-def rate_of_large(tried: Sequence[Product]) -> float:
+def rate_of_large(measured: Sequence[Product]) -> float:
     """The best FLOP/s among products of at least a quarter of the largest one's FLOPs."""
-    flops = [p.rows * p.inner * p.columns for p in tried]
-    return max(p.rate for p, flop in zip(tried, flops, strict=True) if 4 * flop >= max(flops))
+    flops = [p.rows * p.inner * p.columns for p in measured]
+    return max(p.rate for p, flop in zip(measured, flops, strict=True) if 4 * flop >= max(flops))
 
 
 def copy_rate(task: Task) -> float:
@@ -117,7 +117,7 @@ def to_and_from_host(task: Task) -> dict[str, Measured]:
         there = torch.ones(size // 4, device=task.device)
         points["to_device"].append((size, _seconds(lambda a=there, b=here: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
         points["to_host"].append((size, _seconds(lambda a=here, b=there: a.copy_(b, non_blocking=True), task)))  # type: ignore[misc]
-    return {way: line_through(found) for way, found in points.items()}
+    return {direction: line_through(found) for direction, found in points.items()}
 
 
 def write_and_read(task: Task) -> dict[str, Measured]:
@@ -138,7 +138,7 @@ def write_and_read(task: Task) -> dict[str, Measured]:
             while file.read(4 * MIB):
                 pass
             points["read"].append((size, time.perf_counter() - began))
-    return {way: line_through(found) for way, found in points.items()}
+    return {direction: line_through(found) for direction, found in points.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- together
@@ -210,8 +210,8 @@ def _of_all(
         return products, memory
     all_: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_, (products, memory))
-    tried = {precision: zip(*(theirs[precision] for theirs, _ in all_), strict=False) for precision in products}
-    found = {name: tuple(replace(same[0], rate=how([p.rate for p in same])) for same in shapes) for name, shapes in tried.items()}
+    measured = {precision: zip(*(theirs[precision] for theirs, _ in all_), strict=False) for precision in products}
+    found = {name: tuple(replace(same[0], rate=how([p.rate for p in same])) for same in shapes) for name, shapes in measured.items()}
     return found, how([rate for _, rate in all_])
 
 

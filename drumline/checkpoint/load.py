@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drumline.checkpoint.files import open_regular, record_of
 from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TRASH, UNFINISHED, Manifest, read_manifest, step_of
-from drumline.checkpoint.ranks import Ranks, RanksError, words
+from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         try:
             dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as failure:
-            raise CheckpointError(f"cannot be read: {words(failure)}", where=str(path)) from failure
+            raise CheckpointError(f"cannot be read: {describe_error(failure)}", where=str(path)) from failure
 
     try:
         named = {name for names in ranks.each(fit) for name in names}

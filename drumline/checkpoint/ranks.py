@@ -47,7 +47,7 @@ class Ranks:
         try:
             value = step()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the others must learn of it
-            failure = words(error)
+            failure = describe_error(error)
         everyone = self._gather((value, failure))
         failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
         if failures:
@@ -71,14 +71,14 @@ class Ranks:
         return "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception as one line; what a user can act on goes first."""
     if isinstance(error, DrumlineError):
         return error.line()
     if isinstance(error, RanksError):
         return str(error)
     if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {words(cause)}" for rank, (cause, _) in error.failures.items())
+        return "; ".join(f"rank {rank}: {describe_error(cause)}" for rank, (cause, _) in error.failures.items())
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

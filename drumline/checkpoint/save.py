@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from drumline import __version__
 from drumline.checkpoint.files import FileRecord, write_durable
 from drumline.checkpoint.manifest import STATE, UNFINISHED, Manifest, folder_name, write_manifest
-from drumline.checkpoint.ranks import Ranks, RanksError, words
+from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.staging import Staging, share_out
 from drumline.checkpoint.storage import Writer, written_tensors
@@ -118,7 +118,7 @@ class Checkpointer:
                 self.ranks.each(lambda: staged.update(self.staging.copy(job.tensors)))
                 job.tensors = staged
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
-            self._ended = _result(job, None, 0, words(failure))
+            self._ended = _result(job, None, 0, describe_error(failure))
             return
         if self.asynchronous:
             job.blocked_seconds = time.monotonic() - job.started
@@ -173,13 +173,13 @@ class Checkpointer:
             if folder and self.ranks.rank == 0:
                 # What cannot be removed now is removed at the next start; the failure itself is what must be told.
                 shutil.rmtree(folder, ignore_errors=True)
-            self._ended = _result(job, None, 0, words(failure))
+            self._ended = _result(job, None, 0, describe_error(failure))
             return
         error = None
         try:
             self.ranks.first(lambda: self.retention.settle(manifest))
         except Exception as failure:  # noqa: BLE001 - the save itself has succeeded
-            error = f"the checkpoint is whole, but tidying up after it failed: {words(failure)}"
+            error = f"the checkpoint is whole, but tidying up after it failed: {describe_error(failure)}"
         self._ended = _result(job, path, manifest.bytes, error)
 
     def _lacking(self, job: _Job) -> str | None:

@@ -12,18 +12,18 @@ from drumline.compat.sheet import (
     Old,
     Rule,
     Sheet,
-    choice,
     flag,
     gone,
     later,
+    name_list,
     nothing,
+    one_of,
     only,
     read,
     refuse,
     switch,
     to,
     whole,
-    words,
 )
 from drumline.core.by_name import nearest
 from drumline.core.suggest import by_word
@@ -51,7 +51,7 @@ def combine(sheet: Sheet) -> None:
     """Strategy, processes and precision out of the keys that wait."""
     taken = sheet.taken
     type_ = taken.get("distributed_type")
-    kind = choice(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
+    kind = one_of(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
     sections: dict[str, tuple[str, Rule]] = {
         "fsdp_config": ("fsdp2", fsdp),
         "deepspeed_config": ("zero2", lambda sheet, old: read_deepspeed(sheet, old, old.by_key())),
@@ -140,7 +140,7 @@ def sharding(sheet: Sheet, section: Old) -> None:
         if name == "reshard_after_forward" and str(old.value).lower() in ("true", "false"):
             answers[name] = (old, ("fsdp2", flag(old), False))
         else:
-            answers[name] = (old, choice(SHARDING)(old))
+            answers[name] = (old, one_of(SHARDING)(old))
     first, *rest = answers.values() or [(section, ("fsdp2", True, False))]
     for other, means in rest:
         # FSDP2 reads reshard_after_forward, FSDP1 the other one; only the one that is read may be told apart by its default.
@@ -161,8 +161,8 @@ def sharding(sheet: Sheet, section: Old) -> None:
 
 
 def _wrap(sheet: Sheet, old: Old) -> None:
-    if words(old):
-        sheet.put("strategy.wrap", words(old), old)
+    if name_list(old):
+        sheet.put("strategy.wrap", name_list(old), old)
 
 
 FSDP: dict[str, Rule] = by_word(
@@ -172,7 +172,7 @@ FSDP: dict[str, Rule] = by_word(
         "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _wrap,
         "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
         "backward_prefetch": to(
-            "strategy.backward_prefetch", choice({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
+            "strategy.backward_prefetch", one_of({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
         ),
         "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
         "activation_checkpointing": switch("memory.activation_checkpointing", "full"),
@@ -216,7 +216,7 @@ def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
     read(DEEPSPEED, sheet, list(inner.values()), "deepspeed_config")
     stage = sheet.taken.pop("zero_stage", None)
     if sheet.get("strategy.kind") is None:
-        kind = choice(STAGES)(stage) if stage else "zero2"
+        kind = one_of(STAGES)(stage) if stage else "zero2"
         sheet.put("strategy.kind", kind, stage or old)
     kind = sheet.get("strategy.kind")
     for part, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
@@ -236,7 +236,7 @@ DEEPSPEED: dict[str, Rule] = by_word(
         "gradient_clipping": to("optimizer.max_grad_norm", clip),
         "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
         "zero3_save_16bit_model": gone("`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"),
-        "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", words),
+        "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", name_list),
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
             "one launcher a machine starts the ranks; nothing goes over ssh"
         ),
@@ -252,7 +252,7 @@ def read_megatron(sheet: Sheet, old: Old, olds: list[Old]) -> None:
 
 def _recompute(sheet: Sheet, old: Old) -> None:
     kinds = {"full": "full", "selective": "selective", "true": "selective", "false": "none", "no": "none"}
-    if (kind := choice(kinds)(old)) != "none":
+    if (kind := one_of(kinds)(old)) != "none":
         sheet.put("memory.activation_checkpointing", kind, old)
 
 
@@ -288,7 +288,7 @@ def _machine(sheet: Sheet, old: Old) -> None:
 
 def _gpus(sheet: Sheet, old: Old) -> None:
     if old.value not in (*AUTO, "all"):
-        sheet.note(old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(words(old))}")
+        sheet.note(old, f"choose GPUs from outside: CUDA_VISIBLE_DEVICES={','.join(name_list(old))}")
 
 
 def dynamo(sheet: Sheet, old: Old) -> None:

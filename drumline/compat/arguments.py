@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from drumline.compat.combine import found, shown
+from drumline.compat.combine import found, new_path
 from drumline.compat.deepspeed import clip, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
-from drumline.compat.sheet import AUTO, Old, Rule, Sheet, choice, flag, gone, later, number, only, refuse, switch, to, whole, words
+from drumline.compat.sheet import AUTO, Old, Rule, Sheet, flag, gone, later, name_list, number, one_of, only, refuse, switch, to, whole
 from drumline.core.suggest import by_word
 
 
 def _checkpointing(sheet: Sheet, old: Old) -> None:
     kinds = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
-    sheet.put("memory.activation_checkpointing", choice(kinds)(old), old)
+    sheet.put("memory.activation_checkpointing", one_of(kinds)(old), old)
 
 
 def _backend(sheet: Sheet, old: Old) -> None:
@@ -21,7 +21,7 @@ def _backend(sheet: Sheet, old: Old) -> None:
 
 
 def _trackers(sheet: Sheet, old: Old) -> None:
-    names = [word.lower() for word in words(old)]
+    names = [name.lower() for name in name_list(old)]
     known = ("tensorboard", "wandb", "mlflow", "trackio")
     for name in names:
         if name not in (*known, "none", "all", "false"):
@@ -46,7 +46,7 @@ def _steps(old: Old) -> int | None:
 
 def _optimizer(sheet: Sheet, old: Old) -> None:
     kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
-    sheet.put("optimizer.kind", choice({**kinds, "sgd": "sgd"})(old), old)
+    sheet.put("optimizer.kind", one_of({**kinds, "sgd": "sgd"})(old), old)
     if str(old.value).lower() == "adamw_torch":
         sheet.put("optimizer.fused", False, old)
 
@@ -93,10 +93,10 @@ TABLE: dict[str, Rule] = by_word(
         "model_name_or_path model_name base_model pretrained_model_name_or_path": to("model.id"),
         "model_revision": to("model.revision"),
         "tokenizer_name tokenizer_name_or_path": to("model.tokenizer"),
-        "attn_implementation": to("model.attention", choice(ATTENTION)),
+        "attn_implementation": to("model.attention", one_of(ATTENTION)),
         "use_flash_attention_2 use_flash_attention use_flash_attn": switch("model.attention", "flash_attention_2"),
         "trust_remote_code": to("model.trust_remote_code", flag),
-        "chat_template_path": lambda sheet, old: sheet.put("model.chat_template", shown(sheet, found(sheet.base, str(old.value))), old),
+        "chat_template_path": lambda sheet, old: sheet.put("model.chat_template", new_path(sheet, found(sheet.base, str(old.value))), old),
         "dtype torch_dtype": later("dtype"),
         "use_cache": gone("training keeps no cache of keys and values"),
         "cache_dir": gone("HF_HOME says where the hub's files are kept"),
@@ -129,7 +129,7 @@ TABLE: dict[str, Rule] = by_word(
         "momentum": to("optimizer.momentum", number),
         "optim": _optimizer,
         "max_grad_norm gradient_clipping gradient_clip_val clip_grad_norm": to("optimizer.max_grad_norm", clip),
-        "lr_scheduler_type lr_scheduler": to("schedule.kind", choice(SCHEDULES, NO_SCHEDULES)),
+        "lr_scheduler_type lr_scheduler": to("schedule.kind", one_of(SCHEDULES, NO_SCHEDULES)),
         "min_lr_ratio min_lr_rate": to("schedule.min_ratio", number),
         "mixed_precision precision": later("mixed_precision"),
         "tf32": to("precision.tf32", flag),
@@ -159,7 +159,7 @@ TABLE: dict[str, Rule] = by_word(
         "num_train_epochs num_epochs epochs max_epochs": to("run.epochs", number),
         "seed": to("run.seed", whole),
         "full_determinism": to("run.deterministic", flag),
-        "device": to("run.device", choice({"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "auto": "auto"})),
+        "device": to("run.device", one_of({"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "auto": "auto"})),
         "use_cpu no_cuda": switch("run.device", "cpu"),
         "do_train": only(True, why="train trains", fix="set it to true"),
         # data
@@ -173,7 +173,7 @@ TABLE: dict[str, Rule] = by_word(
         "messages_column messages_field": later("messages_column"),
         "max_seq_length max_length max_seq_len block_size cutoff_len model_max_length": to("data.max_length", whole),
         "packing": to("data.packing", flag),
-        "truncation_mode": to("data.truncation", choice({"keep_start": "right", "keep_end": "left"})),
+        "truncation_mode": to("data.truncation", one_of({"keep_start": "right", "keep_end": "left"})),
         "assistant_only_loss completion_only_loss": to("data.learn_on", lambda old: "assistant" if flag(old) else "all"),
         "train_on_inputs": to("data.learn_on", lambda old: "all" if flag(old) else "assistant"),
         "dataset_num_proc preprocessing_num_workers": to("data.workers", whole),

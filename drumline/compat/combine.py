@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.compat.deepspeed import deepspeed_config
-from drumline.compat.sheet import Old, Sheet, Source, choice, flag, listed, refuse, said
+from drumline.compat.sheet import Old, Sheet, Source, flag, listed, one_of, refuse, shown
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
 from drumline.foreign import read_text
@@ -23,13 +23,13 @@ def low_precision(sheet: Sheet) -> None:
             on += [(name, old)] if flag(old) else []
             off += [] if flag(old) else [old]
     if (old := sheet.taken.pop("mixed_precision", None)) is not None:
-        kind = choice(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old)
+        kind = one_of(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old)
         # `mixed_precision: no` is what accelerate writes unasked, also beside a DeepSpeed JSON that has bf16 on.
         on += [(kind, old)] if kind != "fp32" else []
         off += [old] if kind == "fp32" else []
     for kind, old in on:
         if kind != on[0][0]:
-            raise refuse(old, f"{said(old.value)}, but {on[0][1].where} says {said(on[0][1].value)}", "keep one of them")
+            raise refuse(old, f"{shown(old.value)}, but {on[0][1].where} says {shown(on[0][1].value)}", "keep one of them")
     if on:
         sheet.put("precision.kind", *on[0])
     elif off:
@@ -45,7 +45,7 @@ def deepspeed_file(sheet: Sheet, olds: list[Old], own_file: str | None = None) -
 def own_deepspeed_file(sheet: Sheet, old: Old) -> None:
     """A DeepSpeed JSON that an old file names: its stage is the strategy, and Drumline's engine reads the file itself."""
     path = found(sheet.base, str(old.value))
-    deepspeed_config(sheet, load_file(path, old), own_file=shown(sheet, path))
+    deepspeed_config(sheet, load_file(path, old), own_file=new_path(sheet, path))
 
 
 def found(base: Path, name: str) -> Path:
@@ -55,7 +55,7 @@ def found(base: Path, name: str) -> Path:
     return here if not beside.exists() and here.exists() else beside
 
 
-def shown(sheet: Sheet, path: Path) -> str:
+def new_path(sheet: Sheet, path: Path) -> str:
     """A path as the new config writes it: relative to its folder, or absolute for what lies elsewhere."""
     whole, folder = path.absolute(), sheet.folder.absolute()
     return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else str(whole)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.compat.sheet import AUTO, Old, Rule, Sheet, choice, flag, gone, later, nothing, number, only, read, refuse, to, whole
+from drumline.compat.sheet import AUTO, Old, Rule, Sheet, flag, gone, later, nothing, number, one_of, only, read, refuse, to, whole
 from drumline.core.suggest import by_word
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
@@ -24,7 +24,7 @@ def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None)
     zero = next((old for old in olds if old.key == "zero_optimization"), None)
     inside = zero.inside() if zero else []
     read(ZERO, aside, inside, f"{WHAT}'s zero_optimization")
-    kind = next((choice(STAGES)(old) for old in inside if old.key == "stage"), "ddp")
+    kind = next((one_of(STAGES)(old) for old in inside if old.key == "stage"), "ddp")
     stated = zero or Old("zero_optimization", {}, olds[0].source, ("zero_optimization",))
     sheet.put("strategy.kind", kind, stated)
     if own_file and kind != "ddp":
@@ -51,7 +51,7 @@ def option(*place: str) -> Rule:
 
 def _low(precision: str) -> Rule:
     """fp16: {enabled: true, …}: whether it is on waits for the others that speak of precision."""
-    others = {
+    translations = {
         "initial_scale_power": to("precision.initial_scale", lambda old: 2.0 ** number(old)),
         "loss_scale": only(0, why="Drumline's loss scale is dynamic", fix="set it to 0, and initial_scale_power to begin elsewhere"),
     }
@@ -63,7 +63,7 @@ def _low(precision: str) -> Rule:
             later(precision)(sheet, on)
         if on and on.value not in AUTO and flag(on):
             for each in inner.values():
-                others.get(each.key, silent)(sheet, each)
+                translations.get(each.key, silent)(sheet, each)
 
     return rule
 
@@ -71,7 +71,7 @@ def _low(precision: str) -> Rule:
 def device(old: Old) -> dict[str, Any]:
     """offload_…: {device: cpu | nvme, nvme_path: …, pin_memory: …} as Drumline's own section."""
     inner = old.by_key()
-    kind = choice({"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"})(inner["device"]) if "device" in inner else "none"
+    kind = one_of({"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"})(inner["device"]) if "device" in inner else "none"
     made: dict[str, Any] = {"kind": kind}
     if kind == "nvme":
         if "nvme_path" not in inner or inner["nvme_path"].value in AUTO:
@@ -105,7 +105,7 @@ def _typed(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule
     def rule(sheet: Sheet, old: Old) -> None:
         inner = old.by_key()
         if "type" in inner:
-            sheet.put(f"{section}.kind", choice(kinds)(inner["type"]), inner["type"])
+            sheet.put(f"{section}.kind", one_of(kinds)(inner["type"]), inner["type"])
         if "params" in inner:
             read(params, sheet, inner["params"].inside(), f"{WHAT}'s {old.key}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.compat.combine import PRECISIONS, found, shown
-from drumline.compat.sheet import Old, Sheet, choice, contradiction, flag, number, pop, refuse, said, whole, words
+from drumline.compat.combine import PRECISIONS, found, new_path
+from drumline.compat.sheet import Old, Sheet, contradiction, flag, name_list, number, one_of, pop, refuse, shown, whole
 from drumline.compat.strategy import choose
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
@@ -22,7 +22,7 @@ def combine(sheet: Sheet) -> None:
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
-        sheet.note(ratio, f"without effect: {steps.where} says {said(steps.value)}")
+        sheet.note(ratio, f"without effect: {steps.where} says {shown(steps.value)}")
 
 
 # ------------------------------------------------------------------------------------------------------ rate and schedule
@@ -83,7 +83,7 @@ def _dtype(sheet: Sheet) -> None:
         return
     kind = PRECISIONS.get(str(old.value).lower().removeprefix("torch."))
     if kind is None:
-        raise refuse(old, f"no type {said(old.value)} here", f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}")
+        raise refuse(old, f"no type {shown(old.value)} here", f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}")
     if {"bf16", "fp16", "mixed_precision"} & sheet.taken.keys() or kind == "fp32":
         sheet.note(old, "master weights are fp32; the compute type is `precision`")
     else:
@@ -101,9 +101,9 @@ def step_count(old: Old) -> int:
     return whole(old)
 
 
-def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, what: str, unasked: int | None) -> None:
+def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, what: str, default_every: int | None) -> None:
     """A strategy of no, steps, epoch or best, and a number of steps → `every`."""
-    kind = choice({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
+    kind = one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
     if strategy is not None and kind in ("epoch", "best"):
         better = " and after a better evaluation" if kind == "best" else ""
         sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
@@ -112,8 +112,8 @@ def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, w
             sheet.note(every, f"without effect: {strategy.key} is {kind}")
     elif every is not None:
         sheet.put(dotted, step_count(every), every)
-    elif strategy is not None and unasked:
-        sheet.put(dotted, unasked, strategy)
+    elif strategy is not None and default_every:
+        sheet.put(dotted, default_every, strategy)
 
 
 def _saving(sheet: Sheet) -> None:
@@ -152,7 +152,7 @@ def _data(sheet: Sheet) -> None:
 
 def _files(old: Old) -> list[str]:
     if not isinstance(old.value, str | list) or not old.value:
-        raise refuse(old, f"{said(old.value)} given, a path is wanted", "give the path of a .jsonl, .json, .csv, .parquet or .txt file")
+        raise refuse(old, f"{shown(old.value)} given, a path is wanted", "give the path of a .jsonl, .json, .csv, .parquet or .txt file")
     return [old.value] if isinstance(old.value, str) else [str(name) for name in old.value]
 
 
@@ -160,7 +160,7 @@ def _source(sheet: Sheet, old: Old, name: str) -> dict[str, Any]:
     path = found(sheet.base, name)
     if not path.exists() and "." not in path.name and "*" not in name:
         return {"kind": "hub", "id": name}  # data_path and the like name either
-    return {"kind": "saved" if path.is_dir() else "file", "path": shown(sheet, path)}
+    return {"kind": "saved" if path.is_dir() else "file", "path": new_path(sheet, path)}
 
 
 def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
@@ -198,15 +198,15 @@ def _adapter(sheet: Sheet) -> None:
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if name in old and flag(old[name])]
     if len(bits) > 1:
         raise contradiction(old["load_in_8bit"], old["load_in_4bit"])
-    asked = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith("lora_")))), None)
-    if asked is None:
+    first_key = on or next((old[name] for name in (*bits, *(n for n in old if n.startswith("lora_")))), None)
+    if first_key is None:
         return
-    sheet.put("adapter.kind", "lora", asked)
+    sheet.put("adapter.kind", "lora", first_key)
     for name, key, convert in (("lora_r", "r", whole), ("lora_alpha", "alpha", number), ("lora_dropout", "dropout", number)):
         if name in old:
             sheet.put(f"adapter.{key}", convert(old[name]), old[name])
     if (targets := old.get("lora_target_modules")) is not None:
-        whole_set = targets.value if targets.value in ("all-linear", "attention") else words(targets)
+        whole_set = targets.value if targets.value in ("all-linear", "attention") else name_list(targets)
         sheet.put("adapter.targets", whole_set, targets)
     if bits:
         sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])
@@ -237,6 +237,6 @@ def defaults(sheet: Sheet, old: Old) -> None:
         if section == "batch" and sheet.get("batch.global_samples"):
             continue
         sheet.put(dotted, value, Old(name, value, old.source, (name,)))
-        filled.append(f"{dotted} {said(value)}")
+        filled.append(f"{dotted} {shown(value)}")
     if filled:
         sheet.notes.append(f"{old.source.name}: not said there, so transformers' own defaults: {', '.join(filled)}")

@@ -10,7 +10,7 @@ from typing import Any
 from drumline.compat import accelerate as acc
 from drumline.compat import recognise
 from drumline.compat.combine import deepspeed_file, load_file, low_precision
-from drumline.compat.sheet import AUTO, Old, Sheet, Source, said
+from drumline.compat.sheet import AUTO, Old, Sheet, Source, shown
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -20,7 +20,7 @@ class Overlay:
     """Values, where each is said, and those (`weak`) that give way to the config without a word."""
 
     values: dict[str, Any]
-    said: dict[Place, str]
+    set_at: dict[Place, str]
     notes: list[str]
     weak: frozenset[Place] = frozenset()
 
@@ -91,8 +91,8 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
     acc.compile_blocks(sheet, {old.key: old for old in read(DYNAMO)})
     sheet.taken |= {old.key: old for old in read({LAUNCHED: "mixed_precision"})}
     low_precision(sheet)
-    unsaid = environ[LAUNCHED] == "no"  # its default; a config that names a precision knows better
-    return _made(sheet, frozenset({("precision", "kind")}) if unsaid else frozenset())
+    default = environ[LAUNCHED] == "no"  # its default; a config that names a precision knows better
+    return _made(sheet, frozenset({("precision", "kind")}) if default else frozenset())
 
 
 def _sharding(environ: Mapping[str, str]) -> dict[str, str]:
@@ -106,7 +106,7 @@ def _sharding(environ: Mapping[str, str]) -> dict[str, str]:
 def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
     if (own := sheet.get("strategy.config")) is not None:
         sheet.values["strategy"]["config"] = str((sheet.folder / own).absolute())  # the config lies elsewhere
-    return Overlay(sheet.values, sheet.said, sheet.notes, weak)
+    return Overlay(sheet.values, sheet.set_at, sheet.notes, weak)
 
 
 def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str]) -> dict[Place, str]:
@@ -122,22 +122,22 @@ def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str])
     same = isinstance(mine, dict) and mine.get("kind") == overlay.values.get("strategy", {}).get("kind")
     placed: dict[Place, str] = {}
 
-    def told(place: Place) -> str:
-        while place not in overlay.said:
+    def origin_of(place: Place) -> str:
+        while place not in overlay.set_at:
             place = place[:-1]
-        return overlay.said[place]
+        return overlay.set_at[place]
 
     def visit(inside: dict[str, Any], theirs: dict[str, Any], place: Place) -> None:
         for key, value in theirs.items():
             here, current = (*place, key), inside.get(key)
             if isinstance(value, dict) and (current is None or isinstance(current, dict)):
                 if current is None:
-                    inside[key], placed[here] = {}, told(here)
+                    inside[key], placed[here] = {}, origin_of(here)
                 visit(inside[key], value, here)
             elif current in AUTO:
-                inside[key], placed[here] = value, told(here)
+                inside[key], placed[here] = value, origin_of(here)
             elif current != value and here not in overlay.weak and not (same and here[0] == "strategy"):
-                what = f"{said(current)}, but {told(here)} makes it {said(value)}"
+                what = f"{shown(current)}, but {origin_of(here)} makes it {shown(value)}"
                 raise ConfigError(what, where=where(here), fix=f"leave {'.'.join(here)} out of the config, or change the launcher's")
 
     visit(values, overlay.values, ())

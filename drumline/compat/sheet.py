@@ -44,7 +44,7 @@ class Old:
         if self.value in (None, ""):
             return []
         if not isinstance(self.value, dict):
-            raise refuse(self, f"{said(self.value)} given, keys and values are wanted", "write {key: value}")
+            raise refuse(self, f"{shown(self.value)} given, keys and values are wanted", "write {key: value}")
         return listed(self.value, self.source, self.place)
 
     def by_key(self) -> dict[str, Old]:
@@ -88,7 +88,7 @@ class Sheet:
         return inside
 
     @property
-    def said(self) -> dict[Place, str]:
+    def set_at(self) -> dict[Place, str]:
         """Where each new value stands in the old file."""
         return {place: old.where for place, old in self.origins.items()}
 
@@ -113,10 +113,10 @@ def refuse(old: Old, what: str, fix: str) -> ConfigError:
 
 def contradiction(old: Old, other: Old) -> ConfigError:
     """The error for two old keys of which only one can be true."""
-    return refuse(old, f"{said(old.value)}, but {other.where} says {said(other.value)}", "keep one of them")
+    return refuse(old, f"{shown(old.value)}, but {other.where} says {shown(other.value)}", "keep one of them")
 
 
-def said(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as YAML writes it."""
     if isinstance(value, dict | list):
         return "a list" if isinstance(value, list) else "keys and values"
@@ -133,7 +133,7 @@ def flag(old: Old) -> bool:
         return True
     if word in ("false", "no", "0", "off", "none", ""):
         return False
-    raise refuse(old, f"{said(old.value)} given, true or false is wanted", "write true or false")
+    raise refuse(old, f"{shown(old.value)} given, true or false is wanted", "write true or false")
 
 
 def whole(old: Old) -> int:
@@ -143,7 +143,7 @@ def whole(old: Old) -> int:
             raise ValueError
         return int(float(old.value))
     except (TypeError, ValueError, OverflowError):
-        raise refuse(old, f"{said(old.value)} given, a whole number is wanted", "write a number such as 2") from None
+        raise refuse(old, f"{shown(old.value)} given, a whole number is wanted", "write a number such as 2") from None
 
 
 def number(old: Old) -> float:
@@ -153,16 +153,16 @@ def number(old: Old) -> float:
             raise ValueError
         return float(old.value)
     except (TypeError, ValueError):
-        raise refuse(old, f"{said(old.value)} given, a number is wanted", "write a number such as 1.0e-5") from None
+        raise refuse(old, f"{shown(old.value)} given, a number is wanted", "write a number such as 1.0e-5") from None
 
 
-def words(old: Old) -> list[str]:
+def name_list(old: Old) -> list[str]:
     """A list of names, also as one text with commas."""
     parts = old.value.split(",") if isinstance(old.value, str) else old.value if isinstance(old.value, list) else [old.value]
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def choice(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Convert:
+def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Convert:
     """One word out of a table, in any case; `why_not` has words that others know, with the reason and the way out."""
 
     def convert(old: Old) -> Any:
@@ -170,10 +170,10 @@ def choice(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -
         if word in table:
             return table[word]
         if why_not and word in why_not:
-            raise refuse(old, f"{said(old.value)} cannot be translated", why_not[word])
+            raise refuse(old, f"{shown(old.value)} cannot be translated", why_not[word])
         guess = nearest(word, list(table))
         there = f"there are {', '.join(table)}"
-        raise refuse(old, f"no {said(old.value)} here", f"did you mean {guess!r}? {there}" if guess else there)
+        raise refuse(old, f"no {shown(old.value)} here", f"did you mean {guess!r}? {there}" if guess else there)
 
     return convert
 
@@ -229,7 +229,7 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in ("no", "none", "false"):
             return
-        raise refuse(old, f"{said(old.value)} given: {why}", fix)
+        raise refuse(old, f"{shown(old.value)} given: {why}", fix)
 
     return rule
 

@@ -8,7 +8,7 @@ from typing import Any
 from drumline.compat import accelerate as acc
 from drumline.compat.combine import found, load_file, own_deepspeed_file
 from drumline.compat.deepspeed import STAGES, deepspeed_config
-from drumline.compat.sheet import Old, Sheet, choice, contradiction, flag, number, pop, refuse, whole, words
+from drumline.compat.sheet import Old, Sheet, contradiction, flag, name_list, number, one_of, pop, refuse, whole
 
 SHARDING = [name for name in acc.SHARDING if not name.isdigit()]
 STRATEGIES = {
@@ -29,7 +29,7 @@ def choose(sheet: Sheet) -> None:
     old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
     named = old.pop("distributed_strategy", None)
     old = {name: each for name, each in old.items() if _is_on(sheet, each)}
-    kind = choice(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
+    kind = one_of(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
     shards, zero = _fsdp_parts(old), [old[name] for name in ("deepspeed", "zero_stage") if name in old]
     if kind in (None, "fsdp2") and shards:
         _fsdp(sheet, old)
@@ -76,7 +76,7 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
     keys: dict[str, Any] = {}
     switch = old.get("fsdp")
     if switch is not None and isinstance(switch.value, str | list):
-        for word in words(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
+        for word in name_list(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
             low = word.lower()
             if low in acc.SHARDING:
                 keys["sharding_strategy"] = low
@@ -117,7 +117,7 @@ def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
     elif section is not None and isinstance(section.value, str) and section.value:
         own_deepspeed_file(sheet, section)
     if (stage := old.get("zero_stage")) is not None:
-        sheet.put("strategy.kind", choice(STAGES)(stage), stage)
+        sheet.put("strategy.kind", one_of(STAGES)(stage), stage)
 
 
 def _degrees(sheet: Sheet, degrees: dict[str, Old]) -> None:

@@ -58,5 +58,5 @@ def flatten(old: Old) -> list[Old]:
     """The arguments of a section under the names that the table knows; anything else is one argument."""
     if not isinstance(old.value, dict) or old.key not in SECTIONS or old.key in ("fsdp", "deepspeed"):
         return [old]
-    names = SECTIONS[old.key]
-    return [each for one in old.inside() for each in flatten(Old(names.get(one.key, one.key), one.value, one.source, one.place))]
+    name_list = SECTIONS[old.key]
+    return [each for one in old.inside() for each in flatten(Old(name_list.get(one.key, one.key), one.value, one.source, one.place))]

@@ -78,13 +78,13 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
 
     Raises PlanError where the numbers do not go together.
     """
-    said = config.batch
-    if said.global_samples is None and said.global_tokens is None and not (said.micro_batch and said.accumulation):
-        total = (said.micro_batch or 1) * (said.accumulation or 1) * world
+    batch = config.batch
+    if batch.global_samples is None and batch.global_tokens is None and not (batch.micro_batch and batch.accumulation):
+        total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
         total *= least_rounds(total, config.samples_in_turn)
-        said = BatchConfig(global_samples=total, micro_batch=said.micro_batch, accumulation=said.accumulation)
-    first, _ = resolve_batch(config, data_ranks, least, said)
-    if said.micro_batch or said.accumulation:
+        batch = BatchConfig(global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    first, _ = resolve_batch(config, data_ranks, least, batch)
+    if batch.micro_batch or batch.accumulation:
         yield first
         return
     per_rank = first.global_samples // data_ranks

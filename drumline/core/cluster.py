@@ -30,8 +30,8 @@ class DeviceConfig(Section):
 
     def spec(self, name: str) -> DeviceSpec:
         """The device as the planner sees it; its usual link is the one to its host."""
-        said = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
-        flops = {precision: rate * catalog.TERA for precision, rate in said.items() if rate}
+        tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
+        flops = {precision: rate * catalog.TERA for precision, rate in tflops.items() if rate}
         return DeviceSpec(
             name,
             "cuda",

@@ -211,9 +211,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _measured_by_reward(cls, values: Any) -> Any:
-        """What is learned from rollouts is measured by reward, where nothing else is said."""
-        said = values.get("algorithm") if isinstance(values, dict) else None
-        if (said.get("kind") if isinstance(said, dict) else said) not in ("ppo", "grpo") or not isinstance(values.get("eval", {}), dict):
+        """Algorithms with rollouts select by reward unless the config names another metric."""
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
+        if kind not in ("ppo", "grpo") or not isinstance(values.get("eval", {}), dict):
             return values
         return {**values, "eval": {"metric": "reward", "mode": "max", **values.get("eval", {})}}
 

@@ -90,7 +90,7 @@ class Draft:
     name: str
     values: dict[str, Any]
     lines: dict[Place, int]
-    said: dict[Place, str] = field(default_factory=dict)
+    set_at: dict[Place, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resume: str | None = None
     old: bool = False
@@ -109,10 +109,10 @@ def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folde
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
     draft = Draft(name, values, lines)
     if (new := translate(values, lines, name, base, folder or base)) is not None:
-        draft = Draft(name, new.values, {}, new.said, new.notes, new.resume, old=True)
+        draft = Draft(name, new.values, {}, new.set_at, new.notes, new.resume, old=True)
     if over is not None:
-        placed = lay(draft.values, over, Origins(name, draft.lines, {}, draft.said).where)
-        draft.said = {**placed, **draft.said}
+        placed = lay(draft.values, over, Origins(name, draft.lines, {}, draft.set_at).where)
+        draft.set_at = {**placed, **draft.set_at}
         draft.notes += over.notes
     return draft
 
@@ -125,7 +125,7 @@ def has_data(values: dict[str, Any]) -> bool:
 def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
     """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
     values = draft.values
-    origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.said)
+    origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.set_at)
     if draft.old and not has_data(values):
         fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)

@@ -62,13 +62,13 @@ def matrix(device: str) -> list[list[Cell]]:
 
 
 def _cell(kind: str, feature: str, device: str) -> Cell:
-    asked = FEATURES[feature]
-    for key, value in asked.get("strategy", {}).items():
+    values = FEATURES[feature]
+    for key, value in values.get("strategy", {}).items():
         spelled = f"offload_{value}" if key == "offload" else key
         if (kind, spelled) in NOT_TOGETHER:
             return Cell(kind, feature, *NOT_TOGETHER[kind, spelled])
-    options: dict[str, Any] = _own_words(kind, asked.get("strategy", {}))
-    sections = {name: section for name, section in asked.items() if name != "strategy"}
+    options: dict[str, Any] = _own_words(kind, values.get("strategy", {}))
+    sections = {name: section for name, section in values.items() if name != "strategy"}
     try:
         config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "strategy": options, **sections})
     except ValidationError as error:

@@ -36,10 +36,10 @@ WANTED = {
 
 
 class Origins:
-    """Where the values came from: lines of a file, what stands elsewhere (`said`), and the overrides laid over both."""
+    """Where the values came from: lines of a file, what stands elsewhere (`set_at`), and the overrides laid over both."""
 
-    def __init__(self, name: str, lines: dict[Place, int], overrides: dict[Place, str], said: dict[Place, str] | None = None) -> None:
-        self.name, self.lines, self.overrides, self.said = name, lines, overrides, said or {}
+    def __init__(self, name: str, lines: dict[Place, int], overrides: dict[Place, str], set_at: dict[Place, str] | None = None) -> None:
+        self.name, self.lines, self.overrides, self.set_at = name, lines, overrides, set_at or {}
 
     def where(self, place: Place) -> str:
         """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
@@ -51,8 +51,8 @@ class Origins:
                 return f"override {override}"
         dotted = ".".join(place)
         for length in range(len(place), 0, -1):
-            if place[:length] in self.said:
-                return self.said[place[:length]]
+            if place[:length] in self.set_at:
+                return self.set_at[place[:length]]
             if place[:length] in self.lines:
                 return f"{self.name}:{self.lines[place[:length]]}: {dotted}"
         return f"{self.name}: {dotted}" if dotted else self.name
@@ -80,9 +80,9 @@ def check_numbers(given: Any, made: Any, origins: Origins, place: Place = ()) ->
         for index, (value, other) in enumerate(zip(given, made, strict=True)):
             check_numbers(value, other, origins, (*place, str(index)))
     elif isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
-        raise ConfigError(f"{_said(given)} given, a number is wanted", where=origins.where(place), fix=_default(place))
+        raise ConfigError(f"{_shown(given)} given, a number is wanted", where=origins.where(place), fix=_default(place))
     elif isinstance(made, float) and not math.isfinite(made):
-        raise ConfigError(f"{_said(given)} given, a finite number is wanted", where=origins.where(place), fix=_default(place))
+        raise ConfigError(f"{_shown(given)} given, a finite number is wanted", where=origins.where(place), fix=_default(place))
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
@@ -110,18 +110,18 @@ def _words(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
     if error == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         guess = nearest(str(given), choices)
-        return f"{_said(given)} is not one of {', '.join(choices)}", f"did you mean {guess!r}?" if guess else "choose one of them"
+        return f"{_shown(given)} is not one of {', '.join(choices)}", f"did you mean {guess!r}?" if guess else "choose one of them"
     if error == "value_error":
         return str(context["error"]), ""
     if error == "invalid_key" or detail["loc"][-1] == "[key]":
-        return f"the key {_said(given)} is no text", "put it in quotes"
+        return f"the key {_shown(given)} is no text", "put it in quotes"
     if isinstance(given, float) and not math.isfinite(given):
-        return f"{_said(given)} given, a finite number is wanted", _default(place)
-    words = next((words for start, words in WANTED.items() if error.startswith(start)), None)
-    if words is None:
-        return f"{_said(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)
-    wanted = words.format(**{name: f"{limit:.12g}" for name, limit in context.items() if isinstance(limit, int | float)})
-    return f"{_said(given)} given, {wanted} {'are' if wanted.endswith('values') else 'is'} wanted", _mend(given, wanted, place)
+        return f"{_shown(given)} given, a finite number is wanted", _default(place)
+    template = next((template for start, template in WANTED.items() if error.startswith(start)), None)
+    if template is None:
+        return f"{_shown(given)} given: {detail['msg'][0].lower()}{detail['msg'][1:]}", _default(place)
+    wanted = template.format(**{name: f"{limit:.12g}" for name, limit in context.items() if isinstance(limit, int | float)})
+    return f"{_shown(given)} given, {wanted} {'are' if wanted.endswith('values') else 'is'} wanted", _mend(given, wanted, place)
 
 
 def _mend(given: Any, wanted: str, place: Place) -> str:
@@ -160,7 +160,7 @@ def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
     if error == "union_tag_invalid":
         tag = given.get("kind") if isinstance(given, dict) else given
         guess = nearest(str(tag), kinds)
-        return f"no kind {_said(tag)} here", (f"did you mean {guess!r}? " if guess else "") + there
+        return f"no kind {_shown(tag)} here", (f"did you mean {guess!r}? " if guess else "") + there
     fitting = [k for k in kinds if isinstance(given, dict) and given and all(str(key) in keys_at(place, k) for key in given)]
     return "which `kind` this is was left out", f"add kind: {fitting[0]}" if len(fitting) == 1 else there
 
@@ -179,7 +179,7 @@ def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     return what, f"known here: {', '.join(keys_at(section, kind))}"
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value the way YAML writes it, shortened."""
     if value is None:
         return "nothing"

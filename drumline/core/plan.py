@@ -161,17 +161,17 @@ class Plan(Frozen):
 def as_role(role: RolePlan, config: Config, data_parallel: str, pipeline: PipelinePlan | None) -> dict[str, Any]:
     """What differs in the plan (and the layout) of a role by itself: it is spread like the policy, without adapter. A frozen one under
     DeepSpeed runs on the native engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
-    said: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+    update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
     values: dict[str, Any] = {"roles": {}, "pipeline": pipeline and pipeline.model_copy(update={"layers": role.layers})}
     if not role.learns:
-        said["memory"] = MemoryConfig()
+        update["memory"] = MemoryConfig()
         values |= {"activation_checkpointing": "none", "data_parallel": data_parallel if data_parallel in ("dp", "fsdp2") else "none"}
         if isinstance(config.strategy, ZeroStrategy):
-            said["strategy"], values["engine"] = SingleStrategy(), "native"
+            update["strategy"], values["engine"] = SingleStrategy(), "native"
         if isinstance(config.strategy, Zero3Strategy):
             offload = "none" if config.strategy.offload_parameters.kind == "none" else "cpu"
-            said["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
-    return {**values, "config": config.model_copy(update=said)}
+            update["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+    return {**values, "config": config.model_copy(update=update)}
 
 
 def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:

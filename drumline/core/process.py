@@ -56,8 +56,8 @@ class ProcessId:
 
 def named(name: str) -> ProcessId | None:
     """The process that has this `name`; None where it is of another host, container or boot, or the name is none."""
-    figures = re.match(r"(\d{1,10})-(\d{1,20})-", name)
-    found = ProcessId(*here(), int(figures[1]), int(figures[2])) if figures else None
+    match = re.match(r"(\d{1,10})-(\d{1,20})-", name)
+    found = ProcessId(*here(), int(match[1]), int(match[2])) if match else None
     return found if found and name.startswith(found.name) else None
 
 
@@ -123,14 +123,14 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def die_with(others: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
-    """Have this process killed, or sent the signal `number`, soon after one of `others` has gone; they need not be its parents, nor have
+def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent the signal `number`, soon after one of `processes` has gone; they need not be its parents, nor have
     started it from a thread that lives on."""
 
     def look() -> None:
-        while all(other.alive() is not False for other in others):
+        while all(other.alive() is not False for other in processes):
             time.sleep(LOOK_SECONDS)
         os.kill(os.getpid(), number)
 
-    if others:
+    if processes:
         threading.Thread(target=look, daemon=True, name="drumline-die-with").start()

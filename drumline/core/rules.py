@@ -239,7 +239,7 @@ def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses."""
     for rule in RULES:
         if rule.refuses(case):
-            reason, instead = (words if isinstance(words, str) else words(case) for words in (rule.reason, rule.instead))
+            reason, instead = (text if isinstance(text, str) else text(case) for text in (rule.reason, rule.instead))
             raise PlanError(f"{rule.name}: {reason}", where=rule.where, fix=instead)
 
 

@@ -48,14 +48,14 @@ class Short:
     """A short way to write a section: what turns it into the long one, and its JSON schema; None: one of the section's kinds, as text."""
 
     long: Callable[[Any], Any]
-    written: dict[str, Any] | None = None
+    short_schema: dict[str, Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.long, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         full = handler(schema)
-        return {"anyOf": [self.written or {"enum": sorted(kinds_without_keys(full, handler))}, full]}
+        return {"anyOf": [self.short_schema or {"enum": sorted(kinds_without_keys(full, handler))}, full]}
 
 
 def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> list[str]:

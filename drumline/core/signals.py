@@ -34,7 +34,7 @@ class Signals:
         raise NotImplementedError
 
 
-class Asked(Signals):
+class LauncherSignals(Signals):
     """Signals to the launcher.
 
     `number`: the first one (a lost terminal counts as SIGTERM), 0 before. `at_once`: a Ctrl-C came after it. Other signals that

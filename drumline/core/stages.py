@@ -60,14 +60,14 @@ def _schedule(strategy: s.AnyStrategy) -> tuple[s.Schedule, int]:
     if isinstance(strategy, s.ModelParallelStrategy):
         return "model_parallel", 1
     options = strategy if isinstance(strategy, s.PPStrategy) else strategy.pipeline  # type: ignore[attr-defined]
-    several = options.schedule in ("interleaved", "zero_bubble")
-    if options.stages_per_rank not in (None, 1) and not several:
+    interleaves = options.schedule in ("interleaved", "zero_bubble")
+    if options.stages_per_rank not in (None, 1) and not interleaves:
         raise PlanError(
             f"schedule {options.schedule} has one stage a rank, {options.stages_per_rank} were asked for",
             where="strategy.stages_per_rank",
             fix="use schedule: interleaved, or leave it out",
         )
-    return options.schedule, (options.stages_per_rank or 2) if several else 1
+    return options.schedule, (options.stages_per_rank or 2) if interleaves else 1
 
 
 def in_flight(mesh: Mesh, strategy: s.AnyStrategy) -> int:
@@ -97,7 +97,7 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 
     if fits(number):
         return
-    asks = (
+    needs = (
         f"at least one micro-batch for each of the {ranks} stages"
         if schedule == "1f1b"
         else f"micro-batches in rounds of equal size, each of {ranks} or a few more"
@@ -105,7 +105,7 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
     below = next(([n] for n in range(number - 1, 0, -1) if fits(n)), [])
     above = next(([n] for n in range(number + 1, number + 2 * ranks + 1) if fits(n)), [])
     raise PlanError(
-        f"schedule {schedule} takes {asks}, and the batch has {number}",
+        f"schedule {schedule} takes {needs}, and the batch has {number}",
         where="batch.accumulation",
         fix=f"nearest: accumulation {' or '.join(map(str, below + above))} (a smaller micro_batch makes more), or schedule: gpipe",
     )
@@ -114,8 +114,8 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """What the stage with blocks [first, stop) takes. The embedding is a look-up and costs bytes alone; the head is a product of
     all its weights, 6 FLOPs each. A head tied to the embedding is held by both stages."""
-    held, last = facts.parameters_before, stop == len(facts.block_parameters)
-    inside, behind = held[stop] - held[first], facts.head_parameters if last else 0
+    parameters, last = facts.parameters_before, stop == len(facts.block_parameters)
+    inside, behind = parameters[stop] - parameters[first], facts.head_parameters if last else 0
     flops = 6 * (inside + behind) + facts.attention_flops * (stop - first)
     return Cost(flops, inside + behind + (facts.embedding_parameters if first == 0 else 0))
 

@@ -18,7 +18,7 @@ from drumline.core.yaml_lines import Place
 
 def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
     """A row for each word of a table whose keys are words with spaces between them: those of a key mean the same."""
-    return {word: value for words, value in table.items() for word in words.split()}
+    return {word: value for names, value in table.items() for word in names.split()}
 
 
 # What others call a thing → what it is called here: a dotted key, or a bare one that is known in several sections.
@@ -109,8 +109,8 @@ def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
         return found
     if close := nearest(word, known):
         return [close]
-    if others := elsewhere(word):
-        return others
+    if found_elsewhere := elsewhere(word):
+        return found_elsewhere
     similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=0.85)
     return _synonym(similar[0], place, known) if similar else []
 

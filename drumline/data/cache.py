@@ -96,12 +96,12 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 def left_out(name: str, info: dict[str, Any]) -> list[str]:
     """One line, or none: how many rows of a pass over the sources of data.`name` were cut, dropped or skipped. `info`: of a cache of it."""
-    said = {
+    reasons = {
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
         "dropped_unlearned": "skipped: nothing to learn",
     }
-    parts = [f"{info[key]:,} of {info['rows_read']:,} rows {what}" for key, what in said.items() if info[key]]
+    parts = [f"{info[key]:,} of {info['rows_read']:,} rows {what}" for key, what in reasons.items() if info[key]]
     return [f"data.{name}: {'; '.join(parts)}"] if parts else []
 
 

@@ -71,8 +71,8 @@ class PromptRows:
             raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
     def encode(self, row: Row) -> Encoded | None:
-        said = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
-        text, ids = self.encoder.prompt(said, row.origin, row.values.get("tools"))
+        prompt = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
+        text, ids = self.encoder.prompt(prompt, row.origin, row.values.get("tools"))
         if not ids:
             raise DataError("the prompt is empty", where=row.origin, fix="a completion goes on from one token at least")
         size = len(ids)

@@ -49,7 +49,7 @@ def _difference(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -
     old, new = which[: len(before)], which[len(before) :]
     change = np.bincount(new, minlength=len(kinds)) - np.bincount(old, minlength=len(kinds))
     added, removed = int(change[change > 0].sum()), int(-change[change < 0].sum())
-    said = [f"{count:,} rows {what}" for count, what in ((added, "added"), (removed, "removed")) if count]
+    changes = [f"{count:,} rows {what}" for count, what in ((added, "added"), (removed, "removed")) if count]
     if not np.array_equal(old[change[old] == 0], new[change[new] == 0]):
-        said.append("the others in another order" if said else f"the same {len(after):,} rows in another order")
-    return ", ".join(said) or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"
+        changes.append("the others in another order" if changes else f"the same {len(after):,} rows in another order")
+    return ", ".join(changes) or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"

@@ -116,8 +116,8 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         return [image(part) if is_image(part) else part for part in value]
 
     def messages(value: Any, role: str) -> Messages:
-        said: Messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-        return [{**message, "content": content(message["content"])} if "content" in message else message for message in said]
+        messages: Messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+        return [{**message, "content": content(message["content"])} if "content" in message else message for message in messages]
 
     roles = {"messages": "user", "prompt": "user", "completion": "assistant"}
     values = {key: messages(value, roles[key]) if key in roles else value for key, value in row.values.items()}

@@ -65,8 +65,9 @@ def _parts(row: Row) -> tuple[Text, Text, Text]:
         at = _shared(chosen, rejected)
         return chosen[:at], chosen[at:], rejected[at:]
     prompt = row.values["prompt"]
-    told = as_messages(prompt, "user")
-    chosen, rejected = (side[len(told) :] if isinstance(side, list) and side[: len(told)] == told else side for side in (chosen, rejected))
+    turns = as_messages(prompt, "user")
+    sides = (chosen, rejected)
+    chosen, rejected = (side[len(turns) :] if isinstance(side, list) and side[: len(turns)] == turns else side for side in sides)
     return prompt, chosen, rejected
 
 

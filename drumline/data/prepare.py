@@ -160,11 +160,11 @@ def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) 
         stage = _tokenise(task, staging, tokenizer_path, base_dir, progress)
         rows = len(stage.segments)
         progress("pack", 0, rows)
-        held, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
+        held_out, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
         if task.holdout_folder is not None:
-            _copy_rows(stage, held, aside)
-            sizes = np.asarray(stage.lengths, np.int64)[stage.of_rows(held)]
-            _finish(task, stage, aside, task.holdout_folder, np.cumsum(sizes) - sizes, held)
+            _copy_rows(stage, held_out, aside)
+            sizes = np.asarray(stage.lengths, np.int64)[stage.of_rows(held_out)]
+            _finish(task, stage, aside, task.holdout_folder, np.cumsum(sizes) - sizes, held_out)
         sizes = np.asarray(stage.lengths, np.int64)
         _finish(task, stage, staging, task.folder, (np.cumsum(sizes) - sizes)[stage.of_rows(kept)], kept)
         progress("pack", rows, rows)
@@ -202,9 +202,9 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
     if holdout >= count:
         fix = "hold out fewer, or give data.eval"
         raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
-    held = nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row)) if holdout else []
+    held_out = nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row)) if holdout else []
     mask = np.zeros(count, bool)
-    mask[held] = True
+    mask[held_out] = True
     return np.flatnonzero(mask), np.flatnonzero(~mask)
 
 

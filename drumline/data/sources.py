@@ -172,8 +172,8 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
     if not isinstance(message, dict):
         raise DataError(f"row {number}: {label} is {type(message).__name__}, not {{role, content}}", where=origin)
     content = message.get("content")
-    said = isinstance(content, str) or bool(message.get("tool_calls")) or (isinstance(content, list) and bool(content))
-    for key, there in (("role", isinstance(message.get("role"), str)), ("content", said)):
+    has_content = isinstance(content, str) or bool(message.get("tool_calls")) or (isinstance(content, list) and bool(content))
+    for key, there in (("role", isinstance(message.get("role"), str)), ("content", has_content)):
         if not there:
             keys = ", ".join(map(str, message)) or "none"
             raise DataError(f"row {number}: {label} has no text under {key!r}; its keys are: {keys}", where=origin)

@@ -20,7 +20,7 @@ from drumline.core.plan import BatchPlan
 from drumline.data.cache import TokenCache
 
 Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
+UInt64s = npt.NDArray[np.uint64]
 
 _FEISTEL_ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of the orders there are
@@ -53,7 +53,7 @@ class GlobalOrder:
             ids[outside] = self._permute(ids[outside], keys[outside])
         return ids.astype(np.int64)
 
-    def _permute(self, values: Words, keys: Words) -> Words:
+    def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
         """A bijection of [0, 4^half), one for each key."""
         left, right = values >> self._half, values & self._mask
         for _ in range(_FEISTEL_ROUNDS):
@@ -62,12 +62,12 @@ class GlobalOrder:
         return (left << self._half) | right
 
 
-def _mix(words: Words) -> Words:
+def _mix(values: UInt64s) -> UInt64s:
     """SplitMix64's output function (Steele, Lea & Flood 2014): every bit of a word depends on all of its bits. Wraps at 2^64."""
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int) -> Ints:

@@ -106,17 +106,17 @@ class Encoder:
             raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
         return self.plain(prompt, completion, row.origin)
 
-    def prompt(self, said: str | Messages, origin: str, tools: Tools | None = None) -> tuple[str, list[int]]:
+    def prompt(self, content: str | Messages, origin: str, tools: Tools | None = None) -> tuple[str, list[int]]:
         """A prompt as text and as tokens, ready for an answer: a conversation with the template's generation prompt, without an
         answer that it ends in; without a template plain text, opened as the tokenizer does and not closed. Raises DataError."""
         place = _Place(origin, tools)
         self._require_shown(place)
         if not self.has_template:
-            if isinstance(said, str):
-                return said, self._opened(said)
+            if isinstance(content, str):
+                return content, self._with_bos(content)
             fix = "set model.chat_template to a Jinja file"
             raise DataError("the prompt holds messages and this tokenizer has no chat template", where=origin, fix=fix)
-        messages = as_messages(said, "user")
+        messages = as_messages(content, "user")
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
@@ -141,7 +141,7 @@ class Encoder:
         if eos is None:
             fix = "set model.tokenizer to one that has"
             raise DataError("this tokenizer has no end-of-sequence token to close a text with", where=origin, fix=fix)
-        before = self._opened(prompt) if prompt else []
+        before = self._with_bos(prompt) if prompt else []
         after = self._ids(text, special=not prompt)
         if not after or after[-1] != eos:
             after.append(eos)
@@ -150,7 +150,7 @@ class Encoder:
             learn[: len(before)] = 0
         return Example(np.asarray(before + after, np.int32), learn)
 
-    def _opened(self, prompt: str) -> list[int]:
+    def _with_bos(self, prompt: str) -> list[int]:
         """`prompt` with what the tokenizer opens a text with, and not with what it closes one with."""
         ids = self._ids(prompt, special=True)
         while len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
@@ -186,10 +186,10 @@ class Encoder:
         before = self._render(messages[:index], place) if index else ""
         head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
         whole, headed = text.startswith(through), text.startswith(head)
-        said = _words(messages[index].get("content", "")).strip()
+        content = _words(messages[index].get("content", "")).strip()
         # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
-        wordings = [wording for wording in (said, said.rpartition("</think>")[2].strip()) if wording]
-        if whole and headed and head != before and (not said or any(wording in through[len(head) :] for wording in wordings)):
+        wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
+        if whole and headed and head != before and (not content or any(wording in through[len(head) :] for wording in wordings)):
             return len(head), len(through)
         # The template lacks a generation prompt, or renders this turn differently here: look for the words.
         if messages[index].get("tool_calls") and through.startswith(head):
@@ -234,12 +234,12 @@ def turn_end(tokenizer: Any) -> int | None:
     """
     if not tokenizer.chat_template:
         return None
-    said = "answer"
+    content = "answer"
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenize=False)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], tokenize=False)
     except Exception:  # noqa: BLE001 - a template of its own kind; rows will tell
         return None
-    after = tokenizer(text[text.rfind(said) + len(said) :], add_special_tokens=False)["input_ids"]
+    after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)["input_ids"]
     return next((token for token in after if token in special_ids(tokenizer)), None)
 
 

@@ -75,8 +75,8 @@ def rendezvous() -> dist.Store:
         else:
             tcp = dist.TCPStore(host, port, ranks.world_size, listens, CONNECT, False)
     except (OSError, RuntimeError) as error:
-        held = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
-        what = f"port {port} is taken" if held else f"no rendezvous at {host}:{port}: {first_line(error)}"
+        taken = "EADDRINUSE" in str(error) or "Address already in use" in str(error)
+        what = f"port {port} is taken" if taken else f"no rendezvous at {host}:{port}: {first_line(error)}"
         raise EnvironmentFault(what, where="MASTER_PORT", fix="choose another port") from None
     # Another's store may have seen starts before this one; one that rank 0 made is new.
     _store = dist.PrefixStore(f"drumline-{_round(tcp, ranks) if agent_has_it else 'first'}", tcp)

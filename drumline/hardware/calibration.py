@@ -76,14 +76,14 @@ class Calibration:
     def matmul_rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float | None:
         """FLOP/s at the measured shape nearest to (rows × width) · (width × width), by ratios; of large products where no shape is given;
         None where that precision was not measured."""
-        tried = self.products.get(precision, ())
-        if rows is None or width is None or not tried:
+        products = self.products.get(precision, ())
+        if rows is None or width is None or not products:
             return self.matmul.get(precision)
 
         def distance(p: Product) -> float:
             return abs(math.log(p.rows / rows)) + abs(math.log(p.inner / width)) + abs(math.log(p.columns / width))
 
-        return min(tried, key=distance).rate
+        return min(products, key=distance).rate
 
     def line(self, kind: str, ranks: int) -> Measured | None:
         """Of a collective on one host, in the group nearest in size that was measured. A broadcast goes around as an all-gather does."""
@@ -97,7 +97,7 @@ class Calibration:
             self,
             matmul={precision: rate / processes for precision, rate in self.matmul.items()},
             memory=self.memory and self.memory / processes,
-            products={precision: tuple(replace(p, rate=p.rate / processes) for p in tried) for precision, tried in self.products.items()},
+            products={kind: tuple(replace(p, rate=p.rate / processes) for p in products) for kind, products in self.products.items()},
         )
 
 
@@ -154,15 +154,15 @@ def calibration_for(machine: Machine) -> Calibration | None:
 def read(path: Path) -> Calibration:
     """Raises EnvironmentFault for a file that is not there, cannot be read, or does not say what a calibration says."""
     try:
-        said = _File.model_validate_json(read_bytes(path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"))
+        content = _File.model_validate_json(read_bytes(path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         inside = ".".join(str(part) for part in first["loc"])
         what = first["msg"][0].lower() + first["msg"][1:]
         fix = "remove it, and run `drumline calibrate` again"
         raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
-    same = {name: value for name, value in said if name in Calibration.__dataclass_fields__}
-    collectives = {(kind, ranks): line for kind, lines in said.collectives.items() for ranks, line in lines.items()}
+    same = {name: value for name, value in content if name in Calibration.__dataclass_fields__}
+    collectives = {(kind, ranks): line for kind, lines in content.collectives.items() for ranks, line in lines.items()}
     return Calibration(**{**same, "collectives": collectives})
 
 

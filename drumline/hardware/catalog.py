@@ -125,9 +125,9 @@ AMBIGUOUS = {
 
 def plain(name: str) -> str:
     """A device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` a100-80g."""
-    words = re.sub(r"[\s_]+", "-", name.strip().lower())
-    words = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_WORDS})(?=-|\d|\b)", "", words))
-    return re.sub(r"-+", "-", words).strip("-")
+    parts = re.sub(r"[\s_]+", "-", name.strip().lower())
+    parts = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_WORDS})(?=-|\d|\b)", "", parts))
+    return re.sub(r"-+", "-", parts).strip("-")
 
 
 def device(name: str) -> DeviceSpec | None:
@@ -141,8 +141,8 @@ def link(name: str) -> Link | None:
     known = name.strip().lower().replace(" ", "").replace("_", "-")
     if found := LINKS.get(_SAME_LINKS.get(known, known)):
         return found
-    if (said := NETWORK.match(known)) and float(said[2]) > 0 and int(said[1] or 1) > 0:
-        bandwidth = int(said[1] or 1) * float(said[2]) / 8 * GIGA
+    if (network := NETWORK.match(known)) and float(network[2]) > 0 and int(network[1] or 1) > 0:
+        bandwidth = int(network[1] or 1) * float(network[2]) / 8 * GIGA
         return Link(name.strip(), bandwidth, NETWORK_LATENCY, NETWORK_EFFICIENCY, source="its rate by name")
     return None
 
@@ -185,9 +185,9 @@ OTHERS = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
     """The device that a driver calls so; None where it is not in the catalog."""
-    words = device_name.replace("-", " ").split()
-    found = [key for key in DRIVERS if _within(key.split(), words)]
-    if not found or OTHERS & set(words):
+    parts = device_name.replace("-", " ").split()
+    found = [key for key in DRIVERS if _within(key.split(), parts)]
+    if not found or OTHERS & set(parts):
         return None
     specs = [DEVICES[name] for name in DRIVERS[max(found, key=len)]]
     return min(specs, key=lambda spec: abs(spec.memory_bytes - (memory_bytes or 0)))
@@ -199,6 +199,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return spec.flops.get(precision) if spec else None
 
 
-def _within(key: list[str], words: list[str]) -> bool:
+def _within(key: list[str], parts: list[str]) -> bool:
     """Whether the words of a key stand next to each other among a name's (so that A10 is not found in A100)."""
-    return any(words[i : i + len(key)] == key for i in range(len(words) - len(key) + 1))
+    return any(parts[i : i + len(key)] == key for i in range(len(parts) - len(key) + 1))

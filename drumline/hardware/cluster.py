@@ -83,19 +83,19 @@ class Cluster:
         measured = self.calibration.matmul_rate(precision, rows, width)
         return measured if measured is not None else self.device.efficiency * self.device.flops.get(precision, 0.0)
 
-    def host_seconds(self, way: Literal["to_device", "to_host"], bytes_: float) -> float:
+    def host_seconds(self, direction: Literal["to_device", "to_host"], bytes_: float) -> float:
         """Seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
-        line = self.calibration.host.get(way)
+        line = self.calibration.host.get(direction)
         if line is None:
             return self.host_link.latency + bytes_ / (HOST_EFFICIENCY * self.host_link.bandwidth)
         return line.latency + bytes_ / line.bandwidth
 
-    def disk_seconds(self, way: Literal["write", "read"], bytes_: float) -> float:
+    def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
         """Seconds to write or read bytes of one host's disk, all its ranks' together."""
-        line = self.calibration.disk.get(way)
-        return bytes_ / DISK[way] if line is None or bytes_ <= 0 else line.latency + bytes_ / line.bandwidth
+        line = self.calibration.disk.get(direction)
+        return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.latency + bytes_ / line.bandwidth
 
     def collective_seconds(self, kind: Collective, bytes_sent: float, ranks: int, per_node: int | None = None) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from drumline.core.process import is_suspended
-from drumline.core.signals import Asked
+from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.launchers.postmortem import RankEnd, read_error
 
@@ -101,7 +101,7 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Runs `command` (Python's arguments) on `nproc` ranks once."""
 
-    def __init__(self, command: list[str], nproc: int, listener: socket.socket, logs: Path, asked: Asked, grace_seconds: float) -> None:
+    def __init__(self, command: list[str], nproc: int, listener: socket.socket, logs: Path, signals: LauncherSignals, grace: float) -> None:
         self.host = _OneHost(listener)
         spec = WorkerSpec(
             role="drumline",
@@ -113,7 +113,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=MONITOR_SECONDS,
         )
         super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
-        self.logs, self.asked, self.grace_seconds = logs, asked, grace_seconds
+        self.logs, self.signals, self.grace_seconds = logs, signals, grace
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
@@ -162,12 +162,12 @@ class Agent(LocalElasticAgent):
     def _settle(self) -> None:
         """Wait for the other ranks: not after a kill, briefly after an error, as long as saving may take after an end on purpose."""
         codes = set(self._exitcodes().values()) - {None, 0}
-        if min(codes, default=0) < 0 and not self.asked.number:
+        if min(codes, default=0) < 0 and not self.signals.number:
             return
         until = time.monotonic() + (self.grace_seconds if codes & set(TOGETHER) else SETTLE_SECONDS)
         if self._kill_at is not None:
             until = min(until, self._kill_at)
-        while None in self._exitcodes().values() and time.monotonic() < until and not self.asked.at_once:
+        while None in self._exitcodes().values() and time.monotonic() < until and not self.signals.at_once:
             self._forward()
             time.sleep(MONITOR_SECONDS / 2)
 
@@ -183,13 +183,13 @@ class Agent(LocalElasticAgent):
 
     def _forward(self) -> None:
         """Hand a signal on to the ranks once; they have the grace time from then on, and a second Ctrl-C ends it."""
-        if self.asked.number and not self._forwarded:
+        if self.signals.number and not self._forwarded:
             self._forwarded = True
             for process in self._processes().values():
                 if process.poll() is None:
-                    process.send_signal(self.asked.number)
+                    process.send_signal(self.signals.number)
             self._kill_at = time.monotonic() + self.grace_seconds
-        if self.asked.at_once:
+        if self.signals.at_once:
             self._kill_at = 0.0
 
     def _end(self, rank: int, code: int) -> RankEnd:

@@ -171,10 +171,10 @@ def _read(path: Path) -> bytes | None:
 def _fields(text: bytes) -> dict[str, Any]:
     """What a lease says; empty for anything else."""
     try:
-        said = json.loads(text.split(b"\n")[0])
+        fields = json.loads(text.split(b"\n")[0])
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _token(text: bytes) -> str | None:
@@ -183,11 +183,11 @@ def _token(text: bytes) -> str | None:
 
 
 def _holder(text: bytes) -> ProcessId | None:
-    said = _fields(text)
+    fields = _fields(text)
     kinds = {"host": str, "boot": str, "space": str, "pid": int, "start": int}
-    if any(type(said.get(name)) is not kind for name, kind in kinds.items()) or not 0 < said["pid"] < 2**31:
+    if any(type(fields.get(name)) is not kind for name, kind in kinds.items()) or not 0 < fields["pid"] < 2**31:
         return None
-    return ProcessId(**{name: said[name] for name in kinds})
+    return ProcessId(**{name: fields[name] for name in kinds})
 
 
 def _words(text: bytes) -> str:

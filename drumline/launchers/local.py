@@ -11,7 +11,7 @@ from typing import Any
 
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.plan import Plan
-from drumline.core.signals import Asked
+from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, free_bytes, usable_cores
 from drumline.launchers.environment import listen
@@ -48,29 +48,29 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
-    with Asked(trial) as asked, Tail(events_path, on_event):
+    with LauncherSignals(trial) as signals, Tail(events_path, on_event):
         while True:
             started, attempt, kills = time.time(), _next_attempt(run_dir), groups.oom_kills()
             rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), worker]
             command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
             logs = run_dir / "logs" / f"attempt-{attempt}"
-            ends = Agent(command, nproc, listener, logs, asked, options.grace_seconds).attempt()
-            code = _code(ends, asked.number)
+            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds).attempt()
+            code = _code(ends, signals.number)
             if code is not None:
-                _last_words(ends, code, asked.number, plan)
+                _last_words(ends, code, signals.number, plan)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
             reached, failed_at = _progress(events_path, started)
-            out, said = exhausted(cause, (kills, groups.oom_kills())), None
+            out, memory_line = exhausted(cause, (kills, groups.oom_kills())), None
             again = f"{restarts.left} restarts left until the next progress"
-            if asked.number:
+            if signals.number:
                 reason: str | None = "asked to stop"
             elif out is not None:
                 advice, reason = on_oom(out, max(failed_at, 0))
-                said, again = out.words() + (f"; {advice}" if advice else ""), "with that plan"
+                memory_line, again = out.words() + (f"; {advice}" if advice else ""), "with that plan"
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
-            _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, said)
+            _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
             resume, listener = newest_or(resume, run_dir), listen(options.port)
@@ -94,7 +94,7 @@ def _progress(events_path: Path, started: float) -> tuple[int, int]:
     return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
 
 
-def _code(ends: list[RankEnd], asked: int) -> int | None:
+def _code(ends: list[RankEnd], signal: int) -> int | None:
     """The exit code of a launch that is over; None where a rank failed and has to be told of."""
     killed = any(end.ours for end in ends)
     codes = {end.exitcode for end in ends if not end.ours or end.error}
@@ -104,16 +104,16 @@ def _code(ends: list[RankEnd], asked: int) -> int | None:
     for code in (2, 3, NotSaved.rank_code, 75):
         if code in codes:
             return code
-    if asked and -asked in codes:
+    if signal and -signal in codes:
         return 75  # it died of the signal because it could not listen yet; there was nothing to save then
-    return 1 if asked and codes <= {0} else None
+    return 1 if signal and codes <= {0} else None
 
 
-def _last_words(ends: list[RankEnd], code: int, asked: int, plan: Plan) -> None:
+def _last_words(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None:
     """The line of an end on purpose, once for all ranks."""
-    told = [end for end in ends if end.error and end.error.get("exit_code") == code]
-    if told:
-        print(f"{'stopped' if code == 75 else 'error'}: {told[0].message}", file=sys.stderr)
+    reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
+    if reports:
+        print(f"{'stopped' if code == 75 else 'error'}: {reports[0].message}", file=sys.stderr)
     elif code == 75:
         print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
     elif code == NotSaved.rank_code:
@@ -122,7 +122,7 @@ def _last_words(ends: list[RankEnd], code: int, asked: int, plan: Plan) -> None:
         other = plan.config.checkpoint.fallback_dir
         fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
         print(f"error: the last checkpoint could not be written: no space: {room} — {fix}", file=sys.stderr)
-    elif code == 1 and asked:
+    elif code == 1 and signal:
         print(
             "error: asked to stop, but the ranks did not save in time and were killed — go on from the newest checkpoint with --resume",
             file=sys.stderr,
@@ -133,24 +133,24 @@ def _last_words(ends: list[RankEnd], code: int, asked: int, plan: Plan) -> None:
 
 
 def _tell(
-    cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, said: str | None
+    cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, memory_line: str | None
 ) -> None:
-    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `said`: the one line that tells of memory."""
-    if said is None:
+    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: says that memory ran out."""
+    if memory_line is None:
         print(f"\n{report(cause, ends)}\n", file=sys.stderr)
-    first = f"error: rank {cause.rank} failed after step {step}: {said or cause.message.splitlines()[0]}"
+    first = f"error: rank {cause.rank} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"
     if reason is not None:
         print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
     else:
-        print(*([first] if said else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
+        print(*([first] if memory_line else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
     EventLog(events_path).emit(
         "fault",
         attempt=attempt,
         rank=cause.rank,
         signal=cause.signal,
         exitcode=cause.exitcode,
-        error=said or cause.message,
+        error=memory_line or cause.message,
         log=str(cause.log),
         step=step,
-        action=f"stop: {reason}" if reason else "replan" if said else "restart",
+        action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
     )

@@ -56,16 +56,16 @@ class RankEnd:
     @property
     def exhausted(self) -> Exhausted | None:
         """What it knew of memory when that ran out; None where it ended of something else."""
-        told = (self.error or {}).get("exhausted")
-        return None if told is None else Exhausted.model_validate(told)
+        report = (self.error or {}).get("exhausted")
+        return None if report is None else Exhausted.model_validate(report)
 
     @property
     def is_consequence(self) -> bool:
         """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
         if self.ours and not self.error:
             return True
-        said = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
-        return any(words in said for words in CONSEQUENCES)
+        text = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
+        return any(phrase in text for phrase in CONSEQUENCES)
 
 
 def read_error(path: Path) -> dict[str, Any] | None:
@@ -101,9 +101,9 @@ def report(cause: RankEnd, ends: list[RankEnd]) -> str:
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = _tail(cause.log, without=cause.error)
     lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
-    others = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
-    if others:
-        lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in others)]
+    consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
+    if consequences:
+        lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in consequences)]
     silent = [end for end in ends if end.rank != cause.rank and end.ours and not end.error]
     lines += [f"rank {end.rank} {end.message}" for end in silent if end.stopped or cause.is_consequence]
     return redact("\n".join(lines))

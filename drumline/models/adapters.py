@@ -43,8 +43,8 @@ def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
 def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
     """Full names of the layers that get an adapter, in the model's order. Raises ModelError where `targets` meets none."""
     linear = dict(_linear_layers(model))
-    told = isinstance(adapter.targets, list)
-    if not told and getattr(model.config, "vision_config", None) is not None:
+    listed = isinstance(adapter.targets, list)
+    if not listed and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower stays as it is, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
         linear = {name: layer for name, layer in linear.items() if id(layer) in language}

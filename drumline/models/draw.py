@@ -41,10 +41,10 @@ class Piece:
         """(full name, the dictionary of its module that holds it, its key there) of each parameter and buffer."""
         for prefix, module in self.module.named_modules() if self.block else [("", self.module)]:
             path = ".".join(part for part in (self.name, prefix) if part)
-            for held in (module._parameters, module._buffers):
-                for key, tensor in held.items():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
                     if tensor is not None:
-                        yield f"{path}.{key}" if path else key, held, key
+                        yield f"{path}.{key}" if path else key, tensors, key
 
 
 class Drawn:
@@ -65,44 +65,44 @@ class Drawn:
         for name, tensor in tensors.items():
             wanted.setdefault(self.first[name], []).append(tensor)
         for piece in _pieces(self.model):
-            places = [(name, held, key) for name, held, key in piece.places() if self.first.get(name) == name]
+            places = [(name, tensors, key) for name, tensors, key in piece.places() if self.first.get(name) == name]
             if not any(name in wanted for name, _, _ in places):
                 continue
-            empty = [(held, key, held[key]) for _, held, key in places]
-            for _, held, key in places:
-                full = torch.empty_like(held[key], device=device)
-                held[key] = nn.Parameter(full, requires_grad=False) if isinstance(held[key], nn.Parameter) else full
+            empty = [(tensors, key, tensors[key]) for _, tensors, key in places]
+            for _, tensors, key in places:
+                full = torch.empty_like(tensors[key], device=device)
+                tensors[key] = nn.Parameter(full, requires_grad=False) if isinstance(tensors[key], nn.Parameter) else full
             with torch.no_grad(), drawing(derive(self.seed, piece.name), device):
                 piece.draw()
-            for name, held, key in places:
+            for name, tensors, key in places:
                 for tensor in wanted.get(name, ()):
-                    copy_part(tensor, held[key].detach())
-            for held, key, tensor in empty:
-                held[key] = tensor
+                    copy_part(tensor, tensors[key].detach())
+            for tensors, key, tensor in empty:
+                tensors[key] = tensor
 
     def _require_pieces(self) -> None:
         """Go through the rules on the meta device, where nothing is drawn, and look what they write to."""
         from drumline.vendor.transformers import initialization
 
-        written: set[int] = set()
+        drawn: set[int] = set()
 
         def note(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            written.add(id(tensor))
+            drawn.add(id(tensor))
             return tensor
 
-        weights = {id(held[key]): name for piece in _pieces(self.model) for name, held, key in piece.places() if name in self.first}
+        weights = {id(tensors[key]): name for piece in _pieces(self.model) for name, tensors, key in piece.places() if name in self.first}
         with ExitStack() as patched, torch.no_grad():
             patched.enter_context(
                 mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, dict.fromkeys(initialization.TORCH_INIT_FUNCTIONS, note))
             )
             patched.enter_context(mock.patch.object(initialization, "copy_", note))
             for piece in _pieces(self.model, empty=True):
-                written.clear()
+                drawn.clear()
                 piece.draw()
-                own = {id(held[key]) for _, held, key in piece.places()}
-                if (written & weights.keys()) - own:
+                own = {id(tensors[key]) for _, tensors, key in piece.places()}
+                if (drawn & weights.keys()) - own:
                     raise Whole(f"{type(piece.module).__name__} initialises weights of other modules")
-                if missed := (weights.keys() & own) - written:
+                if missed := (weights.keys() & own) - drawn:
                     raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
 
 

@@ -84,13 +84,13 @@ def export(
     model = _filled(plan, source, checkpoint, merged=not adapter)
     value = _take_value_head(model)
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
-    written = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in written:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         parameter.data = parameter.data.to(getattr(torch, DTYPES[dtype]))
     step = check(checkpoint, verify=False, alone=True).step
     progress("export", 1, 4)
     with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
-        _require_space(to.parent, written)
+        _require_space(to.parent, trainable)
         temporary.mkdir(parents=True)
         _save_reader(plan, source, model.config, temporary)
         if base is not None:
@@ -103,7 +103,7 @@ def export(
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
-        del model, written  # one of the two at a time: a host need hold no more than the model in fp32
+        del model, trainable  # one of the two at a time: a host need hold no more than the model in fp32
         gc.collect()
         again = _logits(_read_back(temporary, base, plan, source), plan)
         failure = "the folder does not read back as the same model"
@@ -236,11 +236,11 @@ def _require_free(to: Path) -> None:
         raise EnvironmentFault("holds something that is not an export of Drumline", where=str(to), fix="name another folder with --to")
 
 
-def _require_space(folder: Path, written: list[Any]) -> None:
+def _require_space(folder: Path, trainable: list[Any]) -> None:
     """Said before half an hour of writing rather than after it."""
     while not folder.exists():
         folder = folder.parent
-    needed, free = sum(p.numel() * p.element_size() for p in written), shutil.disk_usage(folder).free
+    needed, free = sum(p.numel() * p.element_size() for p in trainable), shutil.disk_usage(folder).free
     if free < needed:
         what = f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
         raise EnvironmentFault(what, where=str(folder), fix="choose another disk with --to")
@@ -302,9 +302,9 @@ def _logits(model: Any, plan: Plan) -> Any:
         return model.eval()(**inputs).logits
 
 
-def _require_equal(logits: Any, others: Any, tolerance: float, failure: str, where: str) -> float:
+def _require_equal(logits: Any, exported: Any, tolerance: float, failure: str, where: str) -> float:
     """The largest difference. Raises DrumlineError above `tolerance`."""
-    difference = float((logits - others).abs().max())
+    difference = float((logits - exported).abs().max())
     if not difference <= tolerance:
         raise DrumlineError(f"{failure}: logits differ by {difference:g}", where=where)
     return difference

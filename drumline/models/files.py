@@ -65,10 +65,10 @@ def check_folder(folder: Path) -> None:
             raise ModelError("it is a device, pipe or socket, a file is wanted", where=str(entry), fix="take it out of the model's folder")
         if any(entry.match(pattern) for pattern in READ):
             is_config, wanted = entry.name == "config.json", "it is one JSON object, as save_pretrained writes it"
-            said = read_object(entry, ModelError, wanted, numbers=is_config)
+            content = read_object(entry, ModelError, wanted, numbers=is_config)
             if is_config:
-                check_counts(said, str(entry))
-            if entry.name == "tokenizer_config.json" and not isinstance(said.get("chat_template"), str | list | dict | None):
+                check_counts(content, str(entry))
+            if entry.name == "tokenizer_config.json" and not isinstance(content.get("chat_template"), str | list | dict | None):
                 raise ModelError("chat_template is no text", where=str(entry), fix="take the key out, or write a Jinja template")
 
 

@@ -24,7 +24,7 @@ from drumline.models.package import tokenizer_folder
 from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.router import trains_router
 from drumline.models.scores import score_head, with_head
-from drumline.models.shapes import written_out
+from drumline.models.shapes import full_config
 from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
             return AutoConfig.from_pretrained(path, **options)
 
         return _lay_over(from_hub(path, model, make, "its config.json"), model.config)
-    written = {**(written_out(model.shape) if model.shape else {}), **model.config}
-    kind = written.get("model_type")
+    values = {**(full_config(model.shape) if model.shape else {}), **model.config}
+    kind = values.get("model_type")
     if kind is None:
         what = "neither an id nor a config with model_type"
         raise ModelError(what, where="model", fix="set model.id, model.shape, or model.config.model_type")
@@ -66,7 +66,7 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
     except (ValueError, TypeError):
         what = f"transformers knows no model_type {kind!r}"
         raise ModelError(what, where="model.config.model_type", fix="use one such as llama, qwen3 or gpt2") from None
-    values = {key: value for key, value in written.items() if key != "model_type"}
+    values = {key: value for key, value in values.items() if key != "model_type"}
     _require_known(config, values)
     with judged(*_NOT_TAKEN):
         return AutoConfig.for_model(kind, **values)
@@ -188,13 +188,13 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
     text, counts = config.get_text_config(), counted(model)
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = model.get_input_embeddings().weight
-    to_words = model.get_output_embeddings()
-    tied = to_words is not None and to_words.weight is embedding
+    output_head = model.get_output_embeddings()
+    tied = output_head is not None and output_head.weight is embedding
     cut = tensor_plan(model)
     layers, hidden, heads = int(text.num_hidden_layers), int(text.hidden_size), int(text.num_attention_heads)
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
-    at_end = {id(p): p for module in (to_words, score_head(model)) if module is not None for p in module.parameters()}.values()
+    at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and looks_ahead(model)
     return ModelFacts(
         **counts,

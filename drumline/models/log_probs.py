@@ -16,12 +16,12 @@ Answers = tuple[torch.Tensor, torch.Tensor | None]
 def log_probs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
     """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; and the entropy (nats) of those
     distributions, 0 in the same places; None unless it is asked for."""
-    learned = (targets_N != IGNORE).nonzero().squeeze(1)
-    logits = logits_NV[learned]
+    target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
+    logits = logits_NV[target_rows]
     log_NV = functional.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
     empty_N = log_NV.new_zeros(len(targets_N))
-    chosen_N = empty_N.index_copy(0, learned, log_NV.gather(1, targets_N[learned][:, None]).squeeze(1))
-    return chosen_N, empty_N.index_copy(0, learned, -(log_NV.exp() * log_NV).sum(-1)) if entropy else None
+    chosen_N = empty_N.index_copy(0, target_rows, log_NV.gather(1, targets_N[target_rows][:, None]).squeeze(1))
+    return chosen_N, empty_N.index_copy(0, target_rows, -(log_NV.exp() * log_NV).sum(-1)) if entropy else None
 
 
 def linear_log_probs(

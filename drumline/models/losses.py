@@ -73,7 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else 1.0
         wants = [learning and needed for needed in ctx.needs_input_grad[:3]]
-        learned = (targets_N != IGNORE).nonzero().squeeze(1)
+        target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
         weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
         loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
         correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD, dtype=precise) if wants[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=precise) if bias_V is not None and wants[2] else None
         with torch.autocast(kind, enabled=False):
-            for rows in learned.split(chunk):
+            for rows in target_rows.split(chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 top, first = _largest(logits, part)

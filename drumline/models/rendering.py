@@ -45,17 +45,18 @@ class _Spent(threading.local):
 _spent = _Spent()
 
 
-def step(written: int = 0) -> None:
+def step(characters: int = 0) -> None:
     """Count a step, and the characters that it writes."""
     _spent.steps += 1
-    _spent.size += written
+    _spent.size += characters
     if _spent.steps > MOST_STEPS or (_spent.steps % 64 == 0 and time.thread_time() > _spent.until):
         raise TooMuch(f"it takes more than {MOST_STEPS} steps or {MOST_SECONDS:g} seconds")
     if _spent.size > MOST_SIZE:
         raise TooMuch(f"it writes more than {MOST_SIZE} characters")
 
 
-def written(text: str) -> str:
+def counted_text(text: str) -> str:
+    """`text`; its characters are counted."""
     step(len(text))
     return text
 
@@ -129,7 +130,7 @@ class _Counting(CodeGenerator):
         super().blockvisit(body, frame)
 
     def _output_child_pre(self, *given: Any) -> None:
-        self.write("environment.written(")
+        self.write("environment.counted_text(")
         super()._output_child_pre(*given)
 
     def _output_child_post(self, *given: Any) -> None:
@@ -214,6 +215,6 @@ def limit() -> None:
     """Let every sandbox of this process count; it may be said again."""
     parts: dict[str, Any] = {"code_generator_class": _Counting, "template_class": _Limited}
     parts |= {"from_string": _compile, "call": _called, "call_binop": _operated, "intercepted_binops": frozenset(["*", "**", "+", "%"])}
-    parts |= {function.__name__: staticmethod(function) for function in (step, written, sized)}
+    parts |= {function.__name__: staticmethod(function) for function in (step, counted_text, sized)}
     for name, part in parts.items():
         setattr(Sandbox, name, part)

@@ -59,8 +59,8 @@ class Router:
 def trains_router(model: Any) -> bool:
     """Whether the config of a language model asks for the loss, as `output_router_logits: true` does."""
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
-    asks = bool(getattr(text, "output_router_logits", False))
-    return asks and model.get_output_embeddings() is not None and not ends_in_classes(model)
+    enabled = bool(getattr(text, "output_router_logits", False))
+    return enabled and model.get_output_embeddings() is not None and not ends_in_classes(model)
 
 
 def router_of(model: Any) -> Router | None:
@@ -72,8 +72,8 @@ def router_of(model: Any) -> Router | None:
     if not trains_router(model):
         return None
     text = model.config.get_text_config()
-    said = [[value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT)]
-    router = Router(int(said[0][0]), float(said[1][0])) if all(said) else None
+    settings = [[value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT)]
+    router = Router(int(settings[0][0]), float(settings[1][0])) if all(settings) else None
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         assert router is not None

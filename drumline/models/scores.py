@@ -59,10 +59,10 @@ def with_head(model: Any, head: Head) -> Any:
         what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
     if head == "valued":
-        if (to_words := model.get_output_embeddings()) is None:
+        if (output_head := model.get_output_embeddings()) is None:
             what = f"{type(model).__name__} has no output embedding to lay a value head beside"
             raise ModelError(what, where="algorithm.value", fix="use value: separate")
-        setattr(model, VALUE, ValueHead(to_words.weight.shape[1], to_words.weight.dtype, to_words.weight.device))
+        setattr(model, VALUE, ValueHead(output_head.weight.shape[1], output_head.weight.dtype, output_head.weight.device))
     return model
 
 

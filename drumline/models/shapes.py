@@ -32,12 +32,12 @@ def _rows(text: str) -> dict[str, Known]:
     """Below each `[kind key=value …]`, lines of `name id hidden intermediate layers heads kv_heads vocabulary positions [key=value …]`."""
     keys, common, made = [*SIZES, "vocab_size", "max_position_embeddings"], dict[str, Any](), dict[str, Known]()
     for row in text.strip().splitlines():
-        words = [word for word in row.strip(" []").split() if "=" not in word]
+        columns = [word for word in row.strip(" []").split() if "=" not in word]
         more = {key: json.loads(value) for key, _, value in (word.partition("=") for word in row.strip(" []").split() if "=" in word)}
         if row.startswith("["):
-            common = {"model_type": words[0], **more}
+            common = {"model_type": columns[0], **more}
         else:
-            made[words[0]] = Known(words[1], {**common, **dict(zip(keys, map(int, words[2:]), strict=True)), **more})
+            made[columns[0]] = Known(columns[1], {**common, **dict(zip(keys, map(int, columns[2:]), strict=True)), **more})
     return made
 
 
@@ -49,18 +49,18 @@ def _sized(sizes: Sequence[int], **more: Any) -> dict[str, Any]:
 def _gemma3(name: str, *sizes: int, head_dim: int) -> Known:
     """With a SigLIP tower for images of 896 pixels."""
     text = _sized(sizes, model_type="gemma3_text", head_dim=head_dim, vocab_size=262208, max_position_embeddings=131072)
-    eyes = _sized((1152, 4304, 27, 16), model_type="siglip_vision_model", patch_size=14, image_size=896, vision_use_head=False)
-    return Known(f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": eyes})
+    vision = _sized((1152, 4304, 27, 16), model_type="siglip_vision_model", patch_size=14, image_size=896, vision_use_head=False)
+    return Known(f"google/{name}-pt", {"model_type": "gemma3", "text_config": text, "vision_config": vision})
 
 
 def _qwen3_vl(name: str, *sizes: int, small: bool) -> Known:
     """`small`: with the smaller tower, and a head tied to the embedding."""
     text = _sized(sizes, model_type="qwen3_vl_text", head_dim=128, vocab_size=151936, max_position_embeddings=262144)
     tower = (24, 1024, 4096, [5, 11, 17]) if small else (27, 1152, 4304, [8, 16, 24])
-    eyes = dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True))
-    eyes |= {"model_type": "qwen3_vl", "num_heads": 16, "out_hidden_size": sizes[0], "patch_size": 16}
+    vision = dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True))
+    vision |= {"model_type": "qwen3_vl", "num_heads": 16, "out_hidden_size": sizes[0], "patch_size": 16}
     ends = {"tie_word_embeddings": small}
-    return Known(name, {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": eyes})
+    return Known(name, {"model_type": "qwen3_vl", **ends, "text_config": text | ends, "vision_config": vision})
 
 
 def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
@@ -68,9 +68,9 @@ def _llama4(name: str, experts: int, each: int, positions: int) -> Known:
     text = _sized((5120, 8192, 48, 40, 8), model_type="llama4_text", head_dim=128, vocab_size=202048, max_position_embeddings=positions)
     text |= {"intermediate_size_mlp": 16384, "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": each}
     text |= {"use_qk_norm": each == 1}
-    eyes = _sized((1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14)
-    eyes |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
-    return Known(f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": eyes})
+    vision = _sized((1408, 5632, 34, 16), model_type="llama4_vision_model", image_size=336, patch_size=14)
+    vision |= {"vision_output_dim": 4096, "projector_input_dim": 4096, "projector_output_dim": 4096}
+    return Known(f"meta-llama/{name}", {"model_type": "llama4", "text_config": text, "vision_config": vision})
 
 
 _GPT2 = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20), "gpt2-xl": (1600, 48, 25)}
@@ -204,7 +204,7 @@ def near(name: str) -> list[str]:
     return difflib.get_close_matches(short, KNOWN, n=3, cutoff=0.5)
 
 
-def written_out(shape: ModelShape) -> dict[str, Any]:
+def full_config(shape: ModelShape) -> dict[str, Any]:
     """The config values of a Llama of this shape."""
     return {
         "model_type": "llama",
@@ -219,7 +219,7 @@ def written_out(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def written_as(known: Known, model: ModelConfig) -> ModelConfig:
+def with_config(known: Known, model: ModelConfig) -> ModelConfig:
     """The model with its config written out in the place of its id."""
     return model.model_copy(update={"id": None, "revision": None, "config": {**known.values, **model.config}})
 

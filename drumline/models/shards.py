@@ -91,9 +91,9 @@ class FromFiles:
         for name in filter(self.places.__contains__, tensors):
             by_file.setdefault(self.places[name].file, []).append((self.places[name].key, tensors[name]))
         for file, parts in by_file.items():
-            with safe_open(file, framework="pt") as opened:
+            with safe_open(file, framework="pt") as file_tensors:
                 for key, tensor in parts:
-                    copy_part(tensor, opened.get_slice(key))
+                    copy_part(tensor, file_tensors.get_slice(key))
         self.rest.put({name: tensor for name, tensor in tensors.items() if name not in self.places}, model)
 
 
@@ -218,8 +218,8 @@ def _stored(path: str, revision: str | None, local: bool) -> list[Stored]:
         for file in map(find, names):
             if file is None:
                 raise Whole("it has no safetensors files")
-            with safe_open(file, framework="pt") as opened:
-                stored += [Stored(file, key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - no dict
+            with safe_open(file, framework="pt") as file_tensors:
+                stored += [Stored(file, key, tuple(file_tensors.get_slice(key).get_shape())) for key in file_tensors.keys()]  # noqa: SIM118 - no dict
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise Whole(f"its safetensors files cannot be read: {error}") from error
     return stored

@@ -42,10 +42,10 @@ class _Seeing(Tokens):
     config: Any = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        eyes, device, ids_BT = self.config.vision_config, self.input_ids_BT.device, self.input_ids_BT.clone()
-        ids_BT[:, 1], merge = self.config.image_token_id, eyes.spatial_merge_size
+        vision, device, ids_BT = self.config.vision_config, self.input_ids_BT.device, self.input_ids_BT.clone()
+        ids_BT[:, 1], merge = self.config.image_token_id, vision.spatial_merge_size
         grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
-        width = eyes.in_channels * eyes.temporal_patch_size * eyes.patch_size**2
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
         return {**super().inputs(), "input_ids": ids_BT, "pixel_values": pixels_PD, "image_grid_thw": grid_N3}
 

@@ -71,13 +71,13 @@ def vision_tower(model: Any) -> Any:
 def tower_flops(model: Any) -> float:
     """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which a token takes several, or
     behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
-    tower, total, eyes = vision_tower(model), 0.0, model.config.vision_config
-    if (merge := getattr(eyes, "spatial_merge_size", None)) is not None:
+    tower, total, vision = vision_tower(model), 0.0, model.config.vision_config
+    if (merge := getattr(vision, "spatial_merge_size", None)) is not None:
         patches = merge**2
     elif (tokens := getattr(model.config, "mm_tokens_per_image", None)) is not None:
-        patches = (eyes.image_size // eyes.patch_size) ** 2 // tokens
+        patches = (vision.image_size // vision.patch_size) ** 2 // tokens
     else:
-        patches = round(1 / getattr(eyes, "pixel_shuffle_ratio", 1.0) ** 2)
+        patches = round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
     learns = any(p.requires_grad for p in tower.parameters())
     for name, parameter in tower.named_parameters():
         times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches

@@ -23,7 +23,7 @@ from drumline.report.bars import OnProgress
 
 
 @dataclass(frozen=True)
-class Asked:
+class LauncherSignals:
     """`question`, and what the user should know of how it came about. `model`, `model_path`: where the policy's config is had from."""
 
     question: Question
@@ -43,7 +43,7 @@ class Found:
     how: str = ""
 
 
-def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
+def ask(loaded: Loaded, on_progress: OnProgress) -> LauncherSignals:
     """Raises ModelError for a model whose shape cannot be had, and whatever the config's own mistakes raise."""
     from drumline.models import load as models
     from drumline.models.classes import with_classes
@@ -66,7 +66,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> Asked:
     cluster = _cluster(config)
     deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
     question = Question(config, cluster, facts, data, roles, role_facts, deepspeed=deepspeed)
-    return Asked(question, (*notes, *cluster.notes), policy.model, policy.path)
+    return LauncherSignals(question, (*notes, *cluster.notes), policy.model, policy.path)
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
@@ -91,7 +91,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
     cached = _cached(shapes.hub_id(name), model.revision)
     if cached is not None:
         return Found(load_config(cached, model), model, cached)
-    written = shapes.written_as(known, model)
+    written = shapes.with_config(known, model)
     return Found(load_config(None, written), written, None, f"{name} is not on this machine; its shape is known")
 
 

@@ -148,11 +148,11 @@ class Progress:
             return
         self.measured = event
         off = f"off by more than 15%: {', '.join(event['warned'])}" if event["warned"] else "as planned"
-        told = [f"peak {size(event['memory']['peak'])} a rank"]
+        parts = [f"peak {size(event['memory']['peak'])} a rank"]
         if "total" in event["seconds"]:
-            told.append(f"step {event['seconds']['total']:.3g} s")
+            parts.append(f"step {event['seconds']['total']:.3g} s")
         run_dir = shlex.quote(self.start.get("run_dir", "RUN"))
-        self._say(f"measured: {' · '.join(told)} · {off} (drumline plan --check {run_dir})", "yellow" if event["warned"] else "")
+        self._say(f"measured: {' · '.join(parts)} · {off} (drumline plan --check {run_dir})", "yellow" if event["warned"] else "")
 
     def _on_save(self, event: dict[str, Any]) -> None:
         if event["error"]:

@@ -23,7 +23,7 @@ from drumline.rl.generate import HFGenerator
 from drumline.rl.rewards import Item, Rewards
 from drumline.rl.sampling import Request
 from drumline.use.evaluate import planned, show, write
-from drumline.use.open import Opened, open_plan
+from drumline.use.open import LoadedModel, open_plan
 
 TOGETHER = 16  # sequences generated side by side
 SHOWN = 20  # answers that eval.json keeps
@@ -46,28 +46,28 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
         fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
         raise UserError(f"it is for algorithm sft, and this is {plan.config.algorithm.kind}", where="--generate", fix=fix)
     began = time.time()
-    opened, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
-    asked = list(islice(_questions(plan, opened, base_dir), number))
-    if not asked:
+    loaded, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
+    questions = list(islice(_questions(plan, loaded, base_dir), number))
+    if not questions:
         raise DataError("no held-out row has a prompt before its answer", where="data.eval", fix="leave --generate out")
-    said, figures = _answer(plan, opened, asked)
-    if all(question.meta for question in asked):
-        items = [Item("", text, 0, question.meta) for text, question in zip(said, asked, strict=True)]
+    answers, metrics = _answer(plan, loaded, questions)
+    if all(question.meta for question in questions):
+        items = [Item("", text, 0, question.meta) for text, question in zip(answers, questions, strict=True)]
         with Rewards([TaskReward()], base_dir) as rewards:
             scored = rewards.score(items)
-        figures["verified"] = sum(s.value for s in scored) / len(scored)
-    show(f"{weights.origin} on {len(asked)} held-out prompts, answered greedily", figures)
-    shown = [{"answer": text, "right": question.answer} for text, question in zip(said, asked, strict=True)][:SHOWN]
-    write(run_dir, "generated", {"weights": weights.origin, "seconds": time.time() - began, "metrics": figures, "answers": shown})
+        metrics["verified"] = sum(s.value for s in scored) / len(scored)
+    show(f"{weights.origin} on {len(questions)} held-out prompts, answered greedily", metrics)
+    shown = [{"answer": text, "right": question.answer} for text, question in zip(answers, questions, strict=True)][:SHOWN]
+    write(run_dir, "generated", {"weights": weights.origin, "seconds": time.time() - began, "metrics": metrics, "answers": shown})
     return 0
 
 
-def _questions(plan: Plan, opened: Opened, base_dir: Path) -> Iterator[Question]:
+def _questions(plan: Plan, loaded: LoadedModel, base_dir: Path) -> Iterator[Question]:
     """Tasks with what their verifiers ask for, where all of data.eval is tasks; else the last answer of each held-out row."""
     config, data = plan.config, plan.data
     assert data is not None and data.eval_cache is not None, "looked at before"
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
-        encoder = Encoder(opened.tokenizer, everything=False, data=config.data)
+        encoder = Encoder(loaded.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:
             for row in read_rows(source, base_dir, PROMPTS):
                 yield Question(encoder.prompt(row.values["prompt"], row.origin)[1], str(row.extra["answer"]), row.extra)
@@ -79,21 +79,21 @@ def _questions(plan: Plan, opened: Opened, base_dir: Path) -> Iterator[Question]
             silent = np.flatnonzero(learn[:stop] == 0)
             start = int(silent[-1]) + 1 if len(silent) else 0
             if start:
-                answer = opened.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
+                answer = loaded.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
                 yield Question(tokens[:start].tolist(), answer)
 
 
-def _answer(plan: Plan, opened: Opened, asked: list[Question]) -> tuple[list[str], dict[str, Any]]:
+def _answer(plan: Plan, loaded: LoadedModel, questions: list[Question]) -> tuple[list[str], dict[str, Any]]:
     """Answers in order, each at most as long as data.max_length leaves room for."""
-    room = max(1, plan.config.data.max_length - max(len(question.tokens) for question in asked))
+    room = max(1, plan.config.data.max_length - max(len(question.tokens) for question in questions))
     config = HFConfig(top_k=1, max_new_tokens=room, batch=TOGETHER)
-    requests = [Request(question.tokens, (number,)) for number, question in enumerate(asked)]
-    done = HFGenerator(config, opened.model, opened.tokenizer, plan.config.run.seed).generate(requests, 0)
-    said = [opened.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in done]
-    right = sum(text.strip() == question.answer.strip() for text, question in zip(said, asked, strict=True))
-    figures: dict[str, Any] = {
-        "exact": right / len(asked),
+    requests = [Request(question.tokens, (number,)) for number, question in enumerate(questions)]
+    done = HFGenerator(config, loaded.model, loaded.tokenizer, plan.config.run.seed).generate(requests, 0)
+    answers = [loaded.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in done]
+    right = sum(text.strip() == question.answer.strip() for text, question in zip(answers, questions, strict=True))
+    metrics: dict[str, Any] = {
+        "exact": right / len(questions),
         "ended": sum(completion.ended for completion in done) / len(done),
         "tokens": sum(len(completion.tokens) for completion in done) / len(done),
     }
-    return said, figures
+    return answers, metrics

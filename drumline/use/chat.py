@@ -14,7 +14,7 @@ from drumline.errors import DataError, UserError
 from drumline.foreign import judged
 from drumline.report.bars import bars
 from drumline.rl.generate import end_tokens
-from drumline.use.open import Opened, open_model
+from drumline.use.open import LoadedModel, open_model
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
 Message = dict[str, str]
@@ -23,9 +23,9 @@ Message = dict[str, str]
 def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
     """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
     with bars(Console(stderr=True)) as on_progress:
-        opened = open_model(place, on_progress, trust)
-    talk = Conversation(opened, max_new_tokens, temperature, system)
-    _tell(f"{opened.origin} — {COMMANDS}")
+        loaded = open_model(place, on_progress, trust)
+    talk = Conversation(loaded, max_new_tokens, temperature, system)
+    _tell(f"{loaded.origin} — {COMMANDS}")
     if not talk.has_template:
         _tell("it has no chat template: each line is continued by itself")
     with CtrlC():
@@ -44,51 +44,51 @@ def chat(place: str, max_new_tokens: int, temperature: float, system: str | None
 class Conversation:
     """What was said so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time."""
 
-    opened: Opened
+    loaded: LoadedModel
     max_new_tokens: int
     temperature: float
     system: str | None
     turns: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        tokenizer = self.opened.tokenizer
+        tokenizer = self.loaded.tokenizer
         self.has_template = bool(tokenizer.chat_template)
         if self.system is not None and not self.has_template:
             raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
-        text = self.opened.model.config.get_text_config()
+        text = self.loaded.model.config.get_text_config()
         self.positions: int = getattr(text, "max_position_embeddings", None) or sys.maxsize
-        self.ends = sorted(end_tokens(self.opened.model, tokenizer))
+        self.ends = sorted(end_tokens(self.loaded.model, tokenizer))
 
     def answer(self, line: str) -> str:
         """Print the answer as it comes, and keep both. Ctrl-C ends it early: what was said until then stays said."""
         import torch
 
-        asked = {"role": "user", "content": line}
-        if (size := len(self._tokens([asked]))) >= self.positions:
+        question = {"role": "user", "content": line}
+        if (size := len(self._tokens([question]))) >= self.positions:
             _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
             return ""
-        self.turns.append(asked)
+        self.turns.append(question)
         ids = self._prompt()
         room = min(self.max_new_tokens, self.positions - len(ids))
-        out = printer(self.opened.tokenizer)
-        ids_BT = torch.tensor([ids], device=self.opened.model.device)
+        out = printer(self.loaded.tokenizer)
+        ids_BT = torch.tensor([ids], device=self.loaded.model.device)
         sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
         try:
             with torch.no_grad():
-                self.opened.model.generate(
+                self.loaded.model.generate(
                     ids_BT,
                     attention_mask=torch.ones_like(ids_BT),
                     streamer=out,
                     max_new_tokens=room,
                     eos_token_id=self.ends or None,
-                    pad_token_id=self.opened.tokenizer.pad_token_id or (self.ends or [0])[0],
+                    pad_token_id=self.loaded.tokenizer.pad_token_id or (self.ends or [0])[0],
                     **sampled,
                 )
         except KeyboardInterrupt:
             out.on_finalized_text(" …", stream_end=True)
-        said = "".join(out.said)
-        self.turns.append({"role": "assistant", "content": said})
-        return said
+        answer = "".join(out.answer)
+        self.turns.append({"role": "assistant", "content": answer})
+        return answer
 
     def _prompt(self) -> list[int]:
         """The conversation as tokens; its oldest turns give way where it leaves too few positions for an answer."""
@@ -100,11 +100,11 @@ class Conversation:
         return ids
 
     def _tokens(self, turns: list[Message]) -> list[int]:
-        tokenizer = self.opened.tokenizer
+        tokenizer = self.loaded.tokenizer
         if not self.has_template:
             return list(tokenizer(turns[0]["content"])["input_ids"])
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        with judged("the chat template refuses this conversation", self.opened.origin, DataError):
+        with judged("the chat template refuses this conversation", self.loaded.origin, DataError):
             text = tokenizer.apply_chat_template([*system, *turns], tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -116,16 +116,16 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printer(tokenizer: Any) -> Any:
-    """A streamer that prints what comes, word by word, and keeps it in `said`."""
+    """A streamer that prints what comes, word by word, and keeps it in `answer`."""
     from transformers import TextStreamer
 
     class Printer(TextStreamer):
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.said: list[str] = []
+            self.answer: list[str] = []
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.said.append(text)
+            self.answer.append(text)
             print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
 
     return Printer()

@@ -38,7 +38,7 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
         raise UserError("drumline eval starts its own processes", where=str(launched_by()), fix="call it by itself")
     plan, weights, run_dir = planned(config_path, overrides, place)
     began = time.time()
-    code, figures = _measure(plan, weights)
+    code, metrics = _measure(plan, weights)
     if code:
         return code
     result = {
@@ -48,9 +48,9 @@ def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int
         "world_size": plan.mesh.world_size,
         "precision": plan.precision,
         "seconds": time.time() - began,
-        **figures,
+        **metrics,
     }
-    show(f"{weights.origin} on {figures['samples']} held-out samples", figures["metrics"])
+    show(f"{weights.origin} on {metrics['samples']} held-out samples", metrics["metrics"])
     write(run_dir, "held_out", result)
     return 0
 

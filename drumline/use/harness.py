@@ -35,8 +35,8 @@ def harness(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     began = time.time()
     results = _evaluate(model_of(source, TRUSTED in overrides), [task.strip() for task in tasks if task.strip()], limit, include_path)
-    figures = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
-    show(f"{source} by lm-eval", figures)
+    metrics = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
+    show(f"{source} by lm-eval", metrics)
     if (source / "plan.json").exists():
         write(source, "lm_eval", {"seconds": time.time() - began, "limit": limit, "tasks": results})
     return 0
@@ -50,8 +50,8 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
 
         return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu", "trust_remote_code": trust}
     with bars(Console(stderr=True)) as on_progress:
-        opened = open_model(str(source), on_progress, trust)
-    return {"pretrained": opened.model, "tokenizer": opened.tokenizer}
+        loaded = open_model(str(source), on_progress, trust)
+    return {"pretrained": loaded.model, "tokenizer": loaded.tokenizer}
 
 
 def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None) -> dict[str, dict[str, float]]:

@@ -24,7 +24,7 @@ SILENT_KINDS = ("reward", "classify")  # algorithms whose models do not write
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """`model`: whole, on one device, in eval mode. `origin`: what it is, in words."""
 
     model: Any
@@ -32,7 +32,7 @@ class Opened:
     origin: str
 
 
-def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Opened:
+def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> LoadedModel:
     """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
     `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
     quiet()
@@ -44,7 +44,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Open
         exported = exported_folder(folder)
         if exported is None:
             model, tokenizer, checkpoint = read_run(folder, trust=trust)
-            return Opened(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
+            return LoadedModel(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
         return _from_folder(str(exported), trust)
     if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         return _from_folder(str(folder), trust)
@@ -59,17 +59,17 @@ def exported_folder(run: Path) -> Path | None:
     return folder if any((folder / name).exists() for name in ("config.json", ADAPTER)) else None
 
 
-def open_plan(plan: Plan, checkpoint: Path | None) -> Opened:
+def open_plan(plan: Plan, checkpoint: Path | None) -> LoadedModel:
     """The plan's model with the weights of a checkpoint, whichever run it is of; None: as training starts from it."""
     if checkpoint is not None:
         model, tokenizer = read_checkpoint(plan, checkpoint)
-        return Opened(_placed(model), tokenizer, str(checkpoint))
+        return LoadedModel(_placed(model), tokenizer, str(checkpoint))
     config = plan.config.model
     model = build_model(plan.model_path, config, seed=derive(plan.config.run.seed, "weights"))
-    return Opened(_placed(model), load_tokenizer(plan.model_path, config), str(plan.model_path))
+    return LoadedModel(_placed(model), load_tokenizer(plan.model_path, config), str(plan.model_path))
 
 
-def _from_folder(source: str, trust_remote_code: bool) -> Opened:
+def _from_folder(source: str, trust_remote_code: bool) -> LoadedModel:
     model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(source, model)
     adapter = Path(source) / ADAPTER
@@ -77,17 +77,17 @@ def _from_folder(source: str, trust_remote_code: bool) -> Opened:
         base = read_object(adapter, ModelError).get("base_model_name_or_path")
         if not isinstance(base, str):
             raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
-        return Opened(_placed(_with_adapter(base, source, model)), tokenizer, f"{source} over {base}")
-    return Opened(_placed(_read(source, model)), tokenizer, source)
+        return LoadedModel(_placed(_with_adapter(base, source, model)), tokenizer, f"{source} over {base}")
+    return LoadedModel(_placed(_read(source, model)), tokenizer, source)
 
 
 def _read(source: str, model: ModelConfig) -> Any:
     import torch
 
     config = load_config(source, model)
-    written = getattr(config, "architectures", None) or [""]
-    if any(name.endswith("Classification") for name in written):
-        raise ModelError(f"{written[0]} gives numbers, not text", where=source, fix="name a language model")
+    architectures = getattr(config, "architectures", None) or [""]
+    if any(name.endswith("Classification") for name in architectures):
+        raise ModelError(f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model")
     return from_hub(source, model, lambda: auto_class(config).from_pretrained(source, dtype=torch.float32, **hub_options(source, model)))
 
 

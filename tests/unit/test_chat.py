@@ -17,7 +17,7 @@ import torch
 from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
 from drumline.use.chat import CONTROLS, Conversation, printer
-from drumline.use.open import Opened, open_model
+from drumline.use.open import LoadedModel, open_model
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -33,15 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(folder: Path) -> Opened:
+def loaded(folder: Path) -> LoadedModel:
     return open_model(str(folder), quietly)
 
 
-def greedy(opened: Opened, text: str, number: int) -> str:
+def greedy(loaded: LoadedModel, text: str, number: int) -> str:
     """What transformers' own generate says to a rendered text."""
-    ids = opened.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    out = opened.model.generate(**ids, max_new_tokens=number, do_sample=False)
-    return opened.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids = loaded.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    out = loaded.model.generate(**ids, max_new_tokens=number, do_sample=False)
+    return loaded.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -51,30 +51,30 @@ def turn(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def test_it_answers_and_keeps_what_was_said(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
-    talk, ask = Conversation(opened, 12, 0.0, "Be brief."), "<|im_start|>assistant\n"
+def test_it_answers_and_keeps_what_was_said(loaded: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, ask = Conversation(loaded, 12, 0.0, "Be brief."), "<|im_start|>assistant\n"
     first = talk.answer("one?")
-    assert first and first == greedy(opened, SYSTEM + turn("user", "one?") + ask, 12)
+    assert first and first == greedy(loaded, SYSTEM + turn("user", "one?") + ask, 12)
     assert capsys.readouterr().out == CONTROLS.sub("�", first) + "\n"
     second = talk.answer("two?")
-    assert second == greedy(opened, SYSTEM + turn("user", "one?") + turn("assistant", first) + turn("user", "two?") + ask, 12)
-    assert [said["role"] for said in talk.turns] == ["user", "assistant"] * 2
+    assert second == greedy(loaded, SYSTEM + turn("user", "one?") + turn("assistant", first) + turn("user", "two?") + ask, 12)
+    assert [answer["role"] for answer in talk.turns] == ["user", "assistant"] * 2
 
 
-def test_it_stops_where_the_template_ends_a_turn(opened: Opened) -> None:
+def test_it_stops_where_the_template_ends_a_turn(loaded: LoadedModel) -> None:
     """The end-of-sequence token of a base model is another than that of the template put over it."""
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
-    assert set(Conversation(Opened(opened.model, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
+    assert set(Conversation(LoadedModel(loaded.model, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
     assert turn_end(tiny_tokenizer(chat_template=None)) is None
     assert turn_end(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")) is None
 
 
 def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    opened = open_model(str(folder), quietly)
-    opened.model.config.max_position_embeddings = 64
-    talk = Conversation(opened, 20, 0.0, None)
+    loaded = open_model(str(folder), quietly)
+    loaded.model.config.max_position_embeddings = 64
+    talk = Conversation(loaded, 20, 0.0, None)
     for line in ("one two three?", "four five six?", "seven?"):
         assert talk.answer(line)
     assert len(talk.turns) < 6 and talk.turns[-2]["content"] == "seven?"
@@ -83,8 +83,8 @@ def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nothing is answered" in capsys.readouterr().err
 
 
-def test_without_a_template_each_line_is_continued(opened: Opened) -> None:
-    bare = Opened(opened.model, tiny_tokenizer(chat_template=None), "bare")
+def test_without_a_template_each_line_is_continued(loaded: LoadedModel) -> None:
+    bare = LoadedModel(loaded.model, tiny_tokenizer(chat_template=None), "bare")
     talk = Conversation(bare, 5, 0.0, None)
     talk.answer("one two")
     assert talk.answer("three") == greedy(bare, "three", 5)
@@ -95,24 +95,26 @@ def test_without_a_template_each_line_is_continued(opened: Opened) -> None:
 def test_a_model_has_no_say_over_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     out = printer(tiny_tokenizer())
     out.on_finalized_text("red: \x1b[31m\n\ttab", stream_end=True)
-    assert capsys.readouterr().out == "red: �[31m\n\ttab\n" and out.said == ["red: \x1b[31m\n\ttab"]
+    assert capsys.readouterr().out == "red: �[31m\n\ttab\n" and out.answer == ["red: \x1b[31m\n\ttab"]
 
 
-def test_a_refusing_template_is_one_line(opened: Opened) -> None:
+def test_a_refusing_template_is_one_line(loaded: LoadedModel) -> None:
     strict = CHATML + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     with pytest.raises(DataError, match="no system, please"):
-        Conversation(Opened(opened.model, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
+        Conversation(LoadedModel(loaded.model, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
 
 
 @pytest.mark.slow
 def test_the_command_reads_a_pipe(folder: Path) -> None:
     """Answers and nothing else on standard output; `/exit` leaves what follows unread."""
     command = [sys.executable, "-m", "drumline", "chat", str(folder), "--max-new-tokens", "6", "--temperature", "0"]
-    said = subprocess.run(command, input="one?\n\n/what\n/clear\none?\n/exit\nmore\n", capture_output=True, text=True, env=ENV, timeout=100)
-    assert said.returncode == 0, said.stderr
-    half = len(said.stdout) // 2  # the same question twice, with nothing before it
-    assert said.stdout[:half] == said.stdout[half:] and said.stdout.endswith("\n") and half > 1
-    assert "no command /what" in said.stderr and "Traceback" not in said.stderr
+    ended = subprocess.run(
+        command, input="one?\n\n/what\n/clear\none?\n/exit\nmore\n", capture_output=True, text=True, env=ENV, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    half = len(ended.stdout) // 2  # the same question twice, with nothing before it
+    assert ended.stdout[:half] == ended.stdout[half:] and ended.stdout.endswith("\n") and half > 1
+    assert "no command /what" in ended.stderr and "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
@@ -153,9 +155,9 @@ def test_a_run_is_opened_exported_or_not(folder: Path, tmp_path: Path, prepare: 
     weights = save_steps(tmp_path / "run", plan, [3.0, 1.0, 2.0])
     if prepare:
         prepare(tmp_path / "run")
-    opened = open_model(str(tmp_path / "run"), quietly)
-    assert torch.equal(first_weight(opened.model), weights[2]["model.embed_tokens.weight"]), "the best"
-    assert ("not exported" in opened.origin) == (prepare is None)
+    loaded = open_model(str(tmp_path / "run"), quietly)
+    assert torch.equal(first_weight(loaded.model), weights[2]["model.embed_tokens.weight"]), "the best"
+    assert ("not exported" in loaded.origin) == (prepare is None)
 
 
 def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None:
@@ -167,9 +169,9 @@ def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    opened = open_model(str(tmp_path), quietly)
-    assert torch.equal(first_weight(opened.model), before[0])
-    assert not torch.equal(opened.model.model.layers[0].self_attn.q_proj.weight, before[1])
+    loaded = open_model(str(tmp_path), quietly)
+    assert torch.equal(first_weight(loaded.model), before[0])
+    assert not torch.equal(loaded.model.model.layers[0].self_attn.q_proj.weight, before[1])
 
 
 @pytest.mark.slow

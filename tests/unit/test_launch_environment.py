@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from drumline.cli import main
-from drumline.core.signals import Asked, CtrlC, Interrupted, Stoppable
+from drumline.core.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 from drumline.errors import EnvironmentFault
 from drumline.launchers.environment import TASK, TASKS, another_does, first_rank, launched_by, listen, port_holder, require_rendezvous
 
@@ -80,14 +80,14 @@ def terminal() -> Iterator[None]:
 @pytest.mark.usefixtures("terminal")
 def test_signals_are_noted_once_and_handlers_come_back() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
-    with Asked() as asked:
+    with LauncherSignals() as asked:
         assert asked.number == 0
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)  # to this thread: kill may choose another
         assert asked.number == signal.SIGUSR1 and not asked.at_once, "repeated signals are no hurry"
         signal.raise_signal(signal.SIGINT)
         assert asked.number == signal.SIGUSR1 and asked.at_once
-    with Asked() as asked:
+    with LauncherSignals() as asked:
         signal.raise_signal(signal.SIGHUP)
         assert asked.number == signal.SIGTERM, "ranks have no handler for a lost terminal"
     assert before == {number: signal.getsignal(number) for number in before}
@@ -194,7 +194,7 @@ def test_a_signal_in_a_finaliser_is_not_lost() -> None:
     assert went_on
     with Stoppable():  # what is launched after it takes it over
         Deaf()
-        with Asked() as asked:
+        with LauncherSignals() as asked:
             assert asked.number == signal.SIGTERM
 
 
@@ -202,7 +202,7 @@ def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Asked() as asked:
+        with LauncherSignals() as asked:
             os.kill(os.getpid(), signal.SIGHUP)
         assert asked.number == 0 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -6,7 +6,7 @@ import pytest
 
 from drumline.core.model import ModelConfig
 from drumline.models.load import facts, load_config
-from drumline.models.shapes import KNOWN, find, hub_id, near, written_as
+from drumline.models.shapes import KNOWN, find, hub_id, near, with_config
 
 # As the hub counts the tensors of their safetensors files; None: the name's own figure, to a tenth.
 PUBLISHED = {
@@ -60,12 +60,12 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_published(name: str) -> None:
-    assert facts(load_config(None, written_as(KNOWN[name], ModelConfig(id=name))), 128).parameters == PUBLISHED[name]
+    assert facts(load_config(None, with_config(KNOWN[name], ModelConfig(id=name))), 128).parameters == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.9e9), ("qwen3-30b-a3b", 3.3e9), ("qwen3-235b-a22b", 22.2e9)])
 def test_a_token_meets_the_experts_that_are_chosen_for_it(name: str, active: float) -> None:
-    found = facts(load_config(None, written_as(KNOWN[name], ModelConfig(id=name))), 128)
+    found = facts(load_config(None, with_config(KNOWN[name], ModelConfig(id=name))), 128)
     looked_up = found.vocab_size * found.hidden
     products = (found.flops_per_token - found.layers * found.attention_flops) / 6
     assert products + looked_up == pytest.approx(active, rel=0.02), "as published"
