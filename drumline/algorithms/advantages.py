@@ -13,20 +13,27 @@ STD_EPSILON = 1e-4
 VARIANCE_EPSILON = 1e-8
 
 
-def group_advantages(rewards_PG: torch.Tensor, scale: Literal["group", "batch", "none"]) -> torch.Tensor:
+def group_advantages(
+    rewards_PG: torch.Tensor, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"] = "grpo"
+) -> torch.Tensor:
     """Reward less the mean of its group, over the standard deviation (n − 1) of the group or of the rollout: GRPO, Shao et al. 2024,
-    equation 3; `none` is Dr. GRPO's, Liu et al. 2025.
+    equation 3; `none` is Dr. GRPO's, Liu et al. 2025. `rloo`: less the mean of the others of its group (Ahmadian et al. 2024),
+    n / (n − 1) times that; under scale `batch` over the standard deviation of the rollout's advantages, as TRL has it.
 
     fp32 or fp64[P, G]. NaN is a reward that could not be had: it is left out of means and deviations, and its advantage is 0. A group
     whose rewards are all alike, or of which one is left, has advantages 0.
     """
     known_PG = ~rewards_PG.isnan()
     centred_PG = _centred(rewards_PG, known_PG)
+    if estimator == "rloo":
+        known_P1 = known_PG.sum(1, keepdim=True)
+        centred_PG = centred_PG * known_P1 / (known_P1 - 1).clamp(min=1)
     if scale == "none":
         return centred_PG
     if scale == "group":
         return centred_PG / (_deviation(centred_PG, known_PG) + STD_EPSILON)
-    flat_1N, known_1N = rewards_PG.reshape(1, -1), known_PG.reshape(1, -1)
+    spread_PG = rewards_PG if estimator == "grpo" else centred_PG
+    flat_1N, known_1N = spread_PG.reshape(1, -1), known_PG.reshape(1, -1)
     return centred_PG / (_deviation(_centred(flat_1N, known_1N), known_1N) + STD_EPSILON)
 
 

@@ -25,7 +25,13 @@ def build_algorithm(config: Config) -> Algorithm:
     if isinstance(algorithm, RewardModelConfig):
         return RewardModel(algorithm.margin, algorithm.center)
     if isinstance(algorithm, DPOConfig):
-        return DPO(algorithm.beta, algorithm.loss, algorithm.label_smoothing, algorithm.sft_weight, algorithm.loss_chunk)
+        return DPO(
+            beta=algorithm.beta,
+            loss={algorithm.loss: 1.0},
+            label_smoothing=algorithm.label_smoothing,
+            sft_weight=algorithm.sft_weight,
+            chunk=algorithm.loss_chunk,
+        )
     raise AssertionError(algorithm.kind)
 
 

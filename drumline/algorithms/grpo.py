@@ -1,4 +1,5 @@
-"""Group-relative policy optimisation (Shao et al. 2024) and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
+"""Group-relative policy optimisation (Shao et al. 2024) and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et al.
+2025), CISPO (MiniMax-M1, 2025), the two-sided clip of INTELLECT-2 (2025), RLOO (Ahmadian et al. 2024)."""
 
 from __future__ import annotations
 
@@ -8,27 +9,37 @@ from typing import Any, Literal
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.policy import PolicyGradient, movement, reference_kl, surrogate
+from drumline.algorithms.policy import PolicyGradient, level_ratio, movement, reference_kl, surrogate, weighted_likelihood
 from drumline.data.episodes import EpisodeBatch
 
 
 @dataclass(frozen=True)
 class GRPO(PolicyGradient):
-    """Σ w (c · surrogate + β · KL) over tokens; advantages and weights w come with the batch, which is where the kin differ.
+    """Σ w (c · surrogate + β · KL − entropy_weight · entropy) over tokens; advantages and weights w come with the batch.
 
-    c is `importance`: 1, or min(π_old/π_sampler, `cap`) of the token or of the whole completion, for a generator that is not quite the
-    policy (truncated importance sampling, Yao et al. 2025). β is `kl.coefficient`; 0 takes no reference.
+    The surrogate is PPO's clip or CISPO's, of the probability ratio of tokens or of completions (`ratio`). c is `importance`: 1, or
+    min(π_old/π_sampler, `cap`) of the token or of the whole completion, for a generator that is not quite the policy (truncated importance
+    sampling, Yao et al. 2025). β is `kl.coefficient`; 0 takes no reference. The entropy is weighted as the loss is; TRL takes its mean over
+    tokens, which is the same under `normalize: token`.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    delta: float | None = None
+    surrogate: Literal["clip", "cispo"] = "clip"
+    ratio: Literal["token", "sequence", "product"] = "token"
+    entropy_weight: float = 0.0
     importance: Literal["none", "token", "sequence"] = "none"
     importance_cap: float = 2.0
 
     def objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
         log_ratio_BT = log_probs_BT - old_BT
-        loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.clip_low, self.clip_high)
+        level_BT = level_ratio(log_ratio_BT, batch.targets_BT, self.ratio)
+        if self.surrogate == "cispo":
+            loss_BT, clipped_BT = weighted_likelihood(level_BT, log_probs_BT, batch.advantages_BT, 1 + self.clip_high)
+        else:
+            loss_BT, clipped_BT = surrogate(level_BT, batch.advantages_BT, self.clip_low, self.clip_high, self.delta)
         sums = movement(log_ratio_BT, clipped_BT, entropy_BT, batch)
         if self.importance != "none":
             weight_BT = importance_weights(old_BT, batch, self.importance, self.importance_cap)
@@ -37,6 +48,8 @@ class GRPO(PolicyGradient):
             sums |= {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
         policy = (loss_BT * batch.weights_BT).sum()
         loss_sum, sums["policy"] = policy, policy.detach()
+        if self.entropy_weight:
+            loss_sum = loss_sum - self.entropy_weight * (entropy_BT * batch.weights_BT).sum()
         if self.kl.coefficient:
             kl_BT = reference_kl(log_probs_BT, batch, self.estimator)
             loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()

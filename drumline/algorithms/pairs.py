@@ -3,8 +3,46 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from drumline.algorithms.base import Algorithm, LossOut
+from drumline.data.batches import IGNORE
+
+FIGURES = ("accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPairs(Algorithm):
+    """The base of algorithms that compare log-probabilities of two answers. `chunk`: tokens whose logits exist at once; 0: all."""
+
+    chunk: int
+
+    def score(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Log-probability of each row's answer, fp64[B]: a score is the small difference of two of these."""
+        log_probs_BT, _ = outputs.log_probs(batch.targets_BT, self.chunk)
+        return log_probs_BT.double().sum(1)
+
+    def out(self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any) -> LossOut:
+        """The loss summed over the pairs that are real, and what `figures` reads."""
+        chosen_P, rejected_P = sides(log_probs_B)
+        won_P, lost_P = sides(rewards_B.detach())
+        values = ((won_P > lost_P).double(), won_P - lost_P, won_P, lost_P, chosen_P, rejected_P)
+        return LossOut((loss_P * batch.real_P).sum().float(), pair_sums(batch.real_P, **dict(zip(FIGURES, values, strict=True))))
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.figures(sums)}
+
+    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+        """Means over pairs. Rewards are β × score, the margin their difference, as TRL has them."""
+        return means(sums, *FIGURES)
+
+
+def answer_tokens(batch: Any) -> torch.Tensor:
+    """Tokens of each row's answer, int64[B], at least 1."""
+    return (batch.targets_BT != IGNORE).sum(1).clamp(min=1)
 
 
 def sides(values_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

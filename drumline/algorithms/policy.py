@@ -81,13 +81,38 @@ class PolicyGradient(Algorithm):
 
 
 def surrogate(
-    log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float
+    log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float, delta: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
-    equation 7); and bool: where the clip took the gradient away."""
+    equation 7); and bool: where the clip took the gradient away.
+
+    `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime Intellect 2025, two-sided clip)."""
     ratio_BT = log_ratio_BT.exp()
-    free_BT, bounded_BT = ratio_BT * advantages_BT, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    return -torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
+    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
+    if delta is None:
+        free_BT = ratio_BT * advantages_BT
+        return -torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
+    free_BT = ratio_BT.clamp(max=delta) * advantages_BT
+    return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | ((ratio_BT > delta) & (advantages_BT < 0))
+
+
+def weighted_likelihood(
+    log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, advantages_BT: torch.Tensor, highest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO's loss of each token, −min(ρ, highest) A log π with no gradient through ρ (MiniMax-M1, 2025; without a lower clip, as
+    the authors use it and TRL has it): every token keeps a gradient. And bool: where ρ was cut."""
+    ratio_BT = log_ratio_BT.detach().exp()
+    return -ratio_BT.clamp(max=highest) * advantages_BT * log_probs_BT, ratio_BT > highest
+
+
+def level_ratio(log_ratio_BT: torch.Tensor, targets_BT: torch.Tensor, level: Literal["token", "sequence", "product"]) -> torch.Tensor:
+    """log ρ at every place of a row, [B, T]: `token` each token's own; `sequence` their mean over the completion (GSPO, Zheng et al. 2025,
+    equation 7); `product` their sum, the ratio of the whole completion (RLOO, Ahmadian et al. 2024)."""
+    if level == "token":
+        return log_ratio_BT
+    counts_BT = targets_BT != IGNORE
+    total_B1 = torch.where(counts_BT, log_ratio_BT, 0.0).sum(1, keepdim=True)
+    return (total_B1 / counts_BT.sum(1, keepdim=True).clamp(min=1) if level == "sequence" else total_B1).expand_as(log_ratio_BT)
 
 
 def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:

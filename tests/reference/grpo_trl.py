@@ -1,4 +1,4 @@
-"""Makes grpo_trl.json: a fixed batch, and the losses and gradients that TRL's GRPOTrainer gives for it. Needs trl (made with 1.16.0).
+"""Makes grpo_trl.json: a fixed batch, and the losses and gradients of TRL's GRPOTrainer and RLOOTrainer for it. Needs trl (1.16.0).
 
     python tests/reference/grpo_trl.py
 
@@ -14,21 +14,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 EPISODES, LONGEST, VOCABULARY, MAX_COMPLETION = 6, 5, 7, 8
 LENGTHS = [5, 3, 1, 4, 2, 5]
 BETA, CAP = 0.1, 1.5
-# TRL's loss_type, our normalize; KL weight; upper clip; level of the generator's correction
-CASES = {
-    "grpo": ("grpo", "sequence", 0.0, 0.2, "none"),
-    "grpo_kl": ("grpo", "sequence", BETA, 0.2, "none"),
-    "dr_grpo": ("dr_grpo", "constant", 0.0, 0.2, "none"),
-    "dapo": ("dapo", "token", 0.0, 0.28, "none"),
-    "dapo_kl": ("dapo", "token", BETA, 0.28, "none"),
-    "grpo_importance_token": ("grpo", "sequence", BETA, 0.2, "token"),
-    "dapo_importance_sequence": ("dapo", "token", 0.0, 0.28, "sequence"),
+# TRL's loss_type, and what differs from its defaults. `importance`: level of the generator's correction.
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "grpo_kl": {"loss_type": "grpo", "beta": BETA},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo", "clip_high": 0.28},
+    "dapo_kl": {"loss_type": "dapo", "beta": BETA, "clip_high": 0.28},
+    "grpo_importance_token": {"loss_type": "grpo", "beta": BETA, "importance": "token"},
+    "dapo_importance_sequence": {"loss_type": "dapo", "clip_high": 0.28, "importance": "sequence"},
+    "gspo": {"loss_type": "grpo", "ratio": "sequence", "clip_high": 0.05},
+    "gspo_tight": {"loss_type": "dapo", "beta": BETA, "ratio": "sequence", "clip_high": 0.02},
+    "cispo": {"loss_type": "cispo", "clip_high": 0.1},
+    "cispo_sequence": {"loss_type": "cispo", "ratio": "sequence", "beta": BETA, "clip_high": 0.05},
+    "two_sided": {"loss_type": "grpo", "delta": 1.3},
+    "entropy": {"loss_type": "dapo", "entropy_weight": 0.3},
+    "rloo": {"loss_type": "rloo", "ratio": "product"},
 }
+NORMALIZE = {"grpo": "sequence", "rloo": "sequence", "dr_grpo": "constant", "dapo": "token", "cispo": "token"}
 
 
 def main() -> None:
@@ -54,8 +62,9 @@ def main() -> None:
         "advantages_B": advantages_B,
     }
     cases = {}
-    for name, (loss_type, normalize, beta, clip_high, importance) in CASES.items():
+    for name, options in CASES.items():
         leaf = logits_BMV.clone().requires_grad_()
+        importance = options.get("importance", "none")
         batch: dict[str, Any] = {
             "prompt_ids": torch.zeros(EPISODES, 1, dtype=torch.long),
             "prompt_mask": torch.ones(EPISODES, 1, dtype=torch.long),
@@ -63,6 +72,7 @@ def main() -> None:
             "completion_mask": mask_BM,
             "advantages": advantages_B,
             "old_per_token_logps": old_BM,
+            "old_logps": (old_BM * mask_BM).sum(1),
             "ref_per_token_logps": reference_BM,
             "num_items_in_batch": mask_BM.sum(),
         }
@@ -71,13 +81,13 @@ def main() -> None:
             difference = (old_BM - sampler_BM) * mask_BM
             difference = difference.sum(-1, keepdim=True) if importance == "sequence" else difference
             batch["importance_sampling_ratio"] = difference.exp().clamp(max=CAP)
-        loss = GRPOTrainer._compute_loss(trainer(leaf, loss_type, beta, clip_high, importance != "none"), None, batch)
+        kind = RLOOTrainer if options["loss_type"] == "rloo" else GRPOTrainer
+        loss = kind._compute_loss(trainer(leaf, options), None, batch)
         loss.backward()
         cases[name] = {
-            "normalize": normalize,
-            "beta": beta,
-            "clip_high": clip_high,
-            "importance": importance,
+            "normalize": NORMALIZE[options["loss_type"]],
+            "surrogate": "cispo" if options["loss_type"] == "cispo" else "clip",
+            **{"beta": 0.0, "clip_high": 0.2, "importance": "none", **{key: v for key, v in options.items() if key != "loss_type"}},
             "loss": loss.item(),
             "gradient_BMV": leaf.grad.tolist(),
         }
@@ -90,34 +100,37 @@ def log_probs(logits_BMV: torch.Tensor, tokens_BM: torch.Tensor) -> torch.Tensor
     return logits_BMV.log_softmax(-1).gather(-1, tokens_BM[..., None]).squeeze(-1)
 
 
-def trainer(logits_BMV: torch.Tensor, loss_type: str, beta: float, clip_high: float, importance: bool) -> Any:
+def trainer(logits_BMV: torch.Tensor, options: dict[str, Any]) -> Any:
     """What `_compute_loss` reads of a trainer."""
 
     def answers(_model: Any, input_ids: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         probs = logits_BMV.softmax(-1)
         entropy = -(probs * probs.log()).sum(-1)
-        return log_probs(logits_BMV, input_ids[:, 1:]), entropy.detach(), None
+        return log_probs(logits_BMV, input_ids[:, 1:]), entropy, None
 
-    accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x)
+    importance = options.get("importance", "none") != "none"
+    cispo = options["loss_type"] == "cispo"  # TRL's epsilon_high is the bound itself there
+    accelerator = SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x.detach())
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=answers,
         accelerator=accelerator,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(delta=options.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
-        beta=beta,
-        loss_type=loss_type,
+        importance_sampling_level=options.get("ratio", "token"),
+        beta=options.get("beta", 0.0),
+        loss_type=options["loss_type"],
         epsilon_low=0.2,
-        epsilon_high=clip_high,
+        epsilon_high=options.get("clip_high", 0.2) + cispo,
         use_vllm=importance,
         vllm_importance_sampling_correction=importance,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
+        model=SimpleNamespace(training=False),
         max_completion_length=MAX_COMPLETION,
-        _entropy_bonus_enabled=False,
-        _metrics={"train": defaultdict(list)},
+        _entropy_bonus_enabled="entropy_weight" in options,
+        use_adaptive_entropy=False,
+        entropy_coef=options.get("entropy_weight", 0.0),
+        _metrics={"eval": defaultdict(list)},
     )
 
 

@@ -64,9 +64,8 @@ def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]])
 @pytest.mark.parametrize("cuts", [[[0, 1, 2, 3, 4, 5]], [[5, 2, -1], [4, 3, 1], [0, -1, -1]]], ids=["whole", "cut"])
 def test_losses_and_gradients_equal_trl(name: str, cuts: list[list[int]]) -> None:
     case = TRL["cases"][name]
-    algorithm = GRPO(
-        clip_high=case["clip_high"], kl=KLController(case["beta"]), importance=case["importance"], importance_cap=TRL["cap"], estimator="k3"
-    )
+    named = {key: case[key] for key in ("clip_high", "importance", "surrogate", "ratio", "delta", "entropy_weight") if key in case}
+    algorithm = GRPO(kl=KLController(case["beta"]), importance_cap=TRL["cap"], estimator="k3", **named)
     loss, gradient_NMV, figures = loss_and_gradient(algorithm, episodes(case["normalize"]), cuts)
     assert abs(loss - case["loss"]) < 1e-5
     torch.testing.assert_close(gradient_NMV, torch.tensor(case["gradient_BMV"]), atol=1e-5, rtol=1e-5)
@@ -130,6 +129,20 @@ def test_rewards_that_are_all_alike_have_no_advantages(scale: Any, dtype: torch.
         assert group_advantages(rewards_PG, scale).count_nonzero() == 0, reward
         assert whiten(rewards_PG, ~rewards_PG.isnan()).count_nonzero() == 0, reward
     assert group_advantages(torch.full((1, 3), float("nan"), dtype=dtype), scale).count_nonzero() == 0
+
+
+def test_leave_one_out() -> None:
+    """Less the mean of the others; what could not be had is nobody's other."""
+    rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.5], [2.0, 2.0, 2.0, 2.0], [1.0, float("nan"), 3.0, 0.25]], dtype=torch.float64)
+    expected = torch.zeros_like(rewards_PG)
+    for group, row in enumerate(rewards_PG.tolist()):
+        known = [reward for reward in row if reward == reward]
+        for place, reward in enumerate(row):
+            if reward == reward:
+                expected[group, place] = reward - (sum(known) - reward) / (len(known) - 1)
+    torch.testing.assert_close(group_advantages(rewards_PG, "none", "rloo"), expected)
+    deviation = expected[~rewards_PG.isnan()].std()
+    torch.testing.assert_close(group_advantages(rewards_PG, "batch", "rloo"), expected / (deviation + 1e-4))
 
 
 def test_divergence_estimators() -> None:

@@ -54,7 +54,7 @@ def dpo(options: dict[str, Any]) -> DPO:
     (kind, *more), weights = options["loss_type"], options.get("loss_weights", [1.0])
     return DPO(
         beta=options["beta"],
-        loss={"aot": "sigmoid"}.get(kind, kind),
+        loss={{"aot": "sigmoid"}.get(kind, kind): 1.0},
         label_smoothing=options.get("label_smoothing", 0.0),
         sft_weight=weights[1] if more == ["sft"] else 0.0,
         chunk=16,

@@ -49,6 +49,7 @@ def sums(algorithm: Any, cuts: list[np.ndarray[Any, Any]]) -> dict[str, float]:
             real_P=torch.from_numpy(REAL_P[pairs]).float(),
             margin_P=torch.from_numpy(MARGIN_P[pairs]).float(),
             reference_B=torch.from_numpy(REFERENCE_B[rows]),
+            matched_P3=None,
         )
         told = algorithm.eval_objective(Told(rows), batch)
         assert told.loss_sum.dtype == torch.float32
@@ -97,7 +98,7 @@ def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
 def test_dpo(kind: Any, cuts: list[np.ndarray[Any, Any]]) -> None:
     smoothing = 0.1 if kind == "sigmoid" else 0.0
-    algorithm = DPO(beta=0.4, loss=kind, label_smoothing=smoothing, sft_weight=0.5, chunk=0)
+    algorithm = DPO(beta=0.4, loss={kind: 1.0}, label_smoothing=smoothing, sft_weight=0.5, chunk=0)
     log_probs = np.where(np.arange(LONGEST) < LENGTHS_B[:, None], LOG_PROBS_BT, 0.0).sum(1)
     score = log_probs - REFERENCE_B
     delta = score[:PAIRS] - score[PAIRS:]

@@ -1,0 +1,50 @@
+"""Learning from pairs without a reference model: ORPO (Hong et al. 2024) and SimPO (Meng et al. 2024).
+
+p is the mean log-probability of an answer's tokens; w the chosen answer, l the rejected one.
+
+    ORPO   −p_w − β log σ(log odds_w − log odds_l), log odds = p − log(1 − e^p)     equations 4 to 7; β is the paper's λ
+    SimPO  −log σ(β(p_w − p_l) − γ), with label smoothing ε as DPO has it            equation 6
+
+The likelihood of the chosen answer is each pair's own mean over the answer's tokens. TRL has one mean over all tokens of a batch, which
+depends on how the batch is cut; for ORPO, as the authors' code, over those of the prompt too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from drumline.algorithms.base import LossOut
+from drumline.algorithms.pair_losses import cross_entropy
+from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
+
+LARGEST_LOG_PROB = -1e-12  # an answer that is certain has no finite odds
+
+
+def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """−β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
+    chosen_odds_P, rejected_odds_P = (p - torch.log(-torch.expm1(p.clamp(max=LARGEST_LOG_PROB))) for p in (chosen_P, rejected_P))
+    return -beta * logsigmoid(chosen_odds_P - rejected_odds_P)
+
+
+def simple_margin(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float, gamma: float, smoothing: float) -> torch.Tensor:
+    """SimPO's loss of mean log-probabilities, fp64[P]."""
+    return cross_entropy(beta * (chosen_P - rejected_P) - gamma, smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceFree(AnswerPairs):
+    """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w. Rewards, a figure, are `beta` × p; log-probabilities are p, as TRL has them."""
+
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    beta: float
+    sft_weight: float
+
+    def objective(self, outputs: Any, batch: Any) -> LossOut:
+        mean_B = self.score(outputs, batch) / answer_tokens(batch)
+        chosen_P, rejected_P = sides(mean_B)
+        return self.out(self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P, mean_B, self.beta * mean_B, batch)

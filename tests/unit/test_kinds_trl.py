@@ -1,0 +1,111 @@
+"""DPO's kinds, ORPO and SimPO for given logits: losses, gradients and figures equal TRL's to 1e-5, however the batch is cut.
+
+The numbers are those of `tests/reference/kinds_trl.json`; TRL's own trainers made them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.algorithms.dpo import DPO
+from drumline.algorithms.pair_losses import match
+from drumline.algorithms.reference_free import ReferenceFree, odds_ratio, simple_margin
+from drumline.data.batches import PairBatch, pair_batch
+from drumline.models.head import Outputs
+
+TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text())
+PAIRS = len(TRL["lengths"]) // 2
+CUTS = [[[0, 1, 2, 3]], [[2, 0], [3, -1, 1]], [[3], [1], [0], [2, -1]]]
+FIGURES = {
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "log_prob_chosen": "logps/chosen",
+    "log_prob_rejected": "logps/rejected",
+}
+
+
+def batch(picks: list[int]) -> PairBatch:
+    """TRL's pairs; -1: a filler."""
+    rows = [torch.tensor(TRL["tokens_BT"][row][: size + 1]).numpy() for row, size in enumerate(TRL["lengths"])]
+    segments = [(tokens, torch.tensor([0] + [1] * (len(tokens) - 1)).numpy()) for tokens in rows]
+    pairs = [(segments[pick], segments[PAIRS + pick]) if pick >= 0 else None for pick in picks]
+    return pair_batch(pairs, picks, [{}] * len(picks), pad_id=0, width=6)
+
+
+def rows_of(picks: list[int]) -> list[int]:
+    return [pick + side * PAIRS if pick >= 0 else 0 for side in (0, 1) for pick in picks]
+
+
+def first_pass(algorithm: DPO, pairs: PairBatch, picks: list[int]) -> PairBatch:
+    """With what the reference says, and the ranks in the global batch."""
+    reference_2N, logits_BTV = torch.tensor(TRL["reference_B"]).double(), torch.tensor(TRL["logits_BTV"])
+    log_probs_2N = algorithm.score(Outputs(logits_BTV=logits_BTV), batch([0, 1, 2, 3]))
+    matched_N3 = match(log_probs_2N, reference_2N, torch.ones(PAIRS, dtype=torch.bool))
+    return replace(pairs, reference_B=reference_2N[rows_of(picks)], matched_P3=matched_N3[picks])
+
+
+def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:
+    leaf = torch.tensor(TRL["logits_BTV"], requires_grad=True)
+    sums: dict[str, float] = {}
+    for picks in cuts:
+        pairs = batch(picks)
+        pairs = first_pass(algorithm, pairs, picks) if isinstance(algorithm, DPO) else pairs
+        out = algorithm.objective(Outputs(logits_BTV=leaf[rows_of(picks)]), pairs)
+        (out.loss_sum / PAIRS).backward()
+        for key, value in {"loss": out.loss_sum.detach(), **out.sums}.items():
+            sums[key] = sums.get(key, 0.0) + float(value)
+    figures = algorithm.metrics(sums)
+    assert figures["loss"] == pytest.approx(case["loss"], rel=1e-5)
+    theirs = {mine: case["metrics"][name] for mine, name in FIGURES.items() if name in case["metrics"]}
+    assert {name: figures[name] for name in theirs} == pytest.approx(theirs, rel=1e-5)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, torch.tensor(case["gradient_BTV"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])
+@pytest.mark.parametrize("name", TRL["dpo"])
+def test_dpo(name: str, cuts: list[list[int]]) -> None:
+    case = TRL["dpo"][name]
+    renamed = {"f_divergence": "divergence", "f_alpha": "divergence_alpha"}
+    check(DPO(chunk=4, **{renamed.get(key, key): value for key, value in case["options"].items()}), case, cuts)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])
+@pytest.mark.parametrize("name", TRL["orpo"])
+def test_orpo(name: str, cuts: list[list[int]]) -> None:
+    case, beta = TRL["orpo"][name], TRL["orpo"][name]["options"]["beta"]
+    check(ReferenceFree(loss=partial(odds_ratio, beta=beta), beta=beta, sft_weight=1.0, chunk=0), case, cuts)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])
+@pytest.mark.parametrize("name", TRL["simpo"])
+def test_simpo(name: str, cuts: list[list[int]]) -> None:
+    case = TRL["simpo"][name]
+    o = case["options"]
+    loss = partial(simple_margin, beta=o["beta"], gamma=o["gamma"], smoothing=o.get("label_smoothing", 0.0))
+    check(ReferenceFree(loss=loss, beta=o["beta"], sft_weight=o.get("sft_weight", 0.0), chunk=0), case, cuts)
+
+
+def test_what_is_certain_has_finite_odds_and_gradients() -> None:
+    chosen_P, rejected_P = (torch.zeros(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss_P = odds_ratio(chosen_P, rejected_P, beta=0.1)
+    loss_P.sum().backward()
+    assert loss_P.isfinite().all() and chosen_P.grad is not None and chosen_P.grad.isfinite().all()
+
+
+def test_a_filler_is_not_sorted() -> None:
+    log_probs_2N = torch.tensor([-3.0, -9.0, -1.0, -2.0, -9.0, -5.0], dtype=torch.float64)
+    reference_2N = torch.tensor([-2.0, -9.0, -4.0, -1.0, -9.0, -4.0], dtype=torch.float64)
+    matched_N3 = match(log_probs_2N, reference_2N, torch.tensor([True, False, True]))
+    alone_N3 = match(log_probs_2N[[0, 2, 3, 5]], reference_2N[[0, 2, 3, 5]], torch.ones(2, dtype=torch.bool))
+    torch.testing.assert_close(matched_N3[[0, 2]], alone_N3)
+    assert not matched_N3[1].any()
