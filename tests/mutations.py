@@ -39,7 +39,7 @@ MUTATIONS = [
         (f"{PARITY}[ddp 2-clipped hard]",),
     ),
     Mutation(
-        "a sum is taken for a mean", "strategies/native.py",
+        "a sum is taken for a mean", "parallel/native.py",
         "scale = self.averaged_over / denominator", "scale = 1 / denominator",
         (f"{PARITY}[ddp 2-clipped hard]",),
     ),
@@ -75,18 +75,18 @@ MUTATIONS = [
         ("tests/unit/test_loop.py::test_random_numbers_depend_on_seed_step_and_rank_alone",),
     ),
     Mutation(
-        "tensor parallelism forgets to add a gradient up", "strategies/tensor_parallel.py",
+        "tensor parallelism forgets to add a gradient up", "parallel/tensor_parallel.py",
         "to_local(grad_placements=[Partial()])", "to_local(grad_placements=[Replicate()])",
         ("tests/distributed/test_tensor_parallel.py::test_same_gradients_as_in_one_process[norms between]",),
     ),
     Mutation(
-        "every micro-batch but the last is lost", "strategies/spread.py",
+        "every micro-batch but the last is lost", "parallel/data_parallel.py",
         "self.fsdp.set_requires_gradient_sync(last or self.sync_each_micro_batch)",
         "self.fsdp.set_requires_gradient_sync(not last)",
         (f"{PARITY}[fsdp2 2, accumulation 4-lora]",),
     ),
     Mutation(
-        "the norm is clipped to its square", "strategies/native.py",
+        "the norm is clipped to its square", "parallel/native.py",
         "factor = self.max_grad_norm / (grad_norm + 1e-6)", "factor = self.max_grad_norm / (grad_norm + 1e-6) ** 2",
         ("tests/unit/test_native.py::test_clipping_scales_the_gradient",),
     ),
@@ -121,22 +121,22 @@ MUTATIONS = [
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),
     Mutation(
-        "a crash loop goes on", "launch/restarts.py",
+        "a crash loop goes on", "launchers/restarts.py",
         "if self.last == this:", "if False:",
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),
     Mutation(
-        "ranks outlive their launcher", "cluster/process.py",
+        "ranks outlive their launcher", "core/process.py",
         "ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)", "pass",
         ("tests/faults/test_launch.py::test_no_rank_outlives_its_launcher",),
     ),
     Mutation(
-        "two hold one run folder", "launch/lease.py",
+        "two hold one run folder", "launchers/lease.py",
         "return own.stat().st_nlink > 1", "return True",
         ("tests/unit/test_launch_lease.py",),
     ),
     Mutation(
-        "a secret is written down", "report/redact.py",
+        "a secret is written down", "core/redact.py",
         "text = text.replace(value, REDACTED)", "pass",
         ("tests/unit/test_report_events.py::test_secrets_are_nowhere_in_a_text",),
     ),

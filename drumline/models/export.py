@@ -106,8 +106,7 @@ def export(
         del model, trainable  # one of the two at a time: a host need hold no more than the model in fp32
         gc.collect()
         again = _logits(_read_back(temporary, base, plan, source), plan)
-        failure = "the folder does not read back as the same model"
-        difference = _require_equal(expected, again, TOLERANCE, failure, str(temporary))
+        difference = _require_equal(expected, again, TOLERANCE, "the folder does not read back as the same model", str(temporary))
         progress("export", 3, 4)
         _share_alike(temporary)
         _put(temporary, to)

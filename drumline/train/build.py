@@ -84,6 +84,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
+    traffic = Traffic(lambda step: step_kind(config.strategy, step), device)
     return Loop(
         plan=plan,
         engine=engine,
@@ -100,9 +101,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
-        measure=Measure(
-            plan, lambda: held_with_frozen(engine), gather, emit, Traffic(lambda step: step_kind(config.strategy, step), device)
-        ),
+        measure=Measure(plan, lambda: held_with_frozen(engine), gather, emit, traffic),
         seen_step=max(series(past, "loss"), default=0),
         saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )
