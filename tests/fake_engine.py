@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from drumline.parallel.engine import Read, Sums
+from drumline.parallel.engine import DeviceSums, Read, Sums
 from drumline.telemetry.memory_tracker import Held
 
 
@@ -24,13 +24,13 @@ class FakeEngine:
         self.skipped = 0
         self.fail_at = fail_at or {}
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         sums = self.evaluate(micro_batches, objective)
         self.gradient = sum(float((self.weight - _learned(b)).sum()) for b in micro_batches) / denominator
         self.calls += 1
         if self.calls in self.fail_at:
             sums["loss"] = self.gradient = self.fail_at[self.calls]
-        return sums
+        return {key: torch.tensor(value, dtype=torch.float64) for key, value in sums.items()}
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         losses = [float(((self.weight - _learned(b)) ** 2).sum() / 2) for b in micro_batches]
@@ -45,15 +45,12 @@ class FakeEngine:
     def live(self) -> None:
         return None
 
-    def grad_norm(self) -> float:
-        return abs(self.gradient)
+    def grad_norm(self) -> torch.Tensor:
+        return torch.tensor(abs(self.gradient), dtype=torch.float64)
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        self.weight -= lr * self.gradient
-
-    def skip(self) -> None:
-        self.gradient = 0.0
-        self.skipped += 1
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        self.weight -= torch.where(finite, lr * self.gradient, 0.0)
+        self.skipped += not finite
 
     def rescales(self) -> bool:
         return False

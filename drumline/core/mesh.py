@@ -48,7 +48,7 @@ class Mesh(Frozen):
     def counts(self, rank: int) -> bool:
         """True for the one of the ranks that share samples whose figures go into a sum over all ranks."""
         at = self.place(rank)
-        return at["pp"] == at["cp"] == at["tp"] == 0
+        return at["pp"] == self.pp - 1 and at["cp"] == at["tp"] == 0  # the last stage has the loss
 
     def stream(self, rank: int) -> tuple[int, ...]:
         """What a rank's random numbers hang on. Tensor-parallel peers draw alike: what they hold whole must stay equal."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from drumline.data.cache import Segment, TokenCache
@@ -23,11 +24,17 @@ FILLER_WIDTH = 2
 class Batch:
     """What all micro-batches can do. Each has a `weight`, what it adds to the number that the loss is divided by."""
 
+    @staticmethod
+    def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
+        """The weight of a batch of these samples of a cache, without making it."""
+        return float(len(samples))
+
     def to(self, device: torch.device | str) -> Self:
         """The batch on `device`; copies do not block the host."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        if torch.device(device).type == "cuda":
+            tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, **moved)
 
 
@@ -51,6 +58,10 @@ class TokenBatch(Batch):
     def __post_init__(self) -> None:
         if self.lengths_B is None:  # nothing is padding
             object.__setattr__(self, "lengths_B", torch.full_like(self.input_ids_BT[:, 0], self.input_ids_BT.shape[1]))
+
+    @staticmethod
+    def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
+        return float(cache.learned[samples].sum())
 
     def token_weights(self) -> torch.Tensor:
         """[B, T]: what each token weighs in the loss."""
@@ -101,6 +112,8 @@ class PairBatch(TokenBatch):
     margin_P: torch.Tensor
     reference_B: torch.Tensor | None = None
     matched_P3: torch.Tensor | None = None
+
+    weigh = staticmethod(Batch.weigh)
 
     @property
     def last_B(self) -> torch.Tensor:  # noqa: N802 - as the field of other batches is called

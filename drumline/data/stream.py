@@ -97,7 +97,8 @@ class GlobalBatch:
     """One optimizer step's samples, of which this rank's are collated.
 
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding. `settled`: a run may be saved after this step and go on from `position`
+    `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, which the order and the cache tell;
+    None where they do not, and the ranks have to be asked. `settled`: a run may be saved after this step and go on from `position`
     and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout.
     """
 
@@ -107,6 +108,7 @@ class GlobalBatch:
     tokens: int
     settled: bool = True
     state: dict[str, Any] = field(default_factory=dict)
+    of_all: tuple[float, int] | None = None
 
 
 class BatchStream:
@@ -163,7 +165,12 @@ class BatchStream:
         lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
         mine = assign(lengths, self.data_ranks, self.batch.accumulation, self.batch.micro_batch)[self.data_rank]
         micro_batches = [self.collate(ids[places].tolist()) for places in mine]
-        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()))
+        of_all, weigh = None, getattr(micro_batches[0], "weigh", None)
+        if weigh is not None:
+            here = ids[mine.ravel()]
+            assert weigh(self.cache, here[here >= 0]) == sum(batch.weight for batch in micro_batches), "a batch weighs what `weigh` says"
+            of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
+        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), of_all=of_all)
 
 
 class _Ahead:

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from drumline.parallel.engine import Engine, Read, Sums
+from drumline.parallel.engine import DeviceSums, Engine, Read, Sums
 from drumline.telemetry.memory_tracker import Held
 
 POLICY = "policy"
 T = TypeVar("T")
+N = TypeVar("N", float, torch.Tensor)
 
 
 class Several:
@@ -29,7 +30,7 @@ class Several:
         self.engines, self.rates = engines, rates
         self.policy = engines[POLICY]
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         assert objective.keys() == self.engines.keys(), "each model that learns has an objective"
         return _added(engine.forward_backward(micro_batches, objective[role], denominator) for role, engine in self.engines.items())
 
@@ -48,16 +49,12 @@ class Several:
     def live(self) -> nn.Module | None:
         return self.policy.live()
 
-    def grad_norm(self) -> float:
-        return math.hypot(*(engine.grad_norm() for engine in self.engines.values()))
+    def grad_norm(self) -> torch.Tensor:
+        return torch.stack([engine.grad_norm() for engine in self.engines.values()]).square().sum().sqrt()
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         for role, engine in self.engines.items():
-            engine.step(lr * self.rates.get(role, 1.0), grad_norm)
-
-    def skip(self) -> None:
-        for engine in self.engines.values():
-            engine.skip()
+            engine.step(lr * self.rates.get(role, 1.0), grad_norm, finite)
 
     def rescales(self) -> bool:
         return any(engine.rescales() for engine in self.engines.values())
@@ -92,10 +89,10 @@ def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
     return {name.removeprefix(f"{role}/"): value for name, value in named.items() if name.startswith(f"{role}/")}
 
 
-def _added(parts: Iterable[Sums]) -> Sums:
+def _added(parts: Iterable[dict[str, N]]) -> dict[str, N]:
     """The losses of all roles are one; other sums of one name are added up as well."""
-    total: Sums = {}
+    total: dict[str, N] = {}
     for sums in parts:
         for key, value in sums.items():
-            total[key] = total.get(key, 0.0) + value
+            total[key] = total[key] + value if key in total else value
     return total

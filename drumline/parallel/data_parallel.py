@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -169,10 +170,11 @@ def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
 
 
 class _Clock:
-    """Seconds of a stretch of work, on a GPU by events in its stream: nothing is waited for until somebody asks."""
+    """Seconds of a stretch of work, on a GPU by events in its stream: of the last one that has ended, since nothing is waited for."""
 
     def __init__(self) -> None:
-        self.measured: float | tuple[torch.cuda.Event, torch.cuda.Event] = 0.0
+        self.last = 0.0
+        self.under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
     def measure(self, device: str) -> Iterator[None]:
@@ -181,15 +183,14 @@ class _Clock:
             began.record()
             yield
             ended.record()
-            self.measured = (began, ended)
+            self.under_way.append((began, ended))
         else:
             start = time.perf_counter()
             yield
-            self.measured = time.perf_counter() - start
+            self.last = time.perf_counter() - start
 
     def seconds(self) -> float:
-        if isinstance(self.measured, float):
-            return self.measured
-        began, ended = self.measured
-        ended.synchronize()
-        return began.elapsed_time(ended) / 1e3
+        while self.under_way and self.under_way[0][1].query():
+            began, ended = self.under_way.popleft()
+            self.last = began.elapsed_time(ended) / 1e3
+        return self.last

@@ -12,6 +12,7 @@ from torch import nn
 from drumline.telemetry.memory_tracker import Held
 
 Sums = dict[str, float]
+DeviceSums = dict[str, torch.Tensor]  # fp64 scalars on this rank's device
 Read = Callable[[Any, Any], torch.Tensor]
 # Sections of tensors that only some strategies have: what they hold is lost where another goes on, and they start afresh without.
 OPTIONAL = frozenset({"outer", "value/outer"})
@@ -20,10 +21,14 @@ OPTIONAL = frozenset({"outer", "value/outer"})
 class Engine(Protocol):
     """Owns the model, its gradients and its optimizer on this rank.
 
-    Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once.
+    Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once
+    (those of a training step come from the last stage alone; other stages return zeros).
+
+    No call of a training step makes the host wait for the device, but for DeepSpeed's, for fp16 (its next scale hangs on this step's
+    norm), for an optimizer without a fused kernel, and for gradients in host memory.
     """
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         """Accumulate the gradients of Σ loss / denominator over all samples of all ranks. Returns the sums, `loss` among them."""
         ...
 
@@ -53,20 +58,17 @@ class Engine(Protocol):
         sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
         ...
 
-    def grad_norm(self) -> float:
-        """Global L2 norm of the accumulated gradients, before clipping; the same on all ranks."""
+    def grad_norm(self) -> torch.Tensor:
+        """Global L2 norm of the accumulated gradients, before clipping: an fp64 scalar, the same on all ranks."""
         ...
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        """Clip by the norm given, update the weights, and forget the gradients."""
-        ...
-
-    def skip(self) -> None:
-        """Forget the gradients; the weights stay."""
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """Clip by the norm given, update the weights where `finite` (a bool scalar) holds, and forget the gradients. Where it does not,
+        weights and moments stay as they are."""
         ...
 
     def rescales(self) -> bool:
-        """True where a non-finite gradient is an overflow of fp16 that `skip` answers with a smaller loss scale."""
+        """True where a non-finite gradient is an overflow of fp16 that `step` answers with a smaller loss scale."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -98,13 +100,19 @@ class Engine(Protocol):
         ...
 
 
-def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
-    """Sums over micro-batches (of a key `max_…` the largest), brought to the host in one go. Each of `outs` has the same keys."""
+def added(outs: list[dict[str, torch.Tensor]]) -> DeviceSums:
+    """Sums over micro-batches (of a key `max_…` the largest). Each of `outs` has the same keys."""
     if not outs:
         return {}
     stacked = torch.stack([torch.stack([out[key].detach().double() for key in out]) for out in outs])
-    columns = zip(outs[0], stacked.sum(0).tolist(), stacked.amax(0).tolist(), strict=True)
+    columns = zip(outs[0], stacked.sum(0).unbind(), stacked.amax(0).unbind(), strict=True)
     return {key: largest if key.startswith("max_") else whole for key, whole, largest in columns}
+
+
+def total(outs: list[dict[str, torch.Tensor]]) -> Sums:
+    """The same, brought to the host in one go."""
+    sums = added(outs)
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 
 def reader(read: Read, kept: list[torch.Tensor]) -> Callable[[Any, Any], Any]:

@@ -20,7 +20,7 @@ from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnor
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import Alone, Averaged, Replicated, Sharded, Spread
-from drumline.parallel.engine import Sums, total
+from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.forward import Around, ForwardEngine
 from drumline.parallel.norms import LossScale, global_norm, local
 from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
@@ -84,10 +84,12 @@ class NativeEngine(ForwardEngine):
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
-        self.optimizer = build_optimizer(self.named, plan.config.optimizer)
+        self.optimizer: Any = build_optimizer(self.named, plan.config.optimizer)
+        # Fused kernels leave all as it is where `found_inf` is 1; others have to be told by the host.
+        self.masks = all(group["fused"] for group in self.optimizer.param_groups) and not self.loss_scale.enabled
         self.model.train()
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
         scale = self.averaged_over / denominator * self.loss_scale.value
         outs = []
@@ -97,29 +99,32 @@ class NativeEngine(ForwardEngine):
                     loss_sum, sums = self.spread.module(batch, objective)
                 (loss_sum * scale).backward()
             outs.append({"loss": loss_sum.detach(), **sums})
-        return total(outs)
+        return added(outs)
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> torch.Tensor:
         gradients = self._gradients()
         self.loss_scale.unscale([local(g) for g in gradients])
         return global_norm(gradients, self.device)
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        if self.max_grad_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_ does it, but with a number: plain and sharded gradients are scaled alike.
-            factor = self.max_grad_norm / (grad_norm + 1e-6)
-            gradients = [local(g) for g in self._gradients()]
-            if factor < 1.0 and gradients:  # a pipeline's stage may have nothing to learn
-                foreach_mul_(gradients, factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.loss_scale.good()
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        if self.masks or finite:
+            self._update(lr, grad_norm, finite)
+            self.loss_scale.good()
+        else:
+            self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def skip(self) -> None:
-        self.loss_scale.overflow()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _update(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        gradients = [local(g) for g in self._gradients()]
+        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing to learn
+            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
+            factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            foreach_mul_(gradients, factor.to(gradients[0]))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.masks:
+            self.optimizer.found_inf = (~finite).float()
+        self.optimizer.step()
 
     def rescales(self) -> bool:
         return self.loss_scale.enabled

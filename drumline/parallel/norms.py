@@ -15,8 +15,9 @@ GROWTH_INTERVAL = 2000
 Place = tuple[dist.ProcessGroup, ...]
 
 
-def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """L2 norm over all entries of all gradients, each counted once. `group`: ranks that hold other layers (pipeline stages).
+def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """L2 norm over all entries of all gradients, each counted once: an fp64 scalar on `device`. `group`: ranks that hold other
+    layers (pipeline stages).
 
     Entries are squared and summed in fp32 where they lie, summed over the groups that hold the other parts on `device`, the one of the
     mesh, then added: gradients may lie in host memory, and a rank may have none. Collective.
@@ -35,7 +36,7 @@ def global_norm(gradients: list[torch.Tensor], device: str | torch.device, group
         total += squares
     if group is not None:
         dist.all_reduce(total, group=group)
-    return float(total.sqrt())
+    return total.sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

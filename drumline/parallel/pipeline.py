@@ -7,6 +7,7 @@ stage's forward ends in the objective, which is the loss that the schedule diffe
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Alone, Averaged, Sharded, Spread
-from drumline.parallel.engine import Read, Sums, reader, total
+from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import ForwardEngine, whole
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.norms import global_norm, local
@@ -261,6 +262,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         for stage in self.stages:
             stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
         self.schedule = self._schedule(plan, len(plan.pipeline.layers))
+        self.sums: DeviceSums | None = None  # what a stage says that is not the last one, once it knows the names
         self._train(True)
 
     def _schedule(self, plan: Plan, number: int) -> Any:
@@ -287,7 +289,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         # The loss is a sum and scaled already.
         return kind(made if several else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         scale = self.averaged_over / denominator * self.loss_scale.value
         with self.spread.micro_batch(last=True):
             for start in range(0, len(micro_batches), self.at_once):
@@ -298,9 +300,21 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 ids = [torch.cat([b.input_ids_BT for b in batches])] if self.rank == 0 else []
                 self.schedule.step(*ids, target=numbers, index=numbers)
         self._add_up_shared()
-        return self._sums()
+        return self._last_sums()
 
-    def grad_norm(self) -> float:
+    def _last_sums(self) -> DeviceSums:
+        """The last stage's sums over all its micro-batches there; elsewhere zeros, which the loop does not count (of a key `max_…` −∞)."""
+        last = self.stages[-1]
+        found = added(last.outs)
+        last.outs.clear()
+        if self.sums is None:
+            names = [list(found)]
+            dist.broadcast_object_list(names, group=self.group, group_src=self.ranks - 1)
+            none = (torch.tensor(-math.inf if name.startswith("max_") else 0.0, dtype=torch.float64) for name in names[0])
+            self.sums = {name: value.to(self.place) for name, value in zip(names[0], none, strict=True)}
+        return found if last.stage.is_last else self.sums
+
+    def grad_norm(self) -> torch.Tensor:
         self.loss_scale.unscale([local(g) for g in self._gradients()])
         twice = set(self.shared if self.rank else [])
         gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in twice]

@@ -129,7 +129,8 @@ class Rollouts:
                 picks = order[number * size : (number + 1) * size]
                 micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
                 last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
-                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state)
+                of_all = float(episodes.weight_N[picks].double().sum()), int(episodes.lengths[picks].sum())
+                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state, of_all=of_all)
 
     def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
         """Raises TrainingStopped where rewards have failed in too many rollouts in a row. All ranks know the same rewards."""

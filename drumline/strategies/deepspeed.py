@@ -35,7 +35,7 @@ from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head
 from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
-from drumline.parallel.engine import Read, Sums, reader, total
+from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import LOW_PRECISION
 from drumline.parallel.optimizer import new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
@@ -133,7 +133,7 @@ class DeepSpeedEngine:
             self.zero.loss_scaler.raise_error_at_min_scale = False  # the loop stops a run that never comes right
         engine.train()
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         # DeepSpeed averages over ranks and, told so, divides by nothing else.
         scale = self.data_ranks / denominator
         outs = []
@@ -142,7 +142,7 @@ class DeepSpeedEngine:
             loss_sum, sums = self.engine(batch, objective)
             self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
             outs.append({"loss": loss_sum.detach(), **sums})
-        return total(outs)
+        return added(outs)
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         agree_on_statistics(self.batch_norms)
@@ -176,7 +176,7 @@ class DeepSpeedEngine:
     def live(self) -> nn.Module | None:
         return None if self.sharded else self.model
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> torch.Tensor:
         self.norms = getattr(self.zero, self.measure)()
         if self.measure == "get_grads_for_norm":
             norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
@@ -184,12 +184,19 @@ class DeepSpeedEngine:
             norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
         value = float(norm) / self._scale()
         self.own_norm = value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
-        return self.own_norm
+        return torch.tensor(self.own_norm, dtype=torch.float64, device=self.engine.device)
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+        """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
+        if finite:
+            self._step(lr, float(grad_norm))
+        else:
+            self._skip()
+
+    def _step(self, lr: float, norm: float) -> None:
         # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. Where the norm given is of
         # more than these, its limit is theirs in proportion.
-        self.zero.clip_grad = self.max_grad_norm * (self.own_norm / grad_norm if grad_norm else 1.0)
+        self.zero.clip_grad = self.max_grad_norm * (self.own_norm / norm if norm else 1.0)
         for group in self.zero.param_groups:
             group["lr"] = lr
         with self._telling(self.norms):
@@ -201,7 +208,7 @@ class DeepSpeedEngine:
             self.zero._lazy_init_hp_params_optimizer_state()
         self.has_state = True
 
-    def skip(self) -> None:
+    def _skip(self) -> None:
         # Told that the norm is infinite, DeepSpeed leaves the weights, lowers its loss scale and forgets the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         told = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
@@ -301,7 +308,7 @@ class DeepSpeedEngine:
         )
         self.engine.train()
         self.grad_norm()
-        self.step(0.0, 0.0)
+        self._step(0.0, 0.0)
         self.steps, self.engine.global_steps = 0, steps
         for state in self.engine.basic_optimizer.state.values():
             for value in state.values():

@@ -12,7 +12,6 @@ and their moments that mean, so the run that goes on and the one that is resumed
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from typing import Any
 
@@ -23,10 +22,10 @@ from torch import nn
 from drumline.core.communication import averages
 from drumline.core.plan import Plan
 from drumline.core.strategies import DiLoCoStrategy, LocalSGDStrategy
-from drumline.dist.reduce import sum_over_ranks
+from drumline.dist.reduce import add_up
 from drumline.models.names import canonical_tensors
 from drumline.parallel.data_parallel import Spread, buckets
-from drumline.parallel.engine import Sums
+from drumline.parallel.engine import DeviceSums
 from drumline.parallel.forward import Around
 from drumline.parallel.native import NativeEngine
 from drumline.telemetry.memory_tracker import Held
@@ -53,31 +52,26 @@ class LocalEngine(NativeEngine):
         if isinstance(strategy, DiLoCoStrategy):
             self.outer = Outer(strategy, {n: t for n, t in self.apart.items() if n.removeprefix("model.") in self.named})
         self.steps = 0
-        self.own_norm = self.told_norm = 0.0
+        self.own_norm = self.told_norm = torch.zeros((), dtype=torch.float64)
         self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
         self.together = True
         self.waited = 0.0
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> Sums:
+    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         if self.own is not None:
             foreach_copy_(list(self.apart.values()), self.own)
             self.own, self.together = None, False
         return super().forward_backward(micro_batches, objective, denominator)
 
-    def grad_norm(self) -> float:
+    def grad_norm(self) -> torch.Tensor:
         self.own_norm = super().grad_norm()
-        (squares,) = sum_over_ranks([self.own_norm**2], str(next(iter(self.named.values())).device))
-        self.told_norm = math.sqrt(squares / self.ranks)
+        self.told_norm = (add_up(self.own_norm.square()) / self.ranks).sqrt()
         return self.told_norm
 
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         # A norm that is of more gradients than these (several models learn as one) raises each rank's own in proportion.
-        super().step(lr, self.own_norm * (grad_norm / self.told_norm if self.told_norm else 1.0))
+        super().step(lr, self.own_norm * torch.where(self.told_norm == 0, 1.0, grad_norm / self.told_norm), finite)
         self.together = False
-        self._end_step()
-
-    def skip(self) -> None:
-        super().skip()
         self._end_step()
 
     def _come_together(self) -> None:

@@ -81,10 +81,10 @@ class Measure:
         if phase == "step":
             self._optimizer = time.time() - began
 
-    def end_step(self, step: int, micro_batches: list[Any], copies: int, *, whole: bool, seconds: float, **waits: float) -> int | None:
-        """Bytes that the step sent, where that is known. `copies`: bytes of host memory that checkpoints are written from; `whole` False:
-        it was broken off; `seconds`: without waiting for data; `waits`: seconds of waiting for `data` (before it) and for other ranks
-        (`communication`, NaN where it is not measured). Collective."""
+    def end_step(self, step: int, micro_batches: list[Any], copies: int, whole: bool, **waits: float) -> tuple[int | None, str | None]:
+        """Bytes that the step sent, where that is known, and what `took` will call its seconds. `copies`: bytes of host memory that
+        checkpoints are written from; `whole` False: no update was made, of a counted step; `waits`: seconds of waiting for `data` (before
+        it) and for other ranks (`communication`, NaN where it is not measured). Collective where the step was counted."""
         counted, early = self.traffic.due(step), self.traffic.steps < self.traffic.FIRST
         sent = self.traffic.end_step(step, whole)
         if counted or self.plan.device == "cuda":
@@ -96,14 +96,17 @@ class Measure:
         elif self.plan.device == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        if counted:
-            self.seconds["counted"].append(seconds)
-        elif not early and whole:
-            for name, value in {"total": seconds, "optimizer": self._optimizer, **waits}.items():
+        if not counted and not early:
+            for name, value in {"optimizer": self._optimizer, **waits}.items():
                 self.seconds[name].append(value)
+        return sent, "counted" if counted else None if early else "total"
+
+    def took(self, step: int, name: str | None, seconds: float) -> None:
+        """The step that makes `step` of them took `seconds`, without waiting for data. `name`: as `end_step` gave it. Collective."""
+        if name is not None:
+            self.seconds[name].append(seconds)
         if not self.told and self.held and len(self.seconds["total"]) == TIMED:
-            self._tell(step + 1, final=False)
-        return sent
+            self._tell(step, final=False)
 
     def finish(self, step: int) -> None:
         """After the last step and what follows on it. Collective."""

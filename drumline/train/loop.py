@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from drumline.algorithms.base import Algorithm
 from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.core.plan import Plan
@@ -21,6 +23,7 @@ from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
 from drumline.models.router import router_figures
 from drumline.parallel.engine import Engine
 from drumline.telemetry.measure import Measure
+from drumline.train.flight import Flight
 from drumline.train.state import Goodput, Patience, TrainState, fallback_folder
 
 if TYPE_CHECKING:
@@ -53,6 +56,9 @@ class Loop:
     failed_saves: int = 0  # in a row
     retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
     retries: bool = False  # all ranks know that it is time
+    stop: int = 0  # the signal that some rank was asked to stop by; all ranks know it after the same step
+    flight: Flight | None = None
+    landed: float = 0.0  # when the last flight did (unix)
     evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
@@ -77,71 +83,92 @@ class Loop:
         rested = self.state.step  # the last step that the run could go on from
         while True:
             if self.rollouts is not None and self.settled:
-                self._agree({})  # before a rollout, which takes long, and not after it
+                self._heed()  # before a rollout, which takes long, and not after it
             drawn = time.time()
             batch = next(batches, None)
             if batch is None:
                 break
             self._train_step(batch, time.time() - drawn)
             if self.settled:
+                self._leave_if_asked()
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
                 if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
                 rested = self.state.step
             self._report_saves(self.checkpointer.poll())
+        self._land()
         if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
             self.evaluate()
         self._save_last()
         self.measure.finish(self.state.step)
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
+        """Compute a step, and read the figures of the one before, which have come to the host by now. Its own are waited for where it is
+        logged, and where its traffic is counted, whose collective is a second one."""
         started = time.time()
         self.goodput.first_step()
         step = self.state.step
-        local = {"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)}
-        agreed = self._agree(local)
-        denominator = max(1.0, agreed["weight"])
+        weight, tokens = batch.of_all or self._of_all(batch)
+        denominator = max(1.0, weight)
         seed_step(self.plan.config.run.seed, step, *self.random_stream)
         with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
-        with self.measure.watch(step, "clip"):
-            grad_norm = self.engine.grad_norm()
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
-        total, clocks = self.gather(sums, data_s, comm_s, float(self.memory_bytes()))
-        loss = total["loss"] / denominator
+        told = float(self.asked.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
+        gathered = self.gather.start(sums, *told)
+        with self.measure.watch(step, "clip"):
+            grad_norm = self.engine.grad_norm()
         lr = learning_rate(
             step, peak=self.plan.lr, steps=self.plan.steps or 1, warmup=self.plan.warmup_steps, schedule=self.plan.config.schedule
         )
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            with self.measure.watch(step, "step"):
-                self.engine.step(lr, grad_norm)
-            self.state.skips = 0
-            self.metric = None
+        finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
+        with self.measure.watch(step, "step"):
+            self.engine.step(lr, grad_norm, finite)
+        gathered.fetch(grad_norm)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
         self.settled = batch.settled
-        self.state.tokens += int(agreed["tokens"])
-        seconds = time.time() - started
+        self.state.tokens += int(tokens)
+        ids = batch.sample_ids[batch.sample_ids >= 0]
+        flight = Flight(gathered, step + 1, batch.position, ids, int(tokens), denominator, lr, started - data_s, data_s)
+        whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.checkpointer.staging.bytes_
-        sent = self.measure.end_step(step, batch.micro_batches, copies, whole=finite, seconds=seconds, data=data_s, communication=comm_s)
-        self.goodput.seconds["recompute" if step + 1 <= self.seen_step else "productive"] += seconds + data_s
+        flight.sent, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
+        self._land()
+        self.flight = flight
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
-            figures = self.algorithm.figures(total) | router_figures(total, denominator)
-            told = {"loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": int(agreed["tokens"]), "sent_bytes": sent, **figures}
-            self._log_step(batch, seconds + data_s, told, *clocks)
-        if not finite:
-            self._not_finite(batch, loss, grad_norm)
+            self._land(logged=True)
 
-    def _log_step(
-        self, batch: GlobalBatch, seconds: float, told: dict[str, Any], data: list[float], comm: list[float], memory: list[float]
-    ) -> None:
-        """`told`: fields of the event as they are; `data` and `comm`: seconds that each rank waited, of which the mean is shown (NaN: not
-        measured); `memory`: bytes of each."""
+    def _of_all(self, batch: GlobalBatch) -> tuple[float, float]:
+        """Weight and tokens of a global batch that does not say them."""
+        total, _ = self.gather({"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)})
+        return total["weight"], total["tokens"]
+
+    def _land(self, logged: bool = False) -> None:
+        """Read the figures of the step in flight, if there is one, and act on them. All ranks come here after the same step."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return
+        signals, retry_at, *_ = flight.by_rank
+        self.stop = int(max(signals)) or self.stop
+        self.retries = max(retry_at) < flight.step
+        seconds = flight.arrived[2] - max(self.landed, flight.began)
+        self.landed = flight.arrived[2]
+        self.goodput.seconds["recompute" if flight.step <= self.seen_step else "productive"] += seconds
+        self.measure.took(flight.step, flight.clock, max(0.0, seconds - flight.data_s))
+        if logged:
+            self._log_step(flight, seconds)
+        if flight.finite:
+            self.state.skips = 0
+            self.metric = None
+        else:
+            self._not_finite(flight)
+
+    def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
-        samples = int((batch.sample_ids >= 0).sum())
+        _, _, data, comm, memory, _ = flight.by_rank  # of the waits the mean is shown (NaN: not measured)
         predicted = self.plan.predicted
-        rate = told["tokens"] / seconds
+        rate = flight.tokens / seconds
         mfu = None
         if predicted.flops_per_token and predicted.peak_flops_per_device:
             mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
@@ -149,38 +176,37 @@ class Loop:
         total = self.plan.data.train_samples if self.plan.data else 0
         self.emit(
             "step",
-            step=self.state.step,
-            **told,
-            samples=samples,
+            step=flight.step,
+            loss=flight.loss,
+            lr=flight.lr,
+            grad_norm=flight.grad_norm,
+            tokens=flight.tokens,
+            sent_bytes=flight.sent,
+            **self.algorithm.figures(flight.total),
+            **router_figures(flight.total, flight.denominator),
+            samples=len(flight.sample_ids),
             tokens_per_s=rate,
-            samples_per_s=samples / seconds,
+            samples_per_s=len(flight.sample_ids) / seconds,
             mfu=mfu,
             seconds=seconds,
             data_s=data_s,
             compute_s=max(0.0, seconds - data_s - (0.0 if math.isnan(comm_s) else comm_s)),
             comm_s=comm_s,
             memory_bytes=[int(m) for m in memory],
-            epoch=self.state.position / total if total else 0.0,
+            epoch=flight.position / total if total else 0.0,
         )
 
-    def _not_finite(self, batch: GlobalBatch, loss: float, grad_norm: float) -> None:
+    def _not_finite(self, flight: Flight) -> None:
         """The weights were not touched. Skip, rescale (fp16) or stop; always with an event that names the samples."""
-        health = self.plan.config.health
+        health, loss, grad_norm = self.plan.config.health, flight.loss, flight.grad_norm
         rescale = self.engine.rescales() and math.isfinite(loss)
         policy = "rescale" if rescale else health.on_nan
         self.state.skips += 1
-        self.emit(
-            "nonfinite",
-            step=self.state.step,
-            policy=policy,
-            loss=loss,
-            grad_norm=grad_norm,
-            sample_ids=[int(i) for i in batch.sample_ids if i >= 0],
-        )
-        self.engine.skip()
+        ids = flight.sample_ids.tolist()
+        self.emit("nonfinite", step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=ids)
         limit = MAX_RESCALES if rescale else health.max_skips
         if policy == "stop" or self.state.skips > limit:
-            what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {self.state.step}"
+            what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
             if policy != "stop":
                 what += f" ({self.state.skips} in a row)"
             fix = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
@@ -188,6 +214,7 @@ class Loop:
 
     def evaluate(self) -> bool:
         """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""
+        self._land()
         started = time.time()
         with self.goodput.spend("eval"):
             found = self._held_out_figures() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
@@ -213,7 +240,7 @@ class Loop:
         sums: dict[str, float] = {}
         samples = 0
         for batch in self.held_out():
-            self._agree({})
+            self._heed()
             part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
             sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
             samples += int((batch.sample_ids >= 0).sum())
@@ -222,6 +249,8 @@ class Loop:
 
     def save(self) -> None:
         """Hand the state to the checkpointer. `metric` goes with it only if it was measured on these very weights."""
+        self._land()
+        self.retries = False
         with self.goodput.spend("save"):
             self._report_saves(self.checkpointer.wait())
             self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), self.metric)
@@ -239,19 +268,22 @@ class Loop:
             "data": data.identity.model_dump() if data and data.identity else None,
         }
 
-    def _agree(self, local: dict[str, float]) -> dict[str, float]:
-        """Sum over ranks, and with it whether any rank was asked to stop: then all save at this same step and leave."""
-        total, (signals, retry_at) = self.gather(local, float(self.asked.requested), self.retry_at)
-        number, self.retries = int(max(signals)), max(retry_at) <= self.state.step
-        if number and self.settled:
+    def _heed(self) -> None:
+        """Ask, between two steps, whether any rank was asked to stop: then all save at this same step and leave."""
+        _, (signals,) = self.gather({}, float(self.asked.requested))
+        self.stop = int(max(signals)) or self.stop
+        self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        if self.stop and self.settled:
             self._save_last()
-            name = signal.Signals(number).name
+            name = signal.Signals(self.stop).name
             self.emit("preempt", step=self.state.step, signal=name)
             raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
-        return total
 
     def _save_last(self) -> None:
         """Leave the run with these very weights on disk, trying again while patience lasts. Raises NotSaved."""
+        self._land()
         if not self.plan.saves:
             return
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.

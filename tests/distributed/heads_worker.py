@@ -42,7 +42,7 @@ def read(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def look(plan: Any, rank: int) -> dict[str, Any]:
-    from drumline.dist.reduce import sum_over_ranks
+    from drumline.dist.reduce import Gather, sum_over_ranks
     from drumline.strategies.build import build_engine
     from drumline.train.build import build_streams
 
@@ -58,10 +58,9 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
         (weight,) = sum_over_ranks([float(sum(b.weight for b in batches))], "cpu")
         sums = engine.forward_backward(batches, objective, weight / shared)
         norm = engine.grad_norm()
-        engine.step(RATE, norm)
-        names = sorted(sums)
-        whole = sum_over_ranks([sums[name] / shared for name in names], "cpu")
-        told["steps"].append({**dict(zip(names, whole, strict=True)), "norm": norm})
+        engine.step(RATE, norm, torch.isfinite(norm))
+        whole, _ = Gather(rank, plan.mesh.world_size, "cpu", plan.mesh.counts(rank)).start(sums).read()
+        told["steps"].append({**whole, "norm": float(norm)})
     told["weights"] = {name: t.detach().clone() for name, t in engine.whole_weights()}
     told["read"] = {}
     for said, batch in zip(engine.infer(batches, read), batches, strict=True):

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.distributed.ranks import share_groups
 
 
@@ -23,7 +25,7 @@ def steps(plan: Any) -> dict[str, Any]:
     batches = [batch_of(plan, rows, plan.config.data.max_length)] * plan.batch.accumulation
     for _ in range(2):
         engine.forward_backward(batches, objective, 100.0)
-        engine.step(1e-3, engine.grad_norm())
+        engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
     gc.collect()
     live = LiveBytes()
     with SentBytes(), live:
@@ -32,7 +34,7 @@ def steps(plan: Any) -> dict[str, Any]:
         live.phase = "clip"
         norm = engine.grad_norm()
         live.phase = "step"
-        engine.step(1e-3, norm)
+        engine.step(1e-3, norm, torch.isfinite(norm))
     return {"held": held, "base": live.base, "peak": live.peak, "in": live.phase_of_peak, "peaks": live.peaks, "after": live.current}
 
 

@@ -51,9 +51,9 @@ def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:
     (weight,) = sum_over_ranks([float(sum(b.weight for b in batches))], "cpu")
     shared = plan.mesh.world_size / plan.mesh.data_ranks  # so many ranks have each sample
     engine.forward_backward(batches, objective, weight / shared)
-    norm: float = engine.grad_norm()
-    engine.step(RATE, norm)
-    return norm
+    norm = engine.grad_norm()
+    engine.step(RATE, norm, torch.isfinite(norm))
+    return float(norm)
 
 
 def look(plan: Any, rank: int) -> dict[str, Any]:

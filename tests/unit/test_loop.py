@@ -112,9 +112,10 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     }
 
 
-def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path, log_every: int) -> None:
     engine = FakeEngine(fail_at={2: math.nan})
-    built, said = loop(tmp_path, engine, health={"on_nan": "skip"}, schedule="constant")
+    built, said = loop(tmp_path, engine, health={"on_nan": "skip"}, schedule="constant", run={"log_every": log_every})
     built.run()
     (event,) = of(said, "nonfinite")
     assert (event["step"], event["policy"], event["sample_ids"]) == (2, "skip", [2, 3])
@@ -122,14 +123,32 @@ def test_skip_leaves_the_weights_and_names_the_samples(tmp_path: Path) -> None:
     assert float(engine.weight) == pytest.approx(2 - 2 * 0.9 ** (STEPS - 1))
 
 
+@pytest.mark.parametrize("log_every", [1, 100])
 @pytest.mark.parametrize(("health", "events"), [({"on_nan": "stop"}, 1), ({"on_nan": "skip", "max_skips": 2}, 3)])
-def test_stop_by_policy(tmp_path: Path, health: dict[str, Any], events: int) -> None:
+def test_stop_by_policy(tmp_path: Path, health: dict[str, Any], events: int, log_every: int) -> None:
     engine = FakeEngine(fail_at=dict.fromkeys(range(1, 9), math.inf))
-    built, said = loop(tmp_path, engine, health=health)
+    built, said = loop(tmp_path, engine, health=health, run={"log_every": log_every})
     with pytest.raises(TrainingStopped, match="inf" if events == 1 else r"at step 3 \(3 in a row\)"):
         built.run()
     assert len(of(said, "nonfinite")) == events
     assert not of(said, "save") and float(engine.weight) == 0.0
+
+
+def test_what_is_saved_between_logged_steps_knows_of_its_skips(tmp_path: Path) -> None:
+    """A step's figures are read one step later, but before its state is saved."""
+    built, said = loop(
+        tmp_path,
+        FakeEngine(fail_at={3: math.nan}),
+        held_out=False,
+        health={"on_nan": "skip"},
+        checkpoint={"every": 3},
+        run={"log_every": 100},
+    )
+    built.run()
+    assert [(e["kind"], e["step"]) for e in said if e["kind"] in ("nonfinite", "save", "step")] == [
+        ("nonfinite", 3), ("save", 3), ("step", 6), ("save", 6)
+    ]  # fmt: skip
+    assert [read_state(tmp_path / "checkpoints" / f"step-{step:08d}")["trainer"]["skips"] for step in (3, 6)] == [1, 0]
 
 
 def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
@@ -143,10 +162,10 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
     built._train_step = then_ask  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="SIGTERM"):
         built.run()
-    assert [e["step"] for e in of(said, "save")] == [3]
-    assert of(said, "preempt") == [{"kind": "preempt", "step": 3, "signal": "SIGTERM"}]
+    assert [e["step"] for e in of(said, "save")] == [4]  # the step under way is finished
+    assert of(said, "preempt") == [{"kind": "preempt", "step": 4, "signal": "SIGTERM"}]
     found = newest(tmp_path / "checkpoints", verify=True)
-    assert found.path and read_state(found.path)["trainer"]["position"] == 6
+    assert found.path and read_state(found.path)["trainer"]["position"] == 8
 
 
 def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None:

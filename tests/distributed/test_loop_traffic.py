@@ -1,0 +1,121 @@
+"""What a step of the loop costs between host, device and ranks besides its own arithmetic, counted at the operators that run.
+
+On a CPU nothing is far away, so what is counted is what would make the host wait for a GPU. Three kinds of steps read and sum
+more: those that are logged (evaluated, saved), the one whose traffic is counted, and the one after which `measured` is written.
+DeepSpeed, fp16, an optimizer without a fused kernel and gradients in host memory read at once whether the step is finite
+(drumline/parallel/engine.py). A model of transformers asks in its forward whether its rows are packed; that is not counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.checkpoint_ranks import run
+from tests.tiny import tiny_model_dir
+
+STEPS, QUIET = 12, range(8, 11)  # none of these is counted, says what was measured, or is logged
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
+
+
+class Ledger(TorchDispatchMode):
+    """Counts by step what the loop does (`sum`: a collective; `read`) and what the engine does (`engine read`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.inside, self.apart = 0, False, False
+        self.counts: Counter[tuple[int, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and not self.inside:
+            self.counts[self.step, "sum"] += 1
+        return func(*args, **(kwargs or {}))
+
+    def read(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            theirs = self.apart or any("transformers" in frame.filename for frame in traceback.extract_stack(limit=4))
+            self.counts[self.step, "engine read" if self.inside else "read"] += not theirs
+            return method(*args, **kwargs)
+
+        return counted
+
+    def engine(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any) -> Any:
+            self.inside = True
+            try:
+                return method(*args)
+            finally:
+                self.inside = False
+
+        return within
+
+
+def counts(model: str, strategy: str, degrees: dict[str, int]) -> Counter[tuple[int, str]]:
+    """The ledger of this rank over a run."""
+    import torch.distributed as dist
+
+    from drumline.core.config import Config
+    from drumline.core.mesh import Mesh
+    from drumline.dist.reduce import Gather, Gathered
+    from drumline.strategies.build import build_engine
+    from tests.unit.test_loop import loop
+    from tests.unit.test_native import batches
+
+    ledger, rank, ranks = Ledger(), dist.get_rank(), dist.get_world_size()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        built, said = loop(Path(folder), steps=range(STEPS), held_out=False)
+        values = {"data": {"train": [{"kind": "file", "path": "x"}]}, "run": {"log_every": 100}, "checkpoint": {"every": None}}
+        config = Config.model_validate({**values, "strategy": strategy, "model": {"id": model}})
+        how = {"config": config, "mesh": Mesh(**degrees), "data_parallel": strategy, "steps": STEPS, "model_path": model}
+        built.plan = built.plan.model_copy(update=how)
+        built.engine = build_engine(built.plan, "cpu")
+        built.gather = built.measure.gather = Gather(rank, ranks, "cpu")
+        built.save = built._save_last = lambda: None  # type: ignore[method-assign]
+        built.stream = [replace(batch, micro_batches=batches(), of_all=(92.0, 96)) for batch in built.stream]
+        for name in ("forward_backward", "grad_norm", "step"):
+            patch.setattr(built.engine, name, ledger.engine(getattr(built.engine, name)))
+        for name in READS:
+            patch.setattr(torch.Tensor, name, ledger.read(getattr(torch.Tensor, name)))
+        fetch, read, step = Gathered.fetch, Gathered.read, built._train_step
+
+        def sent_off(self: Gathered, *more: torch.Tensor) -> None:
+            vars(self).setdefault("sent_off", ledger.step)
+            fetch(self, *more)
+
+        def arrives(self: Gathered) -> Any:
+            ledger.counts[ledger.step, "read"] += vars(self).get("sent_off", ledger.step) == ledger.step  # else it is there
+            ledger.apart = True
+            try:
+                return read(self)
+            finally:
+                ledger.apart = False
+
+        def stepped(*arguments: Any) -> None:
+            ledger.step += 1
+            step(*arguments)
+
+        patch.setattr(Gathered, "fetch", sent_off)
+        patch.setattr(Gathered, "read", arrives)
+        built._train_step = stepped  # type: ignore[method-assign]
+        with ledger:
+            built.run()
+    assert [event["step"] for event in said if event["kind"] == "step"] == [STEPS]
+    return ledger.counts
+
+
+@pytest.mark.parametrize(("strategy", "degrees"), [("ddp", {"replicate": 2}), ("fsdp2", {"shard": 2}), ("local_sgd", {"replicate": 2})])
+def test_a_step_is_one_collective_and_nothing_is_waited_for(tmp_path: Path, strategy: str, degrees: dict[str, int]) -> None:
+    model = str(tiny_model_dir(tmp_path / "model"))
+    for found in run(2, counts, model, strategy, degrees):
+        for step in QUIET:
+            assert {what: found[step, what] for what in ("sum", "read", "engine read")} == {"sum": 1, "read": 0, "engine read": 0}
+        assert found[STEPS, "read"] and found[STEPS, "sum"] > 1, "the ledger sees what a logged step and the end do"
