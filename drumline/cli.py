@@ -1,4 +1,4 @@
-"""The commands: one function each, no logic, heavy imports inside, so that --help stays quick."""
+"""The commands: one function each, without logic. Heavy imports are inside, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ app = typer.Typer(
 
 
 def _path(text: str) -> Path:
-    """What every path of the command line goes through."""
+    """The parser of every path on the command line."""
     if mistake := path_mistake(text):
         raise UserError(mistake, where=text, fix="shorten it")
     return Path(text)
 
 
 def _place(text: str) -> str:
-    """The same of what may be an id, too."""
+    """The parser of a path or an id."""
     _path(text)
     return text
 
 
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file may allow it here.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 TRUSTED = ["model.trust_remote_code=true"]
 ConfigFile = Annotated[
-    Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The YAML that says it all; `drumline schema` describes its keys.")
+    Path, typer.Argument(parser=_path, metavar="CONFIG.yaml", help="The config of the run; `drumline schema` describes its keys.")
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted keys laid over the YAML: optimizer.lr=1e-4")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the YAML: optimizer.lr=1e-4")]
 
 
 @app.callback(invoke_without_command=True)
@@ -56,22 +56,22 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     nproc: Annotated[int | None, typer.Option(help="Processes on this machine (default: one per GPU, or 1).")] = None,
-    max_restarts: Annotated[int | None, typer.Option(help="Restarts after a dead rank (launch.max_restarts).")] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Restarts after a rank fails (launch.max_restarts).")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and plan; start nothing.")] = False,
     resume: Annotated[
         str | None,
         typer.Option(
-            parser=_place, metavar="[PATH]", help="Go on from the newest whole checkpoint, or from PATH (a checkpoint or a run folder)."
+            parser=_place, metavar="[PATH]", help="Resume from the newest valid checkpoint, or from PATH (a checkpoint or a run folder)."
         ),
     ] = None,
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
     trust_remote_code: Trust = False,
     accelerate_config: Annotated[
         Path | None,
-        typer.Option(parser=_path, metavar="F", help="An accelerate config or DeepSpeed JSON: its strategy is laid over CONFIG."),
+        typer.Option(parser=_path, metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG."),
     ] = None,
 ) -> None:
-    """Plan, prepare, launch and train. CONFIG may be of accelerate, DeepSpeed or transformers, too: see `drumline convert`."""
+    """Plan, prepare the data, launch and train. CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`."""
     from drumline.train.command import train as run
 
     extra = [f"launch.nproc={nproc}"] * (nproc is not None) + [f"launch.max_restarts={max_restarts}"] * (max_restarts is not None)
@@ -82,34 +82,34 @@ def train(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or the flags below.")] = None,
+    config: Annotated[Path | None, typer.Argument(parser=_path, metavar="[CONFIG.yaml]", help="Or use the flags below.")] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="4x4090, 8xh100-80g, 4x8xa100-80g. Default: this machine.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an optimizer step.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, help="Of the run, for hours and cost: 1e9.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a device for an hour, in any currency.")] = None,
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
-    explain: Annotated[str | None, typer.Option(metavar="NAME", help="One plan in words, by name or row.")] = None,
-    max_seq: Annotated[bool, typer.Option("--max-seq", help="The longest row that fits, by family.")] = False,
-    max_batch: Annotated[bool, typer.Option("--max-batch", help="The largest micro-batch of a device that fits, by family.")] = False,
-    what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="The best plan on other numbers of hosts.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three; up to a minute.")] = False,
-    figure: Annotated[Path | None, typer.Option(parser=_path, metavar="F", help="Draw memory and time into a .png, .svg or .html.")] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")] = None,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Show the N best plans.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    explain: Annotated[str | None, typer.Option(metavar="NAME", help="Explain one plan, by its name or row number.")] = None,
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="Print the longest row that fits, for each family of strategies.")] = False,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Print the largest micro-batch that fits, for each family.")] = False,
+    what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three plans; takes up to a minute.")] = False,
+    figure: Annotated[Path | None, typer.Option(parser=_path, metavar="F", help="Plot memory and time to a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Try the best two for a few steps here, and correct all estimates by that.")
+        bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
     ] = False,
     check: Annotated[
-        Path | None, typer.Option(parser=_path, metavar="RUN", help="Hold what a run took against what was predicted of it.")
+        Path | None, typer.Option(parser=_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")
     ] = None,
 ) -> None:
-    """Say what fits, how fast and why, before anything is launched. No weights are needed, and no data."""
+    """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
     if check is not None:
         from drumline.planner.report.check import check as run_check
 
@@ -121,28 +121,28 @@ def plan(
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
     if max_seq and max_batch:
-        raise UserError("--max-seq and --max-batch are questions of their own", where="drumline plan", fix="ask one at a time")
+        raise UserError("--max-seq and --max-batch cannot be combined", where="drumline plan", fix="give one at a time")
     most: Kind | None = "max_length" if max_seq else "max_batch" if max_batch else None
     trial: Trial | None = None
     if probe:
         from drumline.train.probe import probe as trial
-    asked = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, trial, trace)
-    raise typer.Exit(run(asked))
+    options = Options(config, overrides or [], flags, tokens, as_json, top, explain, devices, figure, most, what_if, trial, trace)
+    raise typer.Exit(run(options))
 
 
 @app.command()
 def init(
     config: Annotated[
-        Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; one that is there is left alone.")
+        Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
     ] = Path("drumline.yaml"),
     model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
     data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
     adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens of a training row.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of an optimizer step.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what no flag says is as by default.")] = False,
+    length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; use the default of everything that no flag sets.")] = False,
 ) -> None:
     """Ask five questions, plan, and write a commented YAML."""
     from drumline.planner.init import Answers
@@ -153,7 +153,7 @@ def init(
 
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise and pack the data ahead of time; cached by content."""
+    """Tokenise and pack the data ahead of training; the result is cached by content."""
     from drumline.train.command import prepare as run
 
     run(config, overrides or [])
@@ -163,10 +163,10 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def convert(
     old: Annotated[Path, typer.Argument(parser=_path, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", parser=_path, metavar="NEW.yaml", help="The file to write; without it, stdout.")
+        Path | None, typer.Option("-o", "--output", parser=_path, metavar="NEW.yaml", help="The file to write. Default: standard output.")
     ] = None,
 ) -> None:
-    """Print another tool's config as a Drumline YAML, and a note for each key that has no meaning any more."""
+    """Print another tool's config as a Drumline YAML, with a note for each key that has no effect."""
     from drumline.train.command import convert as run
 
     run(old, output)
@@ -176,12 +176,12 @@ def convert(
 def export(
     run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A run folder.")],
     to: Annotated[Path, typer.Option(parser=_path, help="The folder to write.")],
-    which: Annotated[str, typer.Option(help="last, best, or the number of a step.")] = "best",
+    which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Of a LoRA run: PEFT's files of the adapter alone, not merged.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: write only the adapter, as PEFT's files, not merged.")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write a Hugging Face folder from a run's checkpoint; reload it and compare logits before saying done."""
+    """Write a run's checkpoint as a Hugging Face folder, then reload it and compare the logits."""
     from drumline.train.command import export as run_export
 
     run_export(run, to, which, dtype, adapter, trust_remote_code)
@@ -189,11 +189,9 @@ def export(
 
 @app.command()
 def chat(
-    place: Annotated[
-        str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, an exported or any Hugging Face folder, or a hub id.")
-    ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="An answer is cut here.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0: the likeliest token each time.")] = 0.7,
+    place: Annotated[str, typer.Argument(parser=_place, metavar="RUN", help="A run folder, a Hugging Face folder, or a hub id.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the most likely token each time.")] = 0.7,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -211,13 +209,13 @@ def evaluate(
         Path | None,
         typer.Option(parser=_path, help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest."),
     ] = None,
-    generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: let it answer N held-out prompts, greedily.")] = None,
-    lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Tasks of lm-eval, comma-separated; CONFIG may be a run folder.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="--lm-eval: questions of each task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(parser=_path, help="--lm-eval: a folder of further task YAMLs.")] = None,
+    generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
+    lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
+    include_path: Annotated[Path | None, typer.Option(parser=_path, help="With --lm-eval: a folder with more task YAMLs.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Score a checkpoint on the held-out set, under the strategy of CONFIG; the figures go to RUN/eval.json, too."""
+    """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     if lm_eval:
         from drumline.use.harness import harness
@@ -236,13 +234,13 @@ def evaluate(
 def verify(
     config: ConfigFile,
     overrides: Overrides = None,
-    strategies: Annotated[str, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: all usual ones.")] = "",
-    nproc: Annotated[int, typer.Option(min=1, help="Processes of each strategy.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as the same.")] = 1e-5,
-    keep: Annotated[Path | None, typer.Option(parser=_path, help="A new folder to keep the runs in.")] = None,
+    strategies: Annotated[str, typer.Option(metavar="LIST", help="Comma-separated: `ddp,fsdp2 tp=2`. Default: the common ones.")] = "",
+    nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")] = 1e-5,
+    keep: Annotated[Path | None, typer.Option(parser=_path, help="A new folder in which to keep the runs.")] = None,
 ) -> None:
-    """Prove it: train a few steps on one process and under each strategy, compare losses, gradient norms, weights and moments."""
+    """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
 
     wanted = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -251,11 +249,14 @@ def verify(
 
 @app.command()
 def calibrate(
-    quick: Annotated[bool, typer.Option("--quick", help="Few and small measurements: seconds instead of minutes.")] = False,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes (default: one per GPU, else one per core, 2 to 8).")] = None,
-    out: Annotated[Path | None, typer.Option(parser=_path, help="A file for it, to plan with elsewhere (cluster.calibration).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Take fewer and smaller measurements: seconds instead of minutes.")] = False,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=_path, help="Also write the result to this file (for cluster.calibration)."),
+    ] = None,
 ) -> None:
-    """Measure this machine once: matrix products, memory, collectives, disk. Planning uses what is stored."""
+    """Measure this machine once: matrix products, memory, collectives, disk. The planner uses the stored result."""
     from drumline.bench.calibrate import calibrate as run
 
     raise typer.Exit(run(quick, nproc, out))
@@ -263,10 +264,10 @@ def calibrate(
 
 @app.command()
 def strategies(
-    device: Annotated[str, typer.Option(help="cpu or cuda: some combinations need a GPU.")] = "cuda",
-    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; some combinations require a GPU.")] = "cuda",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
 ) -> None:
-    """Print what goes with what: every strategy against tensor, context and pipeline parallelism, LoRA, offload and the rest."""
+    """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
     from drumline.core.matrix import as_markdown, as_text
 
     print((as_markdown if markdown else as_text)(_device(device)))
@@ -289,7 +290,7 @@ def _device(name: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; a DrumlineError becomes one line on stderr and its exit code, and so does a signal while nothing can be lost."""
+    """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
     from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
     from drumline.launchers.environment import another_does, first_rank
 
@@ -310,24 +311,24 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(NOTHING_LOST) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Exception as error:  # noqa: BLE001 - what nobody foresaw: a line for the user, the whole for whoever mends it
-        raise SystemExit(_unforeseen(error)) from None
+    except Exception as error:  # noqa: BLE001 - a bug: one line for the user, the traceback in a file
+        raise SystemExit(_report_bug(error)) from None
 
 
-def _unforeseen(error: Exception) -> int:
-    """Keep the traceback in a file and say where, in one line. Returns the exit code."""
+def _report_bug(error: Exception) -> int:
+    """Write the traceback to a file and print its path in one line. Returns the exit code."""
     import tempfile
     import traceback
 
     with tempfile.NamedTemporaryFile("w", prefix="drumline-", suffix=".txt", delete=False, encoding="utf-8", errors="replace") as file:
         file.write(redact("".join(traceback.format_exception(error))))
-    line = DrumlineError(f"unforeseen: {first_line(error)}", fix=f"please report it, with {file.name}").line()
+    line = DrumlineError(f"unexpected error: {first_line(error)}", fix=f"please report it, with {file.name}").line()
     print(f"error: {redact(line)}", file=sys.stderr)
     return DrumlineError.exit_code
 
 
 def _run(arguments: list[str], speaks: bool) -> None:
-    """`speaks`: one rank of another launcher reports a mistake on the command line; it is the same on all."""
+    """`speaks`: this rank reports a mistake on the command line. Under another launcher all ranks make the same one."""
     from drumline.launchers.environment import first_speaks
 
     if speaks:
@@ -335,18 +336,18 @@ def _run(arguments: list[str], speaks: bool) -> None:
         return
     try:
         raise SystemExit(app(arguments, standalone_mode=False) or 0)
-    except typer.BadParameter.__base__:  # type: ignore[misc]  # what typer makes of any such mistake; it exports only its heirs
+    except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
         with first_speaks():
             raise SystemExit(UserError.exit_code) from None
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
-    """The arguments without the `--local_rank=N` that torch.distributed.launch and deepspeed put before them: LOCAL_RANK says the same."""
+    """The arguments without `--local_rank=N`, which torch.distributed.launch and deepspeed add; LOCAL_RANK has the same value."""
     return [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
 
 
 def _bare_resume(arguments: list[str]) -> list[str]:
-    """`--resume` may stand without a path; typer's options always take a value, so the value `newest` is written in."""
+    """`--resume` needs no path, but typer's options always take a value: insert the value `newest`."""
     out = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         out.append(argument)

@@ -1,4 +1,4 @@
-"""What a human may say about the devices to plan for; left out, those that are found here. No torch here."""
+"""The cluster section: the devices to plan for. Without it, those of this machine. No torch here."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from drumline.hardware.cluster import DeviceSpec, Link
 # `4x4090`: devices of one host; `2x8xh100-80g`: hosts, devices of each; `h100`: one.
 SHORT = re.compile(r"^(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(\S.*)$", re.IGNORECASE)
 MOST_NODES = 2**15  # the largest clusters there are have some 25,000
-MOST_GPUS = 16  # of one host, of the catalog's: DGX-2, and boards of eight in pairs
-MOST_OWN = 72  # of those that are described: NVIDIA's GB200 NVL72
+MOST_GPUS = 16  # per host, for devices of the catalog: DGX-2, and boards of eight in pairs
+MOST_OWN = 72  # per host, for devices of `devices`: NVIDIA's GB200 NVL72
 
 
 class DeviceConfig(Section):
-    """A device that the catalog lacks. Rates are of dense matrix products, as its datasheet has them."""
+    """A device that is not in the catalog. Rates are of dense matrix products, from its datasheet."""
 
     memory_gb: float = Field(gt=0, le=10**6, allow_inf_nan=False, description="Memory, in 10^9 bytes.")
-    bandwidth_gb_s: Rate = Field(description="Memory bandwidth, in 10^9 bytes a second.")
+    bandwidth_gb_s: Rate = Field(description="Memory bandwidth, in 10^9 bytes per second.")
     bf16_tflops: Rate | None = Field(None, description="Rate in bf16, in 10^12 FLOP/s; null: the device has no bf16.")
     fp16_tflops: Rate | None = Field(None, description="Rate in fp16; null: as bf16.")
-    fp32_tflops: Rate = Field(description="Rate in fp32 as it runs by default: TF32 where the device has it.")
-    host_link: str = Field("pcie4", description="Between device and host: a link of the catalog or of `links`.")
+    fp32_tflops: Rate = Field(description="Rate in fp32; of TF32 if the device has it, since that is the default.")
+    host_link: str = Field("pcie4", description="Link between device and host: a name of the catalog or of `links`.")
 
     def spec(self, name: str) -> DeviceSpec:
-        """The device as the planner sees it; its usual link is the one to its host."""
+        """The device for the planner; its default link to other devices is the one to its host."""
         tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
         flops = {precision: rate * catalog.TERA for precision, rate in tflops.items() if rate}
         return DeviceSpec(
@@ -45,13 +45,13 @@ class DeviceConfig(Section):
 
 
 class LinkConfig(Section):
-    """A link that the catalog lacks."""
+    """A link that is not in the catalog."""
 
-    gb_s: Rate = Field(description="10^9 bytes a second that one device sends (or one host, of links between hosts).")
-    latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds before the first byte is there.")
+    gb_s: Rate = Field(description="Send bandwidth of one device, or of one host for links between hosts, in 10^9 bytes per second.")
+    latency_us: float = Field(10.0, ge=0, le=MOST_SAMPLES, description="Microseconds until the first byte arrives.")
 
     def link(self, name: str) -> Link:
-        """The link as the planner sees it: it is taken at its word."""
+        """The link for the planner, with full efficiency."""
         return Link(name, self.gb_s * catalog.GIGA, self.latency_us * 1e-6, source="cluster.links")
 
 
@@ -66,26 +66,26 @@ NUMBER = Short(_as_text, {"type": "integer", "examples": [4090]})
 class ClusterConfig(Section):
     """The cluster to plan for: nodes × per_node devices. A string such as `8xh100-80g` or `4x8xa100-80g` is short for it."""
 
-    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="Further devices by name.")
-    links: dict[str, LinkConfig] = Field(default_factory=dict, description="Further links by name.")
+    devices: dict[str, DeviceConfig] = Field(default_factory=dict, description="More devices, by name.")
+    links: dict[str, LinkConfig] = Field(default_factory=dict, description="More links, by name.")
     device: Annotated[str | None, NUMBER] = Field(
         None,
-        description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: what is found here.",
+        description="A device of the catalog (`drumline plan --devices`) or of `devices`, or cpu; null: the device of this machine.",
         json_schema_extra={"examples": [*catalog.DEVICES, catalog.CPU]},
     )
-    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices of a host; null: those found here, or 1 of another device.")
-    nodes: int = Field(1, gt=0, le=MOST_NODES, description="Hosts.")
+    per_node: int | None = Field(None, gt=0, le=10**6, description="Devices per host; null: as on this machine, or 1 if `device` is set.")
+    nodes: int = Field(1, gt=0, le=MOST_NODES, description="Number of hosts.")
     intra: str | None = Field(
         None,
         description="Link between the devices of a host: nvlink4, pcie4, …; null: the device's usual one.",
         json_schema_extra={"examples": list(catalog.LINKS)},
     )
-    inter: str = Field("100Gb", description="Link between hosts, for each host: 400Gb, 8x400Gb, …")
-    host_memory_gb: Rate | None = Field(None, description="Memory of a host, 10^9 bytes; null: what is found here, or not limited.")
+    inter: str = Field("100Gb", description="Network of each host: 400Gb, 8x400Gb, …")
+    host_memory_gb: Rate | None = Field(None, description="Memory per host, in 10^9 bytes; null: as on this machine, or unlimited.")
     calibration: PathText | None = Field(
-        None, description="A file of `drumline calibrate --out` on such a machine; null: what was measured here, where it is the same."
+        None, description="A file of `drumline calibrate --out` from such a machine; null: this machine's, if it is such a machine."
     )
-    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="Price of a device for an hour, in any currency.")
+    price_per_device_hour: float | None = Field(None, ge=0, le=MOST_SAMPLES, description="Price of one device per hour, in any currency.")
 
     @field_validator("devices")
     @classmethod
@@ -113,7 +113,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> ClusterConfig:
-        """Refuse what nobody builds."""
+        """Refuse hosts that do not exist."""
         spec = self.spec()
         most = MOST_OWN if self.device in self.devices else MOST_GPUS
         if spec is not None and self.per_node is not None and self.per_node > most:
@@ -129,7 +129,7 @@ class ClusterConfig(Section):
         return self
 
     def spec(self) -> DeviceSpec | None:
-        """The device that is said; None where none is, and for a CPU: its rates depend on the machine."""
+        """The device that is set. None if none is set, and for a CPU, whose rates depend on the machine."""
         if self.device is None:
             return None
         own = self.devices.get(self.device)

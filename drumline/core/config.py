@@ -1,7 +1,7 @@
-"""What a human may say: the typed Config, its defaults and their meaning. No torch here.
+"""The typed Config: keys of the YAML, their defaults and their meaning. No torch here.
 
-Every class refuses unknown keys. Where a thing comes in kinds (strategy, algorithm, data source) the union is told apart
-by `kind`, and a bare string is short for `{kind: string}`. Descriptions feed `drumline schema` and so the user's editor.
+Every class refuses unknown keys. A union (strategy, algorithm, data source) is discriminated by `kind`, and a bare string is short for
+`{kind: string}`. Descriptions go into `drumline schema` and from there into the user's editor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoAdapter(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights stay as they are."""
+    """Low-rank adapters (Hu et al. 2021), by PEFT; the model's own weights are frozen."""
 
     kind: Literal["lora"] = "lora"
     r: int = Field(16, gt=0, le=10**5, description="Rank of the two factors.")
@@ -35,8 +35,8 @@ class LoRAConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first factor.")
     targets: Literal["attention", "all-linear"] | list[str] = Field(
         "all-linear",
-        description="Linear layers that get an adapter: all in the blocks, those of attention, or names as they end. A vision tower gets"
-        " some only where they are named.",
+        description="Linear layers that get an adapter: all of the blocks, those of attention, or the ends of names. Layers of a vision"
+        " tower must be named.",
     )
     quantize: Literal["none", "4bit", "8bit"] = Field(
         "none", description="QLoRA (Dettmers et al. 2023): the frozen weights in 4 or 8 bits, by bitsandbytes on GPUs."
@@ -50,12 +50,12 @@ Adapter = Annotated[NoAdapter | LoRAConfig, Field(discriminator="kind"), KIND_AL
 
 
 class BatchConfig(Section):
-    """global_samples = micro_batch × accumulation × data ranks. Say the left side, or the right one; all must agree."""
+    """global_samples = micro_batch × accumulation × data ranks. Set the left side or the right side; all that is set must agree."""
 
     global_samples: Count | None = Field(None, description="Samples of one optimizer step over all devices.")
     global_tokens: int | None = Field(None, gt=0, le=10**4 * MOST_SAMPLES, description="The same in tokens: a multiple of data.max_length.")
-    micro_batch: Count | None = Field(None, description="Samples a device takes at once.")
-    accumulation: Count | None = Field(None, description="Micro-batches a device takes before one optimizer step.")
+    micro_batch: Count | None = Field(None, description="Samples per forward pass on each device.")
+    accumulation: Count | None = Field(None, description="Micro-batches per device and optimizer step.")
 
     @model_validator(mode="after")
     def _one_global(self) -> BatchConfig:
@@ -82,38 +82,38 @@ class OptimizerConfig(Section):
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum.")
     weight_decay: float = Field(0.0, ge=0, le=1000, description="Applies to matrices only, not to biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, le=10**12, description="Clip gradients to this global L2 norm; null: never.")
-    fused: bool = Field(True, description="One kernel for the whole update where torch has one.")
+    fused: bool = Field(True, description="Use torch's fused optimizer kernel where there is one.")
 
 
 class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="Course of the rate after warm-up; wsd: flat, then linear down."
+        "cosine", description="How the learning rate changes after warm-up; wsd: constant, then linear decay."
     )
     warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS, description="Steps of linear warm-up.")
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="Linear warm-up as a part of all steps; warmup_steps overrides it.")
-    warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0 (as transformers' has it), not 1 / (W + 1).")
-    min_ratio: float = Field(0.0, ge=0, le=1, description="The last rate as a part of the peak.")
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the part of all steps that goes down.")
+    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="Linear warm-up as a fraction of all steps; warmup_steps overrides it.")
+    warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0, as in transformers, not 1 / (W + 1).")
+    min_ratio: float = Field(0.0, ge=0, le=1, description="The last learning rate as a fraction of the peak.")
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
 
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Compute type; master weights stay fp32. auto: bf16 on GPUs that have it, fp32 elsewhere."
     )
-    initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: first loss scale.")
-    tf32: bool = Field(True, description="Let fp32 matrix products use TF32 on GPUs.")
+    initial_scale: float = Field(65536.0, gt=0, le=2.0**64, description="fp16: initial loss scale.")
+    tf32: bool = Field(True, description="Use TF32 for fp32 matrix products on GPUs.")
 
 
 class MemoryConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none",
-        description="full: keep each block's input only and compute the block again in backward. selective: keep the results of attention"
-        " and of every other matrix product as well.",
+        description="full: store only each block's input and recompute the block in backward. selective: also store the results of"
+        " attention and of every second matrix product.",
     )
     on_oom: Literal["stop", "replan"] = Field(
         "stop",
-        description="Out of memory: stop and name the nearest plan that fits; or replan: go on with it from the newest checkpoint, the"
-        " global batch unchanged (smaller micro-batch, checkpointing, sharding, offload). Where our own launcher started the ranks.",
+        description="When memory runs out, stop: report the nearest plan that fits. replan: resume with that plan from the newest"
+        " checkpoint, with the same global batch (smaller micro-batch, checkpointing, sharding, offload). Requires our launcher.",
     )
 
 
@@ -128,60 +128,60 @@ class CompileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Steps | None = Field(None, description="Save each N steps; null: only at the end and when asked to stop.")
-    keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N.")
-    keep_best: bool = Field(True, description="Keep the best by eval.metric as well.")
+    every: Steps | None = Field(None, description="Save every N steps; null: only at the end and when the run is stopped.")
+    keep: int = Field(2, gt=0, le=10**6, description="Keep the newest N checkpoints.")
+    keep_best: bool = Field(True, description="Also keep the best checkpoint by eval.metric.")
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
     verify: bool = Field(True, description="Check every shard's checksum before loading.")
     wait_seconds: float = Field(
         600.0,
         ge=0,
         le=86400,
-        description="How long the last checkpoint is tried again when the disk refuses it; when the run is asked to stop, at most half of"
+        description="How long to retry the last checkpoint when the disk is full. When the run is stopped by a signal, at most half of"
         " launch.grace_seconds.",
     )
     fallback_dir: str | None = Field(
-        None, description="Folder on another disk, which takes the last checkpoint or its weights when the run's disk is full."
+        None, description="Folder on another disk for the last checkpoint, or its weights, when the run's disk is full."
     )
     export: Literal["none", "last", "best"] = Field(
-        "best", description="Checkpoint that is written as a Hugging Face folder, RUN/export; without a best one, the last."
+        "best", description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one."
     )
-    export_adapter: bool = Field(False, description="With an adapter: export PEFT's files of the adapter alone, not the merged model.")
+    export_adapter: bool = Field(False, description="With an adapter: export only the adapter, as PEFT's files, not the merged model.")
 
 
 class EvalConfig(Section):
-    every: Steps | None = Field(None, description="Evaluate each N steps; null: only before the first and after the last.")
-    at_start: bool = Field(True, description="Evaluate before the first step, so that the gain can be seen.")
-    micro_batch: Count | None = Field(None, description="Samples a device takes at once; null: as in training.")
-    metric: str = Field("loss", description="What `best` means: a metric of the eval event. ppo and grpo: reward.")
-    mode: Literal["min", "max"] = Field("min", description="Whether the metric should fall or rise. ppo and grpo: max.")
+    every: Steps | None = Field(None, description="Evaluate every N steps; null: only before the first and after the last.")
+    at_start: bool = Field(True, description="Evaluate before the first step, for comparison.")
+    micro_batch: Count | None = Field(None, description="Samples per forward pass on each device; null: as in training.")
+    metric: str = Field("loss", description="The metric that decides which checkpoint is best. Default of ppo and grpo: reward.")
+    mode: Literal["min", "max"] = Field("min", description="Whether a lower or a higher metric is better. Default of ppo and grpo: max.")
 
 
 class HealthConfig(Section):
     on_nan: Literal["stop", "skip"] = Field(
-        "stop", description="NaN or inf in loss or gradient norm: stop, or skip the step. Never silent."
+        "stop", description="What to do when the loss or gradient norm is NaN or inf: stop, or skip the step and report it."
     )
-    max_skips: Count = Field(10, description="skip: stop after this many skipped steps in a row.")
+    max_skips: Count = Field(10, description="With skip: stop after this many skipped steps in a row.")
 
 
 class LaunchConfig(Section):
     nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
-    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a dead rank, counted anew after each progress.")
-    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free one.")
-    grace_seconds: Seconds = Field(60.0, description="After SIGTERM the ranks have this long to save before they are killed.")
-    timeout_seconds: Seconds = Field(600.0, description="A collective that waits longer than this fails.")
+    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
+    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free port.")
+    grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
+    timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
 
 
 class RunConfig(Section):
     dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
     steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
     epochs: Rate = Field(1.0, description="Passes over the training samples.")
-    seed: int = Field(0, ge=0, le=MOST_SEED, description="Fixes order, dropout and random weights.")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="Determines the order of samples, dropout and random weights.")
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
-    log_every: Steps = Field(1, description="A step event each N steps.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
+    log_every: Steps = Field(1, description="Write a step event every N steps.")
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        ("tensorboard",), description="Where figures go besides events.jsonl."
+        ("tensorboard",), description="Where metrics are written besides events.jsonl."
     )
 
 
@@ -205,7 +205,7 @@ class Config(Section):
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     run: RunConfig = Field(default_factory=RunConfig)
     cluster: Annotated[ClusterConfig | None, CLUSTER_ALONE] = Field(
-        None, description="The devices to plan for, also as `2x8xh100-80g`; null: those that are found here."
+        None, description="The devices to plan for, also as `2x8xh100-80g`; null: the devices of this machine."
     )
 
     @model_validator(mode="before")
@@ -220,12 +220,12 @@ class Config(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether rows share sequences. Pairs, prompts and rows with a class keep to themselves."""
+        """Whether rows are packed into sequences. Pairs, prompts and rows with a class never are."""
         return self.data.packing and self.algorithm.kind in ("pretrain", "sft")
 
     @property
     def head(self) -> Head:
-        """What the model that learns ends in."""
+        """The head of the trainable model."""
         if isinstance(self.algorithm, ClassifyConfig):
             return self.algorithm.modality
         if isinstance(self.algorithm, PPOConfig) and self.algorithm.value == "head":
@@ -234,16 +234,16 @@ class Config(Section):
 
     @property
     def images_alone(self) -> bool:
-        """Whether rows are images without a word: no tokenizer, no length."""
+        """Whether rows are images without text: no tokenizer, no length."""
         return self.head == "image"
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences of up to data.max_length tokens that a sample is made of."""
+        """Sequences of up to data.max_length tokens per sample."""
         return 2 if self.algorithm.kind in ("reward", "dpo") else 1
 
     @property
     def samples_in_turn(self) -> int:
-        """What a global batch has to be a multiple of, for a rollout to have whole groups."""
+        """The global batch must be a multiple of this, so that a rollout has whole groups."""
         algorithm = self.algorithm
         return algorithm.group_size // math.gcd(algorithm.group_size, algorithm.minibatches) if isinstance(algorithm, ROLLOUT) else 1

@@ -68,7 +68,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("data: {train: [{id: x, name: y}]}", [], ["left out", "add kind: hub"]),
     ("data: {train: [x.jsonl]}", [], ["'x.jsonl' given", "file, hub, saved, tasks"]),
     # values that do not go together, or are missing
-    ("data: {train: [{kind: hub, id: x, streaming: true}]}", [], ["data.train.0: streaming needs `limit`"]),
+    ("data: {train: [{kind: hub, id: x, streaming: true}]}", [], ["data.train.0: streaming requires `limit`"]),
     ("data: {train: [{kind: file}]}", [], ["'path' is missing", ".jsonl"]),
     (DATA + "batch: {global_samples: 99999999999}\n", [], ["c.yaml:2: batch.global_samples: 99999999999 given, 1000000000 or less"]),
     (DATA + "batch: {global_samples: 2, global_tokens: 4}\n", [], ["c.yaml:2: batch: give", "not both"]),

@@ -216,7 +216,7 @@ def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
     with pytest.raises(SystemExit) as ended:
         cli.main(["prepare", "x.yaml"])
     line = capsys.readouterr().err
-    assert ended.value.code == 1 and line.startswith("error: unforeseen: ZeroDivisionError") and line.count("\n") == 1
+    assert ended.value.code == 1 and line.startswith("error: unexpected error: ZeroDivisionError") and line.count("\n") == 1
     kept = Path(line.rpartition(" with ")[2].strip())
     text = kept.read_text()
     kept.unlink()

@@ -80,7 +80,7 @@ def one_line(*arguments: str) -> str:
             code = ended.code
     text = said.getvalue()
     errors = [line for line in text.splitlines() if line.startswith("error:")]
-    assert "unforeseen" not in text and "Traceback" not in text, text
+    assert "unexpected error" not in text and "Traceback" not in text, text
     usage = "Usage:" in text or "─ Error ─" in text
     assert code in (0, 2) and (code == 0 or len(errors) == 1 or usage), (code, text)
     assert all(len(line) < 6000 for line in errors)
