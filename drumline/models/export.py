@@ -62,10 +62,9 @@ def export(
 ) -> ExportResult:
     """Write safetensors, config, generation config and tokenizer of a checkpoint of `run_dir` to folder `to`.
 
-    `which`: the newest checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. A LoRA run's
-    adapters are merged into the model; `adapter`: they are written by themselves, as PEFT's files. An older export in `to` is
-    replaced; any other content is left alone. Raises CheckpointError, ModelError (no adapter, or one that was never trained) or
-    EnvironmentFault, and DrumlineError where the folder does not read back as the same model; in all cases `to` is as it was before.
+    `which`: the newest checkpoint, the best by eval.metric (the newest where none was measured), or that of a step. The adapters of a
+    LoRA run are merged; `adapter`: only they are written, as PEFT's files. An older export in `to` is replaced. Raises CheckpointError,
+    ModelError, EnvironmentFault, and DrumlineError where the folder does not read back as the same model; then `to` is as it was.
     """
     import torch
     from safetensors.torch import save_file

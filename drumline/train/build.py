@@ -52,12 +52,11 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
     set_kernels(plan)
     device = f"cuda:{gpu(ranks)}" if plan.device == "cuda" else "cpu"
     verification = _verification(plan, ranks)
-    start, searched = None, 0.0
+    start, began = None, time.time()
     if resume is not None:
         with goodput.spend("restore"):
-            began = time.time()
             start = Start.find(plan, resume)
-            searched = time.time() - began
+    searched = time.time() - began
     engine = build_engine(plan, device, start.held if start else frozenset())
     checkpointer = Checkpointer(
         Path(plan.run_dir) / "checkpoints",
