@@ -15,7 +15,7 @@ from drumline.core.model import ModelConfig
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.question import LauncherSignals, ask
+from drumline.planner.question import PlanRequest, ask
 from drumline.planner.report import extra as further
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
@@ -90,7 +90,7 @@ def _one_question(options: Options) -> None:
         raise UserError(f"{' and '.join([*asked_, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
 
 
-def _searched(made: LauncherSignals, loaded: Loaded, options: Options, aside: Console) -> Answer:
+def _searched(made: PlanRequest, loaded: Loaded, options: Options, aside: Console) -> Answer:
     """The answer, with `--trace` of the best few by traced activations, with `--probe` corrected by a few real steps of the best. Raises
     EnvironmentFault where there is to be a probe and the cluster is not this machine."""
     if options.probe is not None:
@@ -122,7 +122,7 @@ def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progr
     return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 
-def _asked(loaded: Loaded, aside: Console) -> LauncherSignals:
+def _asked(loaded: Loaded, aside: Console) -> PlanRequest:
     with bars(aside) as on_progress:
         made = ask(loaded, on_progress)
     _tell((*loaded.notes, *made.notes), aside)

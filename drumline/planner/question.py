@@ -23,7 +23,7 @@ from drumline.report.bars import OnProgress
 
 
 @dataclass(frozen=True)
-class LauncherSignals:
+class PlanRequest:
     """`question`, and what the user should know of how it came about. `model`, `model_path`: where the policy's config is had from."""
 
     question: Question
@@ -43,7 +43,7 @@ class Found:
     how: str = ""
 
 
-def ask(loaded: Loaded, on_progress: OnProgress) -> LauncherSignals:
+def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     """Raises ModelError for a model whose shape cannot be had, and whatever the config's own mistakes raise."""
     from drumline.models import load as models
     from drumline.models.classes import with_classes
@@ -66,7 +66,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> LauncherSignals:
     cluster = _cluster(config)
     deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
     question = Question(config, cluster, facts, data, roles, role_facts, deepspeed=deepspeed)
-    return LauncherSignals(question, (*notes, *cluster.notes), policy.model, policy.path)
+    return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
