@@ -1,4 +1,11 @@
-"""Drumline keeps every rank in step: one YAML and one command train a model on however many devices there are."""
+"""Drumline keeps every rank in step: one YAML and one command train a model on however many devices there are.
+
+drumline.train("mine.yaml", {"optimizer.lr": 1e-4})      a run, as `drumline train` has it
+drumline.plan(model="llama-3.1-8b", cluster="4x4090")    what fits, how fast, and why
+drumline.verify("mine.yaml", strategies=["fsdp2"])       a few steps against one process
+drumline.load(run).chat("Hello")                         what was trained, to talk to
+drumline.errors                                          all that these raise on purpose
+"""
 
 import sys
 
@@ -8,9 +15,42 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
     del sys.path[0]
 
 import logging
+from typing import TYPE_CHECKING, Any
 
+from drumline import errors
+
+if TYPE_CHECKING:
+    from drumline.bench.verify import compare as verify
+    from drumline.planner.public import plan
+    from drumline.train.run import Run, train
+    from drumline.use.model import load
+
+__all__ = ("Run", "errors", "load", "plan", "train", "verify")
 __version__ = "0.5.0"
+
+# Name → (module, name there): torch is imported by whoever trains, not by `import drumline`.
+_PLACES = {
+    "Run": ("train.run", "Run"),
+    "load": ("use.model", "load"),
+    "plan": ("planner.public", "plan"),
+    "verify": ("bench.verify", "compare"),
+}
 
 # Where DeepSpeed is installed, transformers and accelerate import it, and it writes warnings to standard output. By the
 # logger's name, since this must stand before whoever imports it first; its errors pass.
 logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "train":  # a room of this name is there, and can be called
+        return importlib.import_module("drumline.train")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'drumline' has no attribute {name!r}")
+    module, there = _PLACES[name]
+    return getattr(importlib.import_module(f"drumline.{module}"), there)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -292,13 +291,12 @@ def _device(name: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
     from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
-    from drumline.launchers.environment import another_does, first_rank
+    from drumline.launchers.environment import another_does, expandable_segments, first_rank
 
     arguments = _bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     if another_does(arguments[0] if arguments else ""):
         return
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:  # read as CUDA starts; the ranks inherit it
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
+    expandable_segments()
     try:
         with Stoppable():
             _run(arguments, speaks=first_rank())

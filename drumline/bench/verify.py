@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from rich.table import Table
 
 from drumline.bench.difference import Difference, difference
 from drumline.core.config import Config
-from drumline.core.load import Loaded, load
+from drumline.core.load import Loaded, override, reader
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.report.bars import OnProgress, bars
+from drumline.report.bars import OnProgress, aside, bars
 
 # What is tried where nobody says which; with four processes or more, mixes too.
 USUAL = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp")
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
+Read = Callable[[list[str]], Loaded]  # the user's config, with overrides over it
 DROPOUT = ("dropout", "pdrop", "dropout_prob", "_drop")  # ends of a model's own options
 
 
@@ -35,6 +37,10 @@ class Outcome:
     apart: Difference | None
     note: str = ""
 
+    def within(self, tolerance: float) -> bool:
+        """Whether it is what one process trains, or was refused before it started."""
+        return self.apart.largest <= tolerance if self.apart else not self.note.startswith("failed")
+
 
 def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: int, nproc: int, tolerance: float, keep: Path | None) -> int:
     """Print the table; 0 where every strategy that runs stays within `tolerance` (relative), 1 where one does not or fails.
@@ -42,16 +48,52 @@ def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: in
     All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
     for the runs; None: a temporary one. Raises ConfigError and its kin where the config itself cannot be trained on one process.
     """
+    with bars(Console(stderr=True)) as on_progress:
+        outcomes = _outcomes(reader(config_path), overrides, wanted, steps, nproc, keep, on_progress)
+    return _tell(Console(), outcomes, steps, tolerance)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Each strategy against one process. `same`: all that ran stay within the tolerance; what was refused says why in its `note`."""
+
+    outcomes: tuple[Outcome, ...]
+    tolerance: float
+
+    @property
+    def same(self) -> bool:
+        return any(o.apart for o in self.outcomes) and all(o.within(self.tolerance) for o in self.outcomes)
+
+
+def compare(
+    config: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    strategies: Sequence[str] = (),
+    steps: int = 3,
+    nproc: int = 2,
+    tolerance: float = 1e-5,
+    keep: str | Path | None = None,
+    display: bool = False,
+) -> Comparison:
+    """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default."""
+    said = [override(key, value) for key, value in (overrides or {}).items()]
+    with aside(display) as on_progress:
+        found = _outcomes(reader(config), said, list(strategies), steps, nproc, None if keep is None else Path(keep), on_progress)
+    return Comparison(tuple(found), tolerance)
+
+
+def _outcomes(
+    read: Read, overrides: list[str], wanted: list[str], steps: int, nproc: int, keep: Path | None, on_progress: OnProgress
+) -> list[Outcome]:
     strategies = wanted or [*USUAL, *(MIXES if nproc >= 4 else ())]
     spelled = {name: _spell(name) for name in strategies}
-    console = Console()
-    with _folder(keep) as place, bars(Console(stderr=True)) as on_progress:
+    with _folder(keep) as place:
         root = Path(place)
-        common = [*overrides, *_common(config_path, overrides, nproc, steps, on_progress)]
-        alone = load(config_path, [*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
+        common = [*overrides, *_common(read(overrides).config, nproc, steps, on_progress)]
+        alone = read([*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
         _run(alone, REFERENCE, on_progress)
-        outcomes = [_outcome(config_path, common, name, spelled[name], nproc, root, on_progress) for name in strategies]
-    return _tell(console, outcomes, steps, tolerance)
+        return [_outcome(read, common, name, spelled[name], nproc, root, on_progress) for name in strategies]
 
 
 def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: float) -> int:
@@ -67,13 +109,12 @@ def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: floa
         console.print(f"{what} biases of keys), which Adam makes steps of; they are compared by what the loss feels", highlight=False)
     if not compared:
         raise UserError("no strategy could be compared", where="--strategies", fix="see the reasons above")
-    beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.apart.largest <= tolerance]
-    failed = [o.name for o in outcomes if o.note.startswith("failed")]
+    beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.within(tolerance)]
     if beyond:
         console.print(f"not what one process trains: {', '.join(beyond)}", highlight=False)
     else:
         console.print(f"{len(compared)} of {len(outcomes)} strategies train what one process trains", highlight=False)
-    return int(bool(beyond or failed))
+    return int(not all(o.within(tolerance) for o in outcomes))
 
 
 def _spell(name: str) -> str:
@@ -84,13 +125,12 @@ def _spell(name: str) -> str:
     return "strategy={" + ", ".join([f"kind: {kind}", *(option.replace("=", ": ", 1) for option in options)]) + "}"
 
 
-def _common(config_path: Path, overrides: list[str], nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
+def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
     from drumline.core.batch import resolve_batch
     from drumline.models.load import load_config
     from drumline.models.package import resolve
 
-    config = load(config_path, overrides).config
     samples = resolve_batch(config, nproc)[0]
     hf_config = load_config(resolve(config.model, on_progress), config.model)
     dropouts = [key for key, value in hf_config.to_dict().items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
@@ -117,10 +157,10 @@ def _micro_batch(config: Config, samples: int, nproc: int) -> int:
     return max(m for m in range(1, most + 1) if per_rank % m == 0)
 
 
-def _outcome(config_path: Path, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:
+def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int, root: Path, on_progress: OnProgress) -> Outcome:
     run_dir = root / name.replace(" ", "-").replace("=", "")
     try:
-        plan = _run(load(config_path, [*common, spelled, f"launch.nproc={nproc}", f"run.dir={run_dir}"]), name, on_progress)
+        plan = _run(read([*common, spelled, f"launch.nproc={nproc}", f"run.dir={run_dir}"]), name, on_progress)
         return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
     except _Failed as failure:
         return Outcome(name, nproc, None, f"failed: {failure}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +22,7 @@ from drumline.core.strategies import ZeroStrategy
 from drumline.core.suggest import kinds_at
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
-from drumline.foreign import MIB, parse_json
+from drumline.foreign import MIB, first_line, parse_json
 from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:
@@ -47,7 +52,39 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted:
 
     Raises ConfigError.
     """
-    draft = drafted(read_text(path), str(path), path.parent, over)
+    return _loaded(drafted(read_text(path), str(path), path.parent, over), path, overrides, trusted, over is not None)
+
+
+def load_values(values: Mapping[str, Any], overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
+    """The same for a dictionary in place of a file: paths in it are relative to the current folder. Raises ConfigError."""
+    try:
+        text = json.dumps(values, default=os.fspath)
+    except (TypeError, ValueError) as error:
+        fix = "text, numbers, lists, dictionaries and paths go into a config; name your own code by path.py:name"
+        raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix) from None
+    draft = drafted(text, "config", Path(), over)
+    return _loaded(replace(draft, lines={}), Path(_script()), overrides, trusted, over is not None)
+
+
+def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
+    """`load` of a file, or `load_values` of the keys themselves, with the rest of its arguments to come."""
+    return partial(load_values, config) if isinstance(config, Mapping) else partial(load, Path(config))
+
+
+def _script() -> str:
+    """The name of what runs, which names the run folder where nobody does."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name
+
+
+def override(key: str, value: Any) -> str:
+    """The override `key=value` of a value of Python."""
+    try:
+        return f"{key}={json.dumps(value, default=os.fspath)}"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where=f"override {key}") from None
+
+
+def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:
     config = validated(draft, overrides, trusted, path.parent)
     if config.model.chat_template is not None:
         # Ranks read it from the plan, and no longer know where the YAML was.
@@ -60,7 +97,7 @@ def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted:
     if config.cluster is not None and config.cluster.calibration is not None:
         measured = str((path.parent / config.cluster.calibration).absolute())
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"calibration": measured})})
-    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or over is not None)
+    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or laid_over)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:

@@ -47,6 +47,7 @@ class Ranks:
 
 
 _store: dist.Store | None = None
+_ended = 0  # runs of this process that are over; a script may train several, each with keys of its own
 _leaving: threading.Thread | None = None
 
 
@@ -57,7 +58,7 @@ def rendezvous() -> dist.Store:
     """
     global _store
     if _store is not None:
-        return _store
+        return dist.PrefixStore(str(_ended), _store) if _ended else _store
     ranks = Ranks.from_environment()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -155,11 +156,12 @@ def gpu(ranks: Ranks) -> int:
 def stop(failed: bool = False) -> None:
     """Leave the process groups, if there are any. After an error (`failed`) without waiting for what the others have not answered; see
     `leave_process`."""
-    global _leaving
+    global _leaving, _ended
     if not dist.is_initialized():
         return
     if not failed:
         dist.destroy_process_group()
+        _ended += 1
         return
     _leaving = threading.Thread(target=abort_process_group, daemon=True)
     _leaving.start()

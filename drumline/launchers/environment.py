@@ -50,6 +50,12 @@ def first_speaks() -> Iterator[None]:
             raise
 
 
+def expandable_segments() -> None:
+    """Have CUDA's allocator grow its segments, unless the user says otherwise; it is read as CUDA starts, and ranks inherit it."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
+
+
 def another_does(command: str) -> bool:
     """Whether another rank of the launcher does this `command`: only training takes them all; data are prepared once on each host."""
     who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")

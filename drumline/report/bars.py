@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 OnProgress = Callable[[str, int, int | None], None]
+
+
+def aside(display: bool) -> AbstractContextManager[OnProgress]:
+    """Bars on standard error, or a callback that shows nothing."""
+    return bars(Console(stderr=True)) if display else nullcontext(lambda phase, done, total: None)
 
 
 @contextmanager

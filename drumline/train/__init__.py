@@ -1,0 +1,17 @@
+"""Training: set-up before the launch, the loop, a rank's entry. `drumline.train` is this room and, called, `train.run.train`."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Called(ModuleType):
+    """A room whose name is a verb of `drumline`, too."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from drumline.train.run import train
+
+        return train(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Called

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
 from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
 from drumline.core.explain import explain, plan_line
-from drumline.core.load import load, to_yaml
+from drumline.core.load import load, reader, to_yaml
 from drumline.errors import UserError
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, listen, require_rendezvous
 from drumline.launchers.lease import Lease
-from drumline.report.bars import bars
+from drumline.report.bars import aside, bars
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
 
@@ -37,24 +38,37 @@ def train(
     """`drumline train`: plan, launch, watch. Returns the exit code."""
     die_with_launchers()
     require_rendezvous()
-
-    def request(world_size: int | None = None) -> Request:
-        over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
-        loaded = load(config_path, overrides, over)
-        if resume is not None or loaded.resume is not None:
-            loaded = load(config_path, overrides, over, trusted=False)
-        _tell(loaded.notes)
-        from drumline.train.setup import Request
-
-        return Request(loaded, world_size, resume or loaded.resume, allow)
-
+    request = requested(config_path, overrides, resume, allow, accelerate_config)
     if launched_by() is None:
-        return _dry_run(request()) if dry_run else _train(request())
+        return _dry_run(request()) if dry_run else launch_ranks(request(), display=True)[1]
     if dry_run:
         return _dry_run(request(int(os.environ["WORLD_SIZE"]))) if first_rank() else 0
     from drumline.train.launched import train as train_launched
 
     return train_launched(request)
+
+
+def requested(
+    config: str | Path | Mapping[str, Any],
+    overrides: list[str],
+    resume: str | None,
+    allow: tuple[str, ...],
+    accelerate_config: Path | None = None,
+) -> Callable[..., Request]:
+    """What makes the Request, once it is known how many processes there are. `config`: a file, or its keys."""
+
+    def request(world_size: int | None = None) -> Request:
+        over = from_file(accelerate_config) if accelerate_config else from_environment(os.environ)
+        read = reader(config)
+        loaded = read(overrides, over)
+        if resume is not None or loaded.resume is not None:
+            loaded = read(overrides, over, trusted=False)
+        _tell(loaded.notes)
+        from drumline.train.setup import Request
+
+        return Request(loaded, world_size, resume or loaded.resume, allow)
+
+    return request
 
 
 def _dry_run(request: Request) -> int:
@@ -69,12 +83,11 @@ def _dry_run(request: Request) -> int:
     return 0
 
 
-def _train(request: Request) -> int:
-    """By our own launcher."""
+def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
+    """By our own launcher. Returns the run folder and the exit code."""
     from drumline.train.setup import claim_run_dir, make_plan
 
-    console = Console(stderr=True)
-    with bars(console) as on_progress:
+    with aside(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)
     _tell(plan.data.left_out if plan.data else ())
     listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
@@ -84,8 +97,10 @@ def _train(request: Request) -> int:
     with Lease(Path(plan.run_dir)):
         plan_path, start = claim_run_dir(plan, request)
         events = Path(plan.run_dir) / "events.jsonl"
-        with Progress(Console(), read(events) if events.exists() else []) as progress:
-            return launch(plan, plan_path, start, progress.on_event, on_oom=Replanner(plan, plan_path))
+        with ExitStack() as held:
+            past = read(events) if display and events.exists() else []
+            on_event = held.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
+            return Path(plan.run_dir), launch(plan, plan_path, start, on_event, on_oom=Replanner(plan, plan_path))
 
 
 def _tell(notes: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import Lease, is_held_by
 from drumline.launchers.local import newest_or
-from drumline.report.bars import bars
+from drumline.report.bars import aside
 from drumline.report.progress import Progress
 from drumline.train.entry import run
 from drumline.train.exhausted import OutOfMemory
@@ -41,33 +41,40 @@ HEARD_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its st
 def train(ask: Callable[[int], Request]) -> int:
     """One rank, from plan to end. `ask`: what the user wants, of so many processes. After a restart by the launcher the run goes on from
     its newest checkpoint."""
-    ranks = Ranks.from_environment()
     with recording(), ExitStack() as held:
-        # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
-        rendezvous()
-        if ranks.rank == 0:
-            plan, start = _plan(ask, ranks, held)
-        else:
-            plan, start = _told(ranks)
-        try:
-            if ranks.rank != 0:
-                run(plan, start)
-                return 0
-            with Progress(Console()) as progress:
-                run(plan, start, progress.on_event)
-        except OutOfMemory as error:
-            # Another launcher decides whether it goes on; what to change is said all the same.
-            print(f"error: rank {ranks.rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
-            raise
+        train_rank(*join(ask, held, display=True), display=True)
     return 0
 
 
-def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack) -> tuple[Plan, str | None]:
-    """Rank 0's part, outside any collective: it may take as long as the data needs. `held` gets the lease of the run folder."""
+def join(ask: Callable[[int], Request], held: ExitStack, display: bool) -> tuple[Plan, str | None]:
+    """The plan and the checkpoint to go on from, the same on all ranks. `held` gets the lease of the run folder."""
+    ranks = Ranks.from_environment()
+    # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
+    rendezvous()
+    return _plan(ask, ranks, held, display) if ranks.rank == 0 else _told(ranks)
+
+
+def train_rank(plan: Plan, start: str | None, display: bool) -> None:
+    """Train as this rank, to the end."""
+    rank = Ranks.from_environment().rank
+    try:
+        if rank != 0 or not display:
+            run(plan, start)
+            return
+        with Progress(Console()) as progress:
+            run(plan, start, progress.on_event)
+    except OutOfMemory as error:
+        # Another launcher decides whether it goes on; what to change is said all the same.
+        print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
+        raise
+
+
+def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack, display: bool) -> tuple[Plan, str | None]:
+    """Rank 0's part, outside any collective: it may take as long as the data needs."""
     try:
         request = ask(ranks.world_size)
         _require_as_launched(request, ranks)
-        with bars(Console(file=sys.stderr)) as on_progress:
+        with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
         for line in plan.data.left_out if plan.data else ():
             print(f"note: {line}", file=sys.stderr)

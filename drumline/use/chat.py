@@ -42,13 +42,15 @@ def chat(place: str, max_new_tokens: int, temperature: float, system: str | None
 
 @dataclass
 class Conversation:
-    """What was said so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time."""
+    """What was said so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time. `show`: print answers
+    as they come."""
 
     loaded: LoadedModel
     max_new_tokens: int
     temperature: float
     system: str | None
     turns: list[Message] = field(default_factory=list)
+    show: bool = True
 
     def __post_init__(self) -> None:
         tokenizer = self.loaded.tokenizer
@@ -60,7 +62,7 @@ class Conversation:
         self.ends = sorted(end_tokens(self.loaded.model, tokenizer))
 
     def answer(self, line: str) -> str:
-        """Print the answer as it comes, and keep both. Ctrl-C ends it early: what was said until then stays said."""
+        """The answer; both are kept. Ctrl-C ends it early: what was said until then stays said."""
         import torch
 
         question = {"role": "user", "content": line}
@@ -70,7 +72,7 @@ class Conversation:
         self.turns.append(question)
         ids = self._prompt()
         room = min(self.max_new_tokens, self.positions - len(ids))
-        out = printer(self.loaded.tokenizer)
+        out = printer(self.loaded.tokenizer, self.show)
         ids_BT = torch.tensor([ids], device=self.loaded.model.device)
         sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
         try:
@@ -115,8 +117,8 @@ NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def printer(tokenizer: Any) -> Any:
-    """A streamer that prints what comes, word by word, and keeps it in `answer`."""
+def printer(tokenizer: Any, show: bool = True) -> Any:
+    """A streamer that keeps what comes in `answer`, and prints it word by word."""
     from transformers import TextStreamer
 
     class Printer(TextStreamer):
@@ -126,7 +128,8 @@ def printer(tokenizer: Any) -> Any:
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             self.answer.append(text)
-            print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
+            if show:
+                print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
 
     return Printer()
 

@@ -1,0 +1,124 @@
+"""`drumline.plan(…)` from Python: what `drumline plan` finds out, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drumline.core.load import Loaded, load_values, override
+from drumline.core.yaml_lines import write_yaml
+from drumline.planner.question import ask
+from drumline.planner.report.explanation import explain
+from drumline.planner.report.flags import Flags, asked, in_words
+from drumline.planner.report.metrics import cost, hours, whole
+from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.answer import Answer, Candidate, Refused
+from drumline.planner.search.search import search
+from drumline.report.bars import aside
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan that fits. `seconds`: of a step; `memory_bytes`: reserved on the fullest device; `verdict`: fits or tight."""
+
+    candidate: Candidate
+    answer: Answer
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+    @property
+    def verdict(self) -> str:
+        return self.candidate.estimate.verdict
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.candidate.estimate.memory.reserved
+
+    @property
+    def seconds(self) -> float:
+        return self.candidate.estimate.seconds.total
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all devices."""
+        return self.candidate.estimate.tokens_per_s
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The YAML's keys: what was asked, and this plan's sections over it. `drumline.train` takes it."""
+        return whole(self.answer.question.config, self.candidate)
+
+    def yaml(self) -> str:
+        """The same as the text of a YAML."""
+        return write_yaml(self.config)
+
+    def hours(self, tokens: float | None = None) -> float | None:
+        """Of the run, or of `tokens` trained on; None where neither is known."""
+        return hours(self.candidate, tokens)
+
+    def cost(self, tokens: float | None = None) -> float | None:
+        """Of those hours, at the price of a device; None where there is no price."""
+        return cost(self.answer.question, self.candidate, tokens)
+
+    def explain(self) -> str:
+        """Memory and time by category, in words."""
+        return explain(self.answer, self.candidate.name)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What fits, the one to take first in front, and what does not, with its reason. `notes`: what was assumed."""
+
+    answer: Answer
+    notes: tuple[str, ...]
+
+    @cached_property
+    def ranked(self) -> tuple[Choice, ...]:
+        return tuple(Choice(candidate, self.answer) for candidate in self.answer.ranked)
+
+    @property
+    def refused(self) -> tuple[Refused, ...]:
+        return self.answer.refused
+
+    @property
+    def best(self) -> Choice:
+        """Raises PlanError, with what would help, where nothing fits."""
+        if not self.ranked:
+            raise refusal(self.answer, nothing_fits(self.answer))
+        return self.ranked[0]
+
+
+def plan(
+    config: str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str | None = None,
+    cluster: str | None = None,
+    length: int | None = None,
+    adapter: str | None = None,
+    batch: int | None = None,
+    algorithm: str | None = None,
+    precision: str | None = None,
+    price: float | None = None,
+    display: bool = False,
+) -> Plans:
+    """All plans that fit, before anything is launched; no weights are needed, and no data. Give a config (a path, or its keys), or a
+    model and the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
+    flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
+    said = [override(key, value) for key, value in (overrides or {}).items()]
+    with aside(display) as on_progress:
+        found = ask(_loaded(config, said, flags), on_progress)
+    return Plans(search(found.question), found.notes)
+
+
+def _loaded(config: str | Path | Mapping[str, Any] | None, said: list[str], flags: Flags) -> Loaded:
+    if not isinstance(config, Mapping):
+        return asked(None if config is None else Path(config), said, flags)
+    made = flags.overrides()
+    with in_words(made):
+        return load_values(config, [*made, *said])

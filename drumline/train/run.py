@@ -1,0 +1,131 @@
+"""`drumline.train(…)` from Python: the same plan, launcher and ranks as the command line has, and what is left of a run to look at."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.core.load import override
+from drumline.errors import Preempted, TrainingStopped, UserError, WorkerFailed
+from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by, require_rendezvous
+
+if TYPE_CHECKING:
+    from drumline.train.setup import Request
+
+RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leave weights to go on with
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read when it is asked. `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 asked to stop, and saved."""
+
+    dir: Path
+    exit_code: int = 0
+
+    @property
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Each event of the run so far, in order, read line by line; docs/events.md describes them."""
+        with (self.dir / "events.jsonl").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # torn by a kill
+                yield event
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last number of each name: of steps as `loss`, of evaluations as `eval/loss`."""
+        found: dict[str, float] = {}
+        for event in self.events:
+            if event.get("kind") in ("step", "eval"):
+                prefix = "eval/" if event["kind"] == "eval" else ""
+                numbers = {key: value for key, value in event.items() if isinstance(value, int | float) and key != "t"}
+                found |= {f"{prefix}{key}": float(value) for key, value in numbers.items()}
+        return found
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint by `eval.metric`, else the newest one; None where nothing was saved."""
+        from drumline.checkpoint.load import pointed
+
+        root = self.dir / "checkpoints"
+        return pointed(root, "best") or pointed(root, "latest")
+
+    @property
+    def export(self) -> Path | None:
+        """The Hugging Face folder that the run has written; None where it wrote none."""
+        folder = self.dir / "export"
+        return folder if folder.is_dir() else None
+
+
+def train(
+    config: str | Path | Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    resume: bool | str | Path = False,
+    allow: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    display: bool = False,
+) -> Run:
+    """Plan, launch and train as `drumline train` does, and return when the run has ended.
+
+    `config`: the path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder. `overrides`: dotted key
+    → value. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then. `display`: show what the command line
+    shows. Under torchrun this process joins as a rank.
+
+    Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for ranks that failed, NotSaved for
+    weights that no disk took. A run that a policy or a signal has stopped comes back, with its `exit_code`.
+    """
+    from drumline.train.command import launch_ranks, requested
+
+    expandable_segments()
+    said = [override(key, value) for key, value in (overrides or {}).items()]
+    said += ["model.trust_remote_code=true"] * trust_remote_code
+    place = None if resume is False else "newest" if resume is True else os.fspath(resume)
+    request = requested(config, said, place, tuple(allow))
+    if launched_by() is not None:
+        return _join(request, display)
+    require_rendezvous()
+    heard = Heard(display)
+    with redirect_stderr(heard):
+        run_dir, code = launch_ranks(request(), display)
+    if code in RETURNED:
+        return Run(run_dir, code)
+    raise (UserError if code == UserError.exit_code else WorkerFailed)(heard.error or f"{run_dir}: the ranks ended with code {code}")
+
+
+def _join(request: Callable[..., Request], display: bool) -> Run:
+    """Train as one rank of a launcher that is not ours."""
+    from drumline.train.launched import join, train_rank
+
+    die_with_launchers()
+    with ExitStack() as held:
+        plan, start = join(request, held, display)
+        try:
+            train_rank(plan, start, display)
+        except (TrainingStopped, Preempted) as stopped:
+            return Run(Path(plan.run_dir), stopped.exit_code)
+    return Run(Path(plan.run_dir))
+
+
+class Heard(io.TextIOBase):
+    """Standard error while ranks run: shown where there is a display; the line of an error is kept."""
+
+    def __init__(self, display: bool) -> None:
+        self.shown, self.error = sys.stderr if display else None, ""
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line.startswith("error: "):
+                self.error = line.removeprefix("error: ")
+            elif line.startswith("note: ") and self.shown is None:
+                print(line, file=sys.__stderr__)
+        return self.shown.write(text) if self.shown else len(text)

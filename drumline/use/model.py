@@ -1,0 +1,71 @@
+"""`drumline.load(…)`: a trained model to talk to and to generate with, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.report.bars import aside
+from drumline.rl.generate import HFGenerator
+from drumline.rl.sampling import Request
+from drumline.train.run import Run
+from drumline.use.chat import Conversation
+from drumline.use.open import LoadedModel, open_model
+
+if TYPE_CHECKING:
+    from drumline.use.chat import Message
+
+
+def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False) -> Model:
+    """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
+    only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""
+    where = place.dir if isinstance(place, Run) else place
+    with aside(display) as on_progress:
+        return Model(open_model(os.fspath(where), on_progress, trust_remote_code))
+
+
+class Model:
+    """`module`: whole, on one device, in eval mode; `tokenizer`; `origin`: where it is from, in words."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self.module, self.tokenizer, self.origin = loaded.model, loaded.tokenizer, loaded.origin
+
+    @cached_property
+    def _talk(self) -> Conversation:
+        return Conversation(self._loaded, 0, 0.0, None, show=False)
+
+    @property
+    def turns(self) -> list[Message]:
+        """The conversation so far. Clear it to begin another; put a system message's text into `chat`."""
+        return self._talk.turns
+
+    def chat(self, text: str, *, max_new_tokens: int = 512, temperature: float = 0.7, system: str | None = None) -> str:
+        """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
+        where the model has no chat template."""
+        talk = Conversation(self._loaded, max_new_tokens, temperature, system, self._talk.turns, show=False)
+        return talk.answer(text)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch: int = 16,
+    ) -> list[str]:
+        """How each text goes on, in order, without a chat template. With a temperature the draws are by `seed` and the prompt's place
+        in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        greedy: dict[str, Any] = {"top_k": 1} if temperature == 0 else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
+        requests = [Request(list(self.tokenizer(text)["input_ids"]), (number,)) for number, text in enumerate(texts)]
+        done = HFGenerator(config, self.module, self.tokenizer, seed).generate(requests, 0)
+        return [self.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in done]

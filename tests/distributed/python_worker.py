@@ -1,0 +1,23 @@
+"""A user's script: trains by `drumline.train` what its argument says as JSON, and prints what came of it as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import drumline
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    try:
+        runs = [drumline.train(*one["arguments"], **one.get("options", {})) for one in asked]
+    except drumline.errors.DrumlineError as error:
+        print(json.dumps({"error": type(error).__name__, "line": error.line()}))
+        return
+    said = [{"dir": str(run.dir), "code": run.exit_code, "metrics": run.metrics, "best": str(run.best)} for run in runs]
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
