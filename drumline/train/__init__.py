@@ -1,5 +1,6 @@
 """Training: set-up before the launch, the loop, a rank's entry. `drumline.train` is this room and, called, `train.run.train`."""
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -9,9 +10,7 @@ class _Called(ModuleType):
     """A room whose name is a verb of `drumline`, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from drumline.train.run import train
-
-        return train(*args, **options)
+        return importlib.import_module("drumline.train.run").train(*args, **options)  # a rank imports the room, and not the launcher
 
 
 sys.modules[__name__].__class__ = _Called
