@@ -179,7 +179,7 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
 
     plan = Plan.load(plan_path)
     known = question(plan)
-    estimate = predict(plan, known.facts, dict(known.role_facts), known.cluster).predicted.estimate
+    estimate = predict(plan, known.facts, known.cluster).predicted.estimate
     assert estimate is not None
     (event,) = [e for e in read(plan_path.with_name("events.jsonl")) if e["kind"] == "measured" and e["final"]]
     measured = Measurement.of(event)

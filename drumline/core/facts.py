@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -75,6 +76,7 @@ class ModelFacts:
     drops_scores: bool = False  # there is dropout over attention's scores
     drops_stream: bool = False  # and over what attention and feed-forward give
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
+    roles: Mapping[str, ModelFacts] = field(default_factory=dict)  # of the models that an algorithm needs besides this one
 
     def __hash__(self) -> int:
         return self._hash
@@ -109,7 +111,8 @@ def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
     """Training rows of `new` tokens in place of `old`: attention looks at as many more (PaLM's count, see models.load.facts)."""
     attention = facts.attention_flops * new / old
     flops = facts.flops_per_token + facts.layers * (attention - facts.attention_flops)
-    return replace(facts, attention_flops=attention, flops_per_token=flops)
+    roles = {name: with_length(role, old, new) for name, role in facts.roles.items()}
+    return replace(facts, attention_flops=attention, flops_per_token=flops, roles=roles)
 
 
 def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:

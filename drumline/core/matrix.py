@@ -75,7 +75,8 @@ def _cell(kind: str, feature: str, device: str) -> Cell:
         raise AssertionError(f"{kind} × {feature} is neither in the schema nor in NOT_TOGETHER: {error}") from error
     try:
         mesh = resolve_mesh(config.strategy, 1 if kind in ("single", "dp") else PROCESSES)
-        check_rules(Case(config, mesh, device, config.precision.kind, None))
+        precision = config.precision.kind
+        check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", "fp32" if precision == "auto" else precision, None))
     except PlanError as refusal:
         return Cell(kind, feature, refusal.what.partition(": ")[2] or refusal.what, refusal.fix or "")
     return Cell(kind, feature)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from drumline.core.algorithms import ROLLOUT
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
+from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
-from drumline.core.model import ModelConfig
+from drumline.core.model import Head, ModelConfig
 from drumline.core.secret import write_private
-from drumline.core.strategies import FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.core.strategies import AnyStrategy, FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
 
@@ -79,6 +81,90 @@ class RolePlan(Frozen):
     layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
 
 
+class Layout(Frozen):
+    """How a run is spread over its devices: what the planner's arithmetic is a function of. A search makes thousands; a Plan is one of
+    them. `config.strategy` is what runs (auto in none that is estimated); what the user left open in `config` is resolved in the other
+    fields. `data` None: rows are taken to be as long as they may be."""
+
+    config: Config
+    mesh: Mesh
+    engine: Literal["native", "pipeline", "deepspeed"]
+    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(
+        "none", description="How ranks that see different samples share the work."
+    )
+    pipeline: PipelinePlan | None = None
+    devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    batch: BatchPlan
+    steps: int | None = Field(None, description="Optimizer steps in all; null in a dry run before the data is prepared.")
+    data: DataPlan | None = None
+    roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
+
+    @property
+    def strategy(self) -> AnyStrategy:
+        return self.config.strategy
+
+    @property
+    def length(self) -> int:
+        """Tokens that a row of a micro-batch is wide."""
+        return self.config.data.max_length
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch on one data rank."""
+        return self.batch.micro_batch * self.batch.rows_per_sample
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Real tokens of a row, mean over the data; all that fit where it is not known. A prompt is taken to be answered at full length,
+        an image counts as one."""
+        config, data = self.config, self.data
+        if config.images_alone:
+            return 1.0
+        if data is None or not data.train_samples:
+            return float(self.length)
+        answer = config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
+        return min(float(self.length), data.train_tokens / (data.train_samples * config.rows_per_sample) + answer)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Real tokens of a global batch."""
+        return self.batch.global_samples * self.batch.rows_per_sample * self.tokens_per_row
+
+    @property
+    def positions(self) -> float:
+        """Tokens of a row that are computed: all of its width where that is fixed; elsewhere rows of like length share a batch, and what
+        little padding that takes is left out. An image counts as one."""
+        if self.config.images_alone:
+            return 1.0
+        fixed = self.config.compile.enabled or self.config.packs or self.mesh.pp * self.mesh.cp > 1
+        return float(self.length) if fixed else self.tokens_per_row
+
+    def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
+        """Head and sizes of each model that is trained, the policy (`facts`) first."""
+        roles = [(role.head, facts.roles[name]) for name, role in self.roles.items() if role.learns and name in facts.roles]
+        return [(self.config.head, facts), *roles]
+
+    def of_role(self, name: str) -> Self:
+        """The layout of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
+        engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
+        role, config, strategy = self.roles[name], self.config, self.strategy
+        said: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+        values: dict[str, Any] = {"roles": {}, "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers})}
+        if not role.learns:
+            said["memory"] = MemoryConfig()
+            kept = self.data_parallel if self.data_parallel in ("dp", "fsdp2") else "none"
+            values |= {"activation_checkpointing": "none", "data_parallel": kept}
+            if isinstance(strategy, ZeroStrategy):
+                said["strategy"], values["engine"] = SingleStrategy(), "native"
+            if isinstance(strategy, Zero3Strategy):
+                offload = "none" if strategy.offload_parameters.kind == "none" else "cpu"
+                said["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+        return self.model_copy(update={**values, "config": config.model_copy(update=said)})
+
+
 class Predicted(Frozen):
     """What the planner expects; null where it does not know yet."""
 
@@ -89,36 +175,21 @@ class Predicted(Frozen):
     estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
 
 
-class Plan(Frozen):
+class Plan(Layout):
     """One run, resolved. `config` is what the human said, with every default filled in."""
 
     version: Literal[1] = 1
-    config: Config
     run_dir: str
     base_dir: str = Field(".", description="Folder of the YAML: where files named by reward functions are looked for.")
-    mesh: Mesh
-    engine: Literal["native", "pipeline", "deepspeed"]
-    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(
-        "none", description="How ranks that see different samples share the work."
-    )
-    pipeline: PipelinePlan | None = None
     cp_method: Literal["ulysses", "ring"] = "ulysses"
-    devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
-    device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
-    precision: Literal["fp32", "bf16", "fp16"]
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "cpu", "nvme"] = Field("none", description="Where training state is kept besides the devices.")
     deepspeed: dict[str, Any] | None = Field(None, description="What DeepSpeed is given, where it is the engine.")
-    batch: BatchPlan
     lr: float = Field(description="Peak rate after lr_scaling.")
-    steps: int | None = Field(description="Optimizer steps in all; null in a dry run before the data is prepared.")
     warmup_steps: int = 0
-    data: DataPlan | None
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
     looks_ahead: bool = Field(False, description="Text classifiers: tokens see those behind them, so batches carry an attention mask.")
     first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
-    roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
     predicted: Predicted
     saves: bool = Field(True, description="False: a few steps to be measured, whose weights nobody wants.")
     why: list[str] = Field(default_factory=list, description="One line for each choice made on the user's behalf.")
@@ -137,13 +208,12 @@ class Plan(Frozen):
         """Write plan.json."""
         write_private(path, self.model_dump_json(indent=2) + "\n")
 
-    def of_role(self, name: str) -> Plan:
-        """The plan of one of `roles` by itself, as `as_role` spreads it."""
-        role = self.roles[name]
-        values = as_role(role, self.config, self.data_parallel, self.pipeline)
-        values["offload"] = getattr(values["config"].strategy, "offload", self.offload)
-        values["deepspeed"] = _apart_on_disk(self.deepspeed, name) if role.learns else None
-        return self.model_copy(update={**values, "model_path": role.model_path})
+    def of_role(self, name: str) -> Self:
+        """The plan of one of `roles` by itself."""
+        role, own = self.roles[name], super().of_role(name)
+        offload = getattr(own.strategy, "offload", self.offload)
+        deepspeed = _apart_on_disk(self.deepspeed, name) if role.learns else None
+        return own.model_copy(update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path})
 
     @classmethod
     def load(cls, path: Path, trusted: bool = True) -> Plan:
@@ -156,22 +226,6 @@ class Plan(Frozen):
             raise CheckpointError(
                 f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"
             ) from None
-
-
-def as_role(role: RolePlan, config: Config, data_parallel: str, pipeline: PipelinePlan | None) -> dict[str, Any]:
-    """What differs in the plan (and the layout) of a role by itself: it is spread like the policy, without adapter. A frozen one under
-    DeepSpeed runs on the native engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
-    update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
-    values: dict[str, Any] = {"roles": {}, "pipeline": pipeline and pipeline.model_copy(update={"layers": role.layers})}
-    if not role.learns:
-        update["memory"] = MemoryConfig()
-        values |= {"activation_checkpointing": "none", "data_parallel": data_parallel if data_parallel in ("dp", "fsdp2") else "none"}
-        if isinstance(config.strategy, ZeroStrategy):
-            update["strategy"], values["engine"] = SingleStrategy(), "native"
-        if isinstance(config.strategy, Zero3Strategy):
-            offload = "none" if config.strategy.offload_parameters.kind == "none" else "cpu"
-            update["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
-    return {**values, "config": config.model_copy(update=update)}
 
 
 def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:

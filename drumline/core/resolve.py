@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 from drumline.core import strategies as st
 from drumline.core.algorithms import ROLLOUT
@@ -14,7 +16,7 @@ from drumline.core.estimate import PROCESS
 from drumline.core.explain import size
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh, resolve_mesh
-from drumline.core.plan import BatchPlan, DataPlan, Plan, Predicted, RolePlan
+from drumline.core.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
 from drumline.core.rule import Case, cp_method, offloads
 from drumline.core.rules import check_rules
 from drumline.core.stages import in_flight, plan_pipeline, stage_layers
@@ -34,11 +36,10 @@ def resolve(
     model_path: str | None,
     data: DataPlan | None,
     base_dir: str = ".",
-    roles: dict[str, RolePlan] | None = None,
-    role_facts: dict[str, ModelFacts] | None = None,
+    roles: Mapping[str, RolePlan] | None = None,
 ) -> Plan:
     """Every number of the run. `world_size` None: as many processes as config and machine say. `data` None: a dry run. `roles`: models
-    besides the policy (see plan.roles), `role_facts` their sizes.
+    besides the policy (see Layout.roles), whose sizes are in `facts.roles`.
 
     Raises PlanError where the numbers do not go together.
     """
@@ -48,51 +49,81 @@ def resolve(
     config = adopt(_settled(config, world, why))
     mesh = resolve_mesh(config.strategy, world)
     precision = precision_of(config, machine, device, why)
-    check_rules(Case(config, mesh, device, precision, facts))
+    case = Case(config, mesh, device, precision, facts)
+    require(case, roles or {}, data)
     batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, config.strategy))
     why += batch_why + _batch_norm_why(config, batch, facts)
-    pipeline = plan_pipeline(mesh, config.strategy, batch, facts, why)
-    roles = dict(roles or {})
-    for name, sizes in (role_facts or {}).items():
-        own = config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
-        check_rules(Case(own, mesh, device, precision, sizes))
-        roles[name] = roles[name].model_copy(update={"layers": stage_layers(mesh, config.strategy, sizes)})
-    devices = len(machine.devices) if config.strategy.kind == "dp" and device == "cuda" else 1
-    if config.strategy.kind == "dp":
-        why += _dp_why(devices, batch.micro_batch)
-    require_samples(config, mesh, data)
-    why += _images_why(data)
-    steps = _steps(config, batch, data, why)
+    layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
     why += communication_why(config.strategy, world)
-    zero = Decided(config, batch, precision, steps, run_dir, facts)
     return Plan(
-        config=config,
+        **dict(layout),
         run_dir=run_dir,
         base_dir=base_dir,
-        mesh=mesh,
-        engine=engine_of(mesh, config.strategy),
-        data_parallel=data_parallel_of(mesh, config.strategy),
-        pipeline=pipeline,
         cp_method=cp_method(config.strategy),
-        devices_per_rank=devices,
         offload=_offload(config.strategy),
-        deepspeed=deepspeed_config(zero) if isinstance(config.strategy, st.ZeroStrategy) else None,
-        device=device,
+        deepspeed=deepspeed_of(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
-        precision=precision,
-        activation_checkpointing=config.memory.activation_checkpointing,
-        batch=batch,
         lr=_learning_rate(config.optimizer, mesh, batch, why),
-        steps=steps,
-        warmup_steps=warmup_steps(config.schedule, steps),
-        data=data,
+        warmup_steps=warmup_steps(config.schedule, layout.steps),
         model_path=model_path,
         looks_ahead=facts is not None and facts.looks_ahead,
         first_position=(facts.first_position or 0) if facts is not None else 0,
-        roles=roles,
         predicted=_predict(machine, device, precision, facts, data),
         why=why,
     )
+
+
+def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) -> None:
+    """Raises PlanError where a rule refuses the policy or one of `roles`, and where some data rank would have no sample."""
+    check_rules(case)
+    for name, sizes in (case.facts.roles if case.facts else {}).items():
+        own = case.config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
+        check_rules(replace(case, config=own, facts=sizes))
+    if data is not None and data.train_samples < case.mesh.data_ranks:
+        raise PlanError(
+            f"{case.mesh.data_ranks} data ranks but only {data.train_samples} training samples"
+            + (f" (packs of {case.config.data.max_length} tokens)" if case.config.packs else ""),
+            where="data.train",
+            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
+        )
+
+
+def lay_out(
+    case: Case, batch: BatchPlan, roles: Mapping[str, RolePlan], data: DataPlan | None, devices: int, why: list[str] | None = None
+) -> Layout:
+    """The layout of what the rules allow (`require`) with this batch. `devices`: of this host, for dp. `why` gets a line for each number
+    that was chosen. Raises PlanError where stages, rollouts or steps do not come out whole."""
+    config, mesh, strategy, facts = case.config, case.mesh, case.config.strategy, case.facts
+    why = [] if why is None else why
+    pipeline = plan_pipeline(mesh, strategy, batch, facts, why)
+    sizes = facts.roles if facts is not None else {}
+    layers = {name: stage_layers(mesh, strategy, sizes[name]) for name in roles if name in sizes}
+    devices = devices if strategy.kind == "dp" and case.device == "cuda" else 1
+    if strategy.kind == "dp":
+        why += _dp_why(devices, batch.micro_batch)
+    why += _images_why(data)
+    return Layout(
+        config=config,
+        mesh=mesh,
+        engine=engine_of(mesh, strategy),
+        data_parallel=data_parallel_of(mesh, strategy),
+        pipeline=pipeline,
+        devices_per_rank=devices,
+        device=case.device,
+        precision=case.precision,
+        activation_checkpointing=config.memory.activation_checkpointing,
+        batch=batch,
+        steps=_steps(config, batch, data, why),
+        data=data,
+        roles={name: role.model_copy(update={"layers": layers[name]}) if name in layers else role for name, role in roles.items()},
+    )
+
+
+def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
+    """What DeepSpeed is given; None where it is not the engine. Raises PlanError where the user's own config of it says otherwise."""
+    if not isinstance(layout.strategy, st.ZeroStrategy):
+        return None
+    return deepspeed_config(Decided(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts))
 
 
 def _settled(config: Config, world: int, why: list[str]) -> Config:
@@ -102,17 +133,6 @@ def _settled(config: Config, world: int, why: list[str]) -> Config:
     strategy = st.SingleStrategy() if world == 1 else st.DDPStrategy()
     why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
     return config.model_copy(update={"strategy": strategy})
-
-
-def require_samples(config: Config, mesh: Mesh, data: DataPlan | None) -> None:
-    """Raises PlanError where some data rank would have no sample."""
-    if data is not None and data.train_samples < mesh.data_ranks:
-        raise PlanError(
-            f"{mesh.data_ranks} data ranks but only {data.train_samples} training samples"
-            + (f" (packs of {config.data.max_length} tokens)" if config.packs else ""),
-            where="data.train",
-            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
-        )
 
 
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:

@@ -18,8 +18,8 @@ class Case:
 
     config: Config
     mesh: Mesh
-    device: str
-    precision: str
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp32", "bf16", "fp16"]
     facts: ModelFacts | None
 
     @property

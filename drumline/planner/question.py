@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     data = _data(config, policy, loaded.base_dir, notes)
     labels = data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ())
     with_classes(policy.hf_config, config.head, labels)
-    facts = models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze)
-    roles, role_facts = _roles(config, on_progress)
+    roles, sizes = _roles(config, on_progress)
+    facts = replace(models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze), roles=sizes)
     cluster = _cluster(config)
     deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
-    question = Question(config, cluster, facts, data, roles, role_facts, deepspeed=deepspeed)
+    question = Question(config, cluster, facts, data, roles, deepspeed=deepspeed)
     return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
 
 

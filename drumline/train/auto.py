@@ -26,7 +26,6 @@ def settle(
     facts: ModelFacts,
     data: DataPlan | None,
     roles: Mapping[str, RolePlan],
-    role_facts: Mapping[str, ModelFacts],
 ) -> tuple[Config, list[str]]:
     """The config with what the planner chose, and why; as it is where its strategy is said. `launched`: processes that are there already.
 
@@ -37,7 +36,7 @@ def settle(
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, launched))
     said, deepspeed = launched is not None or config.launch.nproc is not None, find_spec("deepspeed") is not None
-    chosen, reason = choose(Question(config, cluster, facts, data, roles, role_facts, processes=said, deepspeed=deepspeed))
+    chosen, reason = choose(Question(config, cluster, facts, data, roles, processes=said, deepspeed=deepspeed))
     return chosen, [reason, *why] if reason else why
 
 

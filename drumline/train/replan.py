@@ -11,7 +11,6 @@ from pathlib import Path
 from drumline.core.config import BatchConfig, Config
 from drumline.core.estimate import Estimate
 from drumline.core.explain import size
-from drumline.core.layout import Layout
 from drumline.core.out_of_memory import Exhausted, limit, verdict
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
@@ -49,9 +48,10 @@ def question(plan: Plan) -> Question:
     _, role_facts = find_roles(config, plan.model_path, lambda *_: None)
     length = image_side(config, plan.model_path, hf_config) if config.images_alone else config.data.max_length
     facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
+    facts = dataclasses.replace(facts, roles=role_facts)
     cluster, _ = cluster_here(config, detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank)
     deepspeed = find_spec("deepspeed") is not None
-    return Question(config, cluster, facts, plan.data, plan.roles, role_facts, processes=True, deepspeed=deepspeed)
+    return Question(config, cluster, facts, plan.data, plan.roles, processes=True, deepspeed=deepspeed)
 
 
 def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
@@ -60,7 +60,7 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     said = said or batched(plan)
     asked = question(plan)
     # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
-    predicted = estimate(Layout.of(plan, asked.role_facts), asked.facts, asked.cluster)
+    predicted = estimate(plan, asked.facts, asked.cluster)
     if out.killed and plan.device == "cuda":
         host = predicted.host
         needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
@@ -150,9 +150,8 @@ class Replanner:
             data=old.data,
             base_dir=old.base_dir,
             roles=old.roles,
-            role_facts=dict(asked.role_facts),
         )
-        plan = predict(plan, asked.facts, dict(asked.role_facts), asked.cluster)
+        plan = predict(plan, asked.facts, asked.cluster)
         return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})
 
     def _keep(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
@@ -11,7 +11,6 @@ from drumline.core.algorithms import ROLLOUT
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
 from drumline.core.load import Loaded, differences, to_yaml
 from drumline.core.plan import DataIdentity, Plan
 from drumline.core.redact import plain
@@ -85,8 +84,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     data = None if prepared is None else describe(prepared, config, vision)
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     machine = detect()
-    facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
-    config, why = settle(config, machine, request.world_size, facts, data, roles, role_facts)
+    facts = replace(models.facts(hf_config, length, config.adapter, config.head, config.model.freeze), roles=role_facts)
+    config, why = settle(config, machine, request.world_size, facts, data, roles)
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
@@ -97,17 +96,16 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         data=data,
         base_dir=str(base.absolute()),
         roles=roles,
-        role_facts=role_facts,
     )
     if not dry_run:
         require_deepspeed(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
-    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), facts, role_facts, cluster)
+    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), facts, cluster)
 
 
-def predict(plan: Plan, facts: ModelFacts, role_facts: dict[str, ModelFacts], cluster: Cluster) -> Plan:
+def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:
     """The plan with what it is expected to need on `cluster`."""
-    expected = estimate(Layout.of(plan, role_facts), facts, cluster)
+    expected = estimate(plan, facts, cluster)
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"estimate": expected})})
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from drumline.core.layout import Layout
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
@@ -93,11 +92,11 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     facts = models.facts(hf, config.data.max_length, config.adapter, config.head, config.model.freeze)
     measured = Measurement.last(events(runs[name]))
     assert measured is not None
-    layout, layers = Layout.of(plan), plan.pipeline.layers if plan.pipeline else ()
-    states = [state_of(layout, facts, part_of(facts, layers, plan.mesh.pp, stage)) for stage in range(plan.mesh.pp)]
+    layers = plan.pipeline.layers if plan.pipeline else ()
+    states = [state_of(plan, facts, part_of(facts, layers, plan.mesh.pp, stage)) for stage in range(plan.mesh.pp)]
     assert max(measured.by_rank["parameters"]) == max(state.parameters for state in states)
     if plan.engine == "native" and plan.mesh.cp * plan.mesh.tp == 1 and plan.data_parallel in ("ddp", "fsdp2"):
-        assert mine[-1]["sent_bytes"] == pytest.approx(flows(layout, facts, step=4).traffic().total, rel=1e-6, abs=1)
+        assert mine[-1]["sent_bytes"] == pytest.approx(flows(plan, facts, step=4).traffic().total, rel=1e-6, abs=1)
 
 
 def test_two_bytes_fall_away_for_each_frozen_entry(runs: dict[str, Path]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from drumline.core.layout import Layout
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models.load import facts, load_config
@@ -89,7 +88,7 @@ def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str
     plan = Plan.load(told["plans"][name])
     config = plan.config
     known = facts(load_config(plan.model_path, config.model), config.data.max_length)
-    question = tracing.question_of(config, plan.model_path, Layout.of(plan), known)
+    question = tracing.question_of(config, plan.model_path, plan, known)
     (traced,) = tracing.in_child({**question, "layers": [known.layers]})
     real = told[name][0]
     assert traced.peak == pytest.approx(max(real["peaks"]["forward"], real["peaks"]["backward"]) - real["base"], rel=0.02)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
@@ -98,9 +97,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
 @pytest.mark.parametrize("name", ROWS)
 def test_what_lies_between_steps_is_exact(measured: dict[str, Measured], name: str) -> None:
     plan, facts, ranks = measured[name]
-    layout, layers = Layout.of(plan), plan.pipeline.layers if plan.pipeline else ()
+    layers = plan.pipeline.layers if plan.pipeline else ()
     for stage in range(plan.mesh.pp):
-        state = state_of(layout, facts, part_of(facts, layers, plan.mesh.pp, stage))
+        state = state_of(plan, facts, part_of(facts, layers, plan.mesh.pp, stage))
         there = [ranks[rank]["held"] for rank in range(plan.mesh.world_size) if plan.mesh.place(rank)["pp"] == stage]
         assert [state.parameters, state.gradients, state.optimizer] == [max(column) for column in zip(*there, strict=True)]
 
@@ -108,13 +107,13 @@ def test_what_lies_between_steps_is_exact(measured: dict[str, Measured], name: s
 @pytest.mark.parametrize("name", ROWS)
 def test_the_peak_is_near(measured: dict[str, Measured], name: str) -> None:
     plan, facts, ranks = measured[name]
-    said = memory(Layout.of(plan), facts, cluster_of_nothing())
+    said = memory(plan, facts, cluster_of_nothing())
     peak = max(max(rank["peaks"].values()) for rank in ranks)
     assert 0.95 * peak <= said.peak <= (1 + ROWS[name].within) * peak
     assert said.reserved == said.peak and said.overhead == 0  # on a CPU there is no allocator that keeps more
     parts = said.parameters + said.optimizer + said.activations + said.logits + said.buffers
     assert parts <= said.peak <= parts + said.gradients + 4  # gradients may come after the peak
-    assert said.peak == max(of_rank(Layout.of(plan), facts, None, stage).peak for stage in range(plan.mesh.pp))
+    assert said.peak == max(of_rank(plan, facts, None, stage).peak for stage in range(plan.mesh.pp))
 
 
 def cluster_of_nothing() -> Any:
@@ -146,4 +145,4 @@ def test_scores_that_are_kept_count(tmp_path: Path, kind: str, sections: dict[st
     path = planned(tmp_path, 0, tmp_path / "tokenizer", Row({"kind": "single"}, 1, {"data": data, "model": model, **sections}))
     plan = Plan.load(path)
     peak = max(measure(plan, 0)["peaks"].values())
-    assert 0.95 * peak <= memory(Layout.of(plan), facts_of(plan), cluster_of_nothing()).peak <= 1.12 * peak
+    assert 0.95 * peak <= memory(plan, facts_of(plan), cluster_of_nothing()).peak <= 1.12 * peak

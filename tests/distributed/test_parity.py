@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from drumline.bench.difference import difference
-from drumline.core.layout import Layout
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
@@ -169,7 +168,7 @@ def test_the_planner_says_what_a_step_sends(runs: Runs, row: Row, case: Case) ->
     run = runs.of(row, case)
     plan = Plan.load(run / "plan.json")
     facts = models.facts(models.load_config(plan.model_path, plan.config.model), plan.config.data.max_length, plan.config.adapter)
-    told = flows(Layout.of(plan), facts, step=2).traffic().total + ONCE.get(row.name, 0)
+    told = flows(plan, facts, step=2).traffic().total + ONCE.get(row.name, 0)
     assert events(run, "step")[-1]["sent_bytes"] == pytest.approx(told, rel=1e-6, abs=1)
 
 

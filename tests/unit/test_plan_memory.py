@@ -12,9 +12,8 @@ import pytest
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout
 from drumline.core.mesh import resolve_mesh
-from drumline.core.plan import BatchPlan, Plan, RolePlan
+from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.core.resolve import data_parallel_of, engine_of
 from drumline.core.stages import plan_pipeline
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
@@ -81,8 +80,6 @@ def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation
         engine=engine_of(mesh, config.strategy),
         data_parallel=data_parallel_of(mesh, config.strategy),
         activation_checkpointing=config.memory.activation_checkpointing,
-        length=length,
-        tokens_per_row=length,
         pipeline=plan_pipeline(mesh, config.strategy, batch, FACTS, []) if mesh.pp > 1 else None,
     )
 
@@ -174,7 +171,7 @@ def test_scores_that_attention_keeps() -> None:
 
     def each(attention: str = "auto", precision: str = "fp32", device: Any = "cpu", **facts: bool) -> float:
         plan = layout({"kind": "single"}, 1, length=512, model={"id": "x", "attention": attention}, precision=precision)
-        plan = replace(plan, precision=precision, device=device)  # type: ignore[arg-type]
+        plan = plan.model_copy(update={"precision": precision, "device": device})
         there, other = (formula(plan, replace(FACTS, **given)).saved_block for given in (facts, {}))
         return (there - other) / FACTS.heads / 512
 
@@ -250,7 +247,8 @@ def test_models_that_learn_side_by_side_are_there_at_the_peak() -> None:
     algorithm = {"kind": "ppo", "value": "separate", "rewards": [LETTERS], "generator": {"kind": "vllm", "url": "http://there:8000"}}
     how = layout({"kind": "single"}, 1, length=8, algorithm=algorithm)
     value = RolePlan(model=how.config.model, model_path=None, head="score", learns=True)
-    alone, both = (memory(one, FACTS, CLUSTER) for one in (how, replace(how, roles={"value": value}, role_facts={"value": FACTS})))
+    alone = memory(how, FACTS, CLUSTER)
+    both = memory(how.model_copy(update={"roles": {"value": value}}), replace(FACTS, roles={"value": FACTS}), CLUSTER)
     assert both.peak - alone.peak == 16 * FACTS.parameters and both.peak == max(both.phases.values())
 
 
@@ -291,6 +289,6 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
     _, role_facts = find_roles(plan.config, plan.model_path, lambda *_: None)
     own = models.load_config(plan.model_path, plan.config.model)
     facts = models.facts(own, plan.config.data.max_length, plan.config.adapter, plan.config.head)
-    said = memory(Layout.of(plan, role_facts), facts, CLUSTER)
+    said = memory(plan, replace(facts, roles=role_facts), CLUSTER)
     engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.learns)]
     assert [said.parameters, said.optimizer] == [sum(getattr(e.held(), what) for e in engines) for what in ("parameters", "optimizer")]

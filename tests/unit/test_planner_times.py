@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_published import ROWS, Published, predicted
-from drumline.core.algorithms import SFTConfig
 from drumline.core.config import Config
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout, tokens_of_a_row
 from drumline.core.mesh import Mesh, resolve_mesh
 from drumline.core.model import ModelConfig
-from drumline.core.plan import BatchPlan
+from drumline.core.plan import BatchPlan, Layout
 from drumline.core.resolve import data_parallel_of, engine_of
 from drumline.core.stages import bubble, plan_pipeline
 from drumline.hardware import catalog
@@ -74,8 +72,6 @@ def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: in
         engine=engine_of(mesh, config.strategy),
         data_parallel=data_parallel_of(mesh, config.strategy),
         activation_checkpointing=config.memory.activation_checkpointing,
-        length=2048,
-        tokens_per_row=2048.0,
         pipeline=plan_pipeline(mesh, config.strategy, batch, model(), []),
     )
 
@@ -129,7 +125,7 @@ def test_offloading_and_several_kernels_take_longer() -> None:
 
 
 def test_threads_pay_for_every_micro_batch() -> None:
-    how = replace(layout("dp", world=1), devices_per_rank=8)
+    how = layout("dp", world=1).model_copy(update={"devices_per_rank": 8})
     found = seconds(how, model(), cluster(), flows(how, model()))
     assert found.communication > 4 * 2 * 4 * model().parameters * 7 / 8 / cluster().intra.bandwidth
 
@@ -157,4 +153,5 @@ def test_a_model_of_no_known_blocks_is_gathered_at_once() -> None:
 def test_an_image_counts_as_one_token() -> None:
     data = {"train": [{"kind": "file", "path": "rows"}]}
     config = Config.model_validate({"model": {"id": "m"}, "data": data, "algorithm": {"kind": "classify", "modality": "image"}})
-    assert tokens_of_a_row(config, None) == 1.0 < tokens_of_a_row(config.model_copy(update={"algorithm": SFTConfig()}), None)
+    text, images = layout("ddp"), layout("ddp").model_copy(update={"config": config})
+    assert images.tokens_per_row == 1.0 < text.tokens_per_row

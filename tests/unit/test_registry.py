@@ -94,8 +94,6 @@ def package(folder: Path, name: str, code: str) -> None:
     (info / "entry_points.txt").write_text(f"[drumline.strategies]\n{name} = made_{name}:Mine\n")
 
 
-
-
 def test_a_plug_in_is_a_kind_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "installed", OWN)
     monkeypatch.syspath_prepend(tmp_path)

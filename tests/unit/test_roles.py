@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) 
     algorithm = {**algorithm, "reference_model" if algorithm["kind"] == "dpo" else "value_model": {"id": str(other)}}
     said = config(algorithm, model={"id": str(policy)}, strategy=strategy)
     roles, sizes = find_roles(said, str(policy), lambda *_: None)
-    own = facts(load_config(str(policy), said.model), 64)
+    own = replace(facts(load_config(str(policy), said.model), 64), roles=sizes)
     told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(policy), "data": None, "facts": own}
-    return resolve(said, world_size=world_size, roles=roles, role_facts=sizes, **told)
+    return resolve(said, world_size=world_size, roles=roles, **told)
 
 
 def test_a_role_of_another_size_is_cut_by_its_own_layers(tmp_path: Path) -> None:
@@ -111,9 +112,9 @@ def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
     Under DeepSpeed the same is asked in processes of its own (tests/distributed/test_roles.py): its groups outlive a process group."""
     model = tiny_model_dir(tmp_path / "model")
     said = config({"kind": "dpo"}, model={"id": str(model)}, strategy="single", precision="bf16")
-    roles, sizes = find_roles(said, str(model), lambda *_: None)
+    roles, _ = find_roles(said, str(model), lambda *_: None)
     told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(model), "data": None, "facts": None, "world_size": 1}
-    plan = resolve(said, roles=roles, role_facts=sizes, **told)
+    plan = resolve(said, roles=roles, **told)
     policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
 
     def read(outputs: Any, batch: Any) -> torch.Tensor:

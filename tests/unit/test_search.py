@@ -246,7 +246,7 @@ def test_a_batch_cut_otherwise_is_no_other_batch() -> None:
 
 @pytest.mark.parametrize("algorithm", [{"kind": "dpo", "reference": "live"}, "ppo", "reward"])
 def test_other_models_are_spread_alike(algorithm: Any) -> None:
-    """With the models that an algorithm needs besides the policy; a search raises where its layout is not the plan's."""
+    """With the models that an algorithm needs besides the policy."""
     rewards = {"kind": "ppo", "rewards": [{"kind": "function", "path": "rewards.py:good"}]}
     one = {"global_samples": 64, "micro_batch": 1}
     asked = question("1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm)
@@ -254,7 +254,7 @@ def test_other_models_are_spread_alike(algorithm: Any) -> None:
         name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
         for name, wanted in wanted_roles(asked.config).items()
     }
-    answer = search(replace(asked, roles=roles, role_facts=dict.fromkeys(roles, facts("1b"))))
+    answer = search(replace(asked, roles=roles, facts=replace(asked.facts, roles=dict.fromkeys(roles, facts("1b")))))
     pipes = next(c for c in answer.ranked if c.layout.pipeline and c.layout.mesh.tp == 1)
     assert set(pipes.layout.roles) == set(roles) and all(role.layers for role in pipes.layout.roles.values())
     whole, alone = (next(c for c in found.ranked if c.name == "ddp").estimate.memory.parameters for found in (answer, search(asked)))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.core.strategies import SingleStrategy
@@ -81,6 +80,11 @@ def lived(plan: Plan) -> tuple[int, int]:
     return live.peak - live.base, live.peak - live.base + held.parameters + held.optimizer
 
 
+def of_length(plan: Plan, tokens: int) -> Plan:
+    config = plan.config
+    return plan.model_copy(update={"config": config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens})})})
+
+
 def whole(plan: Plan) -> Traced:
     """All layers, traced."""
     alone = {"data_parallel": "none", "config": plan.config.model_copy(update={"strategy": SingleStrategy()})}
@@ -95,7 +99,7 @@ def test_a_trace_is_what_lives(made: Made, name: str, monkeypatch: pytest.Monkey
     plan, known = made(name)
     traced, (real, with_states) = whole(plan), lived(plan)
     assert traced.peak == pytest.approx(real, rel=0.01)
-    layout = replace(Layout.of(plan), length=LENGTH)
+    layout = of_length(plan, LENGTH)
     told = tracing.trace(plan.config, plan.model_path, layout, known)
     assert told is not None and told.source == "trace" and told.live_loss is not None and told.live_loss_backward is not None
     tokens, saved = layout.rows * LENGTH, traced.saved_at["loss"]
@@ -117,13 +121,12 @@ def test_an_answer_is_kept_by_its_content(made: Made, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(tracing, "traces", traces)
     plan, known = made("packs")
-    layout = Layout.of(plan)
-    first = tracing.trace(plan.config, plan.model_path, layout, known)
-    assert first == tracing.trace(plan.config, plan.model_path, layout, known) and len(asked) == 1
+    first = tracing.trace(plan.config, plan.model_path, plan, known)
+    assert first == tracing.trace(plan.config, plan.model_path, plan, known) and len(asked) == 1
     other_rate = plan.config.model_copy(update={"optimizer": plan.config.optimizer.model_copy(update={"lr": 1.0})})
-    assert first == tracing.trace(other_rate, plan.model_path, layout, known) and len(asked) == 1
-    tracing.trace(plan.config, plan.model_path, replace(layout, length=48), known)
-    tracing.trace(plan.config, plan.model_path, replace(layout, activation_checkpointing="full"), known)
+    assert first == tracing.trace(other_rate, plan.model_path, plan, known) and len(asked) == 1
+    tracing.trace(plan.config, plan.model_path, of_length(plan, 48), known)
+    tracing.trace(plan.config, plan.model_path, plan.model_copy(update={"activation_checkpointing": "full"}), known)
     assert len(asked) == 3
 
 
@@ -136,9 +139,9 @@ def test_what_cannot_be_traced_says_why(made: Made, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tracing, "traces", refuse)
     with caplog.at_level(logging.WARNING):
-        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), known) is None
-        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), replace(known, sees=True)) is None
-        assert tracing.trace(plan.config, plan.model_path, Layout.of(plan), replace(known, layers=1)) is None
+        assert tracing.trace(plan.config, plan.model_path, plan, known) is None
+        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, sees=True)) is None
+        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, layers=1)) is None
     said = [record.message for record in caplog.records]
     assert [line.rpartition(": ")[2] for line in said] == [
         "it counts its tokens",

@@ -15,7 +15,7 @@ from drumline.core import strategies as s
 from drumline.core.config import LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.rule import cp_method
 
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.

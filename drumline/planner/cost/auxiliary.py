@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from drumline.core.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerator
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
-from drumline.core.plan import as_role
+from drumline.core.plan import Layout
 from drumline.core.roles import reference_kind
 from drumline.core.strategies import FSDP2Strategy
 from drumline.planner.cost.activations import block_of, formula, kind_of
@@ -29,10 +28,10 @@ class Others:
 def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
     parameters = gradients = optimizer = 0
     for name, role in layout.roles.items():
-        sizes = layout.role_facts.get(name)
+        sizes = facts.roles.get(name)
         if sizes is None:
             continue
-        own = replace(layout, role_facts={}, **as_role(role, layout.config, layout.data_parallel, layout.pipeline))
+        own = layout.of_role(name)
         mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.learns:
             state = state_of(own, sizes, mine)

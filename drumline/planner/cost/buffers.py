@@ -9,7 +9,7 @@ from drumline.core import strategies as s
 from drumline.core.communication import kept_bytes
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.rule import offloads, quantizes
 from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
 from drumline.planner.cost.activations import kind_of

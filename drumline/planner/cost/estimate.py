@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from drumline.core.estimate import Activations, Estimate
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.host import host_memory
 from drumline.planner.cost.memory import memory

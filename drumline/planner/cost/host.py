@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.core import strategies as s
 from drumline.core.estimate import PROCESS, HostMemory
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.rule import offloads
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.states import FULL, LOW, Part, ends, flattened, largest_block, part_of, slots, state_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from drumline.core.algorithms import ClassifyConfig, RewardModelConfig, VLLMGenerator
 from drumline.core.estimate import Activations, Memory
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
 from drumline.planner.cost.auxiliary import others_of

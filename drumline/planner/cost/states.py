@@ -13,7 +13,7 @@ from drumline.core import strategies as s
 from drumline.core.communication import kept_bytes
 from drumline.core.config import LoRAConfig, OptimizerConfig
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.rule import offloads, quantizes
 from drumline.core.zero import STAGES
 from drumline.planner.cost.volume import WIDTH, cut_dimension

@@ -16,7 +16,7 @@ from drumline.core import strategies as s
 from drumline.core.algorithms import ROLLOUT, PPOConfig, VLLMGenerator
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.roles import reference_kind
 from drumline.core.rule import offloads
 from drumline.core.stages import bubble, stage_cost
@@ -47,8 +47,7 @@ CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
     """`sent`: of traffic.flows. What computing does not hide of communication is told apart. Of a pipeline the slowest stage sets the
     pace; what the others wait for it is in `bubble`."""
-    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
-    parts = [_busy(layout, model, cluster) for model in (facts, *learning)]
+    parts = [_busy(layout, model, cluster) for _, model in layout.trainable(facts)]
     forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
     hidden = {"forward": forward, "backward": backward, "last": backward / layout.batch.accumulation}
     busy, waits = forward + backward, 0.0
@@ -183,8 +182,7 @@ def _parts(layout: Layout) -> int:
 
 def _learned_here(layout: Layout, facts: ModelFacts) -> float:
     """Parameters that a rank steps, of all models that learn."""
-    learning = [layout.role_facts[name] for name, role in layout.roles.items() if role.learns and name in layout.role_facts]
-    return sum(model.learned for model in (facts, *learning)) / _parts(layout)
+    return sum(model.learned for _, model in layout.trainable(facts)) / _parts(layout)
 
 
 # --------------------------------------------------------------------------------- rollouts and models that only answer
@@ -195,7 +193,7 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     kind = reference_kind(layout.config)
     if kind == "adapter":
         return forward_flops(facts)
-    return forward_flops(layout.role_facts["reference"]) if kind == "live" and "reference" in layout.role_facts else 0.0
+    return forward_flops(facts.roles["reference"]) if kind == "live" and "reference" in facts.roles else 0.0
 
 
 def forward_flops(facts: ModelFacts) -> float:
@@ -224,7 +222,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     token = max((width * facts.parameters + kept) / bandwidth, at_once * forward_flops(facts) / rate)
     if not vllm:  # which replays CUDA graphs
         token = max(token, STARTS[layout.precision][0] * facts.layers)
-    answering = [forward_flops(model) for model in layout.role_facts.values()]
+    answering = [forward_flops(model) for model in facts.roles.values()]
     if algorithm.epochs * algorithm.minibatches > 1:  # else the step's own forward tells the old log-probabilities
         answering.append(forward_flops(facts))
     if isinstance(algorithm, PPOConfig) and algorithm.value == "head":

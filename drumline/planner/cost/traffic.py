@@ -12,8 +12,8 @@ from drumline.core import strategies as s
 from drumline.core.algorithms import ROLLOUT, DPOConfig
 from drumline.core.communication import averages, compresses
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout
 from drumline.core.model import Head
+from drumline.core.plan import Layout
 from drumline.core.rule import cp_method
 from drumline.planner.cost.states import shards_of
 from drumline.planner.cost.volume import WIDTH, Beside, Held, Sent, held, tp_ranks, weights_of
@@ -35,10 +35,8 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
     over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `ddp`, `sent_zero`.
     """
     sent = Sent()
-    _of_model(sent, layout, facts, layout.config.head, step)
-    for name, role in layout.roles.items():
-        if role.learns and name in layout.role_facts:
-            _of_model(sent, layout, layout.role_facts[name], role.head, step)
+    for head, model in layout.trainable(facts):
+        _of_model(sent, layout, model, head, step)
     return sent
 
 

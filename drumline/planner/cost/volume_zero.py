@@ -19,7 +19,7 @@ from typing import Any
 
 from drumline.core import strategies as s
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
 from drumline.planner.cost.volume import WIDTH, Beside, Sent, weights_of
 

@@ -83,7 +83,7 @@ def _model(question: Question) -> dict[str, Any]:
         "hidden": facts.hidden,
         "vocabulary": facts.vocab_size,
         "flops_per_token": facts.flops_per_token,
-        "roles": {name: {"parameters": f.parameters} for name, f in question.role_facts.items()},
+        "roles": {name: {"parameters": f.parameters} for name, f in facts.roles.items()},
     }
 
 

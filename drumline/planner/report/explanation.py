@@ -7,7 +7,7 @@ from drumline.core.by_name import nearest
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
+from drumline.core.plan import Layout
 from drumline.errors import UserError
 from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
 from drumline.planner.report.table import number
@@ -93,7 +93,7 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
     moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
     tokens = layout.rows * layout.length
-    of_all = facts.parameters + sum(f.parameters for f in layout.role_facts.values())
+    of_all = facts.parameters + sum(f.parameters for f in facts.roles.values())
     there = gradients_at_peak(memory)
     yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
     chunk = getattr(layout.config.algorithm, "loss_chunk", None)
@@ -111,8 +111,8 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     factor = (
         f"× {held / memory.peak:.2f} for what the allocator cannot use again, + overhead" if held > memory.peak else "as torch counts it"
     )
-    if layout.role_facts:
-        rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in layout.role_facts.items())))
+    if facts.roles:
+        rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
     return [*rows, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
 
 

@@ -142,8 +142,7 @@ def _of_length(question: Question, tokens: int) -> Question:
         samples = max(1, batch.global_tokens // (old * config.rows_per_sample))
         batch = batch.model_copy(update={"global_tokens": None, "global_samples": samples})
     changed = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens}), "batch": batch})
-    roles = {name: with_length(facts, old, tokens) for name, facts in question.role_facts.items()}
-    return replace(question, config=changed, facts=with_length(question.facts, old, tokens), role_facts=roles, data=None)
+    return replace(question, config=changed, facts=with_length(question.facts, old, tokens), data=None)
 
 
 def _of_batch(question: Question, way: Way, micro: int) -> Question:

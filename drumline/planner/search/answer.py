@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from drumline.core.config import Config
 from drumline.core.estimate import TIGHT, Estimate
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
-from drumline.core.plan import DataPlan, RolePlan
+from drumline.core.plan import DataPlan, Layout, RolePlan
 from drumline.hardware.cluster import Cluster
 from drumline.planner.search.probe import Probe, corrected, mean
 
@@ -27,7 +26,6 @@ class Question:
     facts: ModelFacts
     data: DataPlan | None = None
     roles: Mapping[str, RolePlan] = field(default_factory=dict)
-    role_facts: Mapping[str, ModelFacts] = field(default_factory=dict)
     processes: bool = False
     deepspeed: bool = True
     nvme: str | None = None
@@ -35,14 +33,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `config`: what to train with to get it, every choice written in."""
+    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `layout.config` is what to train with to get it, every choice written in."""
 
     name: str
-    config: Config
     layout: Layout
     estimate: Estimate
     family: str = ""
     simple: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.layout.config
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
 from drumline.core.estimate import Estimate
-from drumline.core.layout import Layout, tokens_of_a_row
 from drumline.core.mesh import resolve_mesh
-from drumline.core.resolve import data_parallel_of, device_of, engine_of, precision_of, require_samples, resolve
+from drumline.core.plan import Layout
+from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
 from drumline.core.rule import Case, offloads
-from drumline.core.rules import check_rules
-from drumline.core.stages import in_flight, plan_pipeline, stage_layers
+from drumline.core.stages import in_flight
 from drumline.core.strategies import AnyStrategy, AutoStrategy, ZeroStrategy
 from drumline.core.zero import adopt
 from drumline.errors import PlanError
@@ -64,7 +63,7 @@ def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
     ranked, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
-            ranked += [_candidate(question, way, layout) for _, _, way, layout, _ in family.best]
+            ranked += [_candidate(question, way, layout, figures) for _, _, way, layout, figures in family.best]
             if not family.best:
                 refused.append(_refused(question, name, family))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
@@ -105,11 +104,9 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
         facts=question.facts,
         model_path=None,
         data=question.data,
-        roles=dict(question.roles),
-        role_facts=dict(question.role_facts),
+        roles=question.roles,
     )
-    layout = Layout.of(plan, question.role_facts)
-    return Candidate(name, plan.config, layout, estimate(layout, question.facts, question.cluster))
+    return Candidate(name, plan, estimate(plan, question.facts, question.cluster))
 
 
 class _Look:
@@ -122,7 +119,6 @@ class _Look:
         self.precision = precision_of(self.config, machine, self.device, [])
         open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
         self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
-        self.tokens = tokens_of_a_row(self.config, question.data)
 
     def best_of(self, way: Way, family: _Family) -> tuple[Layout, Estimate] | None:
         """The best micro-batch and checkpointing of a strategy; None where none fits, which is noted. Raises PlanError where rules or
@@ -183,37 +179,17 @@ class _Look:
             raise PlanError(f"it is one process, and there are {question.cluster.world_size}")
         memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
-        mesh = resolve_mesh(strategy, world)
-        check_rules(Case(config, mesh, self.device, self.precision, question.facts))
-        require_samples(config, mesh, question.data)
+        case = Case(config, resolve_mesh(strategy, world), self.device, self.precision, question.facts)
+        require(case, question.roles, question.data)
         refusal, any_ = None, False
-        for batch in batches(config, mesh.data_ranks, question.cluster.world_size, in_flight(mesh, strategy)):
+        for batch in batches(config, case.mesh.data_ranks, question.cluster.world_size, in_flight(case.mesh, strategy)):
             try:
-                pipeline = plan_pipeline(mesh, strategy, batch, question.facts, [])
+                layout = lay_out(case, batch, question.roles, question.data, question.cluster.per_node)
             except PlanError as error:
                 refusal = refusal or error
                 continue
             any_ = True
-            roles = {
-                name: role.model_copy(update={"layers": stage_layers(mesh, strategy, question.role_facts[name])})
-                for name, role in question.roles.items()
-            }
-            yield Layout(
-                config=config,
-                mesh=mesh,
-                batch=batch,
-                precision=self.precision,
-                device=self.device,
-                engine=engine_of(mesh, strategy),
-                data_parallel=data_parallel_of(mesh, strategy),
-                activation_checkpointing=memory.activation_checkpointing,
-                length=config.data.max_length,
-                tokens_per_row=self.tokens,
-                pipeline=pipeline,
-                roles=roles,
-                role_facts=question.role_facts,
-                devices_per_rank=question.cluster.per_node if strategy.kind == "dp" and self.device == "cuda" else 1,
-            )
+            yield layout
         if refusal is not None and not any_:
             raise refusal
 
@@ -231,16 +207,14 @@ class _Look:
         return min(same, key=usual)
 
 
-def _candidate(question: Question, way: Way, layout: Layout) -> Candidate:
-    """The whole plan of a layout, which must come out as the search has seen it."""
-    batch = layout.batch
-    said = layout.config.batch
+def _candidate(question: Question, way: Way, layout: Layout, figures: Estimate) -> Candidate:
+    """A layout with its batch written into its config. Raises PlanError where a DeepSpeed config of the user's own says otherwise."""
+    batch, said = layout.batch, layout.config.batch
     total = {} if said.global_samples or said.global_tokens else {"accumulation": batch.accumulation}
     config = layout.config.model_copy(update={"batch": said.model_copy(update={"micro_batch": batch.micro_batch, **total})})
-    made = evaluate(question, config, way.name)
-    same = replace(made.layout, config=layout.config, steps=layout.steps)
-    assert same == layout, f"{way.name}: {same} is not {layout}"
-    return replace(made, family=way.family, simple=way.simple)
+    made = layout.model_copy(update={"config": config})
+    deepspeed_of(made, question.facts, "")
+    return Candidate(way.name, made, figures, way.family, way.simple)
 
 
 def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
@@ -249,7 +223,7 @@ def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterabl
     if found is None or not ranked or ranked[0].estimate.verdict != "fits" or not faster(found[2], ranked[0].estimate):
         return None
     try:
-        return _candidate(question, found[0], found[1])
+        return _candidate(question, *found)
     except PlanError:  # what only a whole plan looks at
         return None
 
@@ -257,8 +231,7 @@ def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterabl
 def _refused(question: Question, name: str, family: _Family) -> Refused:
     if family.nearest is None:
         return Refused(name, family.words)
-    way, layout, figures = family.nearest
-    return Refused(name, why_not(figures), _candidate(question, way, layout))
+    return Refused(name, why_not(family.nearest[2]), _candidate(question, *family.nearest))
 
 
 def _words(error: PlanError) -> str:

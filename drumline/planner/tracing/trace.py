@@ -18,9 +18,8 @@ from drumline.core.algorithms import ClassifyConfig
 from drumline.core.config import CompileConfig, Config, LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
-from drumline.core.layout import Layout
 from drumline.core.mesh import Mesh
-from drumline.core.plan import DataPlan, Plan, Predicted
+from drumline.core.plan import DataPlan, Layout, Plan, Predicted
 from drumline.core.rule import cp_method
 from drumline.core.strategies import FSDP2Strategy, SingleStrategy
 from drumline.errors import DrumlineError
