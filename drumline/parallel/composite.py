@@ -52,9 +52,9 @@ class Several:
     def grad_norm(self) -> torch.Tensor:
         return torch.stack([engine.grad_norm() for engine in self.engines.values()]).square().sum().sqrt()
 
-    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         for role, engine in self.engines.items():
-            engine.step(lr * self.rates.get(role, 1.0), grad_norm, finite)
+            engine.step(lr and lr * self.rates.get(role, 1.0), grad_norm, finite)
 
     def rescales(self) -> bool:
         return any(engine.rescales() for engine in self.engines.values())

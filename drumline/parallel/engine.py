@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -62,9 +63,9 @@ class Engine(Protocol):
         """Global L2 norm of the accumulated gradients, before clipping: an fp64 scalar, the same on all ranks."""
         ...
 
-    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """Clip by the norm given, update the weights where `finite` (a bool scalar) holds, and forget the gradients. Where it does not,
-        weights and moments stay as they are."""
+        weights and moments stay as they are. `lr` None: at the rates that the optimizer has."""
         ...
 
     def rescales(self) -> bool:
@@ -97,6 +98,33 @@ class Engine(Protocol):
 
     def exposed_communication(self) -> float | None:
         """Seconds of the last forward_backward in which this rank only waited for others' gradients; None where nothing measures it."""
+        ...
+
+
+class OpenEngine(Engine, Protocol):
+    """An engine that a loop of the user's own drives: it calls the model, and comes with a loss for each micro-batch."""
+
+    max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the forwards and backwards of a micro-batch. `last`: of the global batch; at its end all gradients are reduced."""
+        ...
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives; floating-point tensors of it in fp32 or more."""
+        ...
+
+    def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
+        ...
+
+    def divide(self, by: float) -> None:
+        """Divide the gradients of the global batch; before `grad_norm`."""
+        ...
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         ...
 
 

@@ -18,6 +18,27 @@ from drumline.parallel.batchnorm import agree_on_statistics, batch_norms
 from drumline.parallel.data_parallel import Alone, Replicated, Sharded, Spread
 from drumline.parallel.engine import Read, Sums, reader, total
 from drumline.telemetry.memory_tracker import Held
+from drumline.vendor.torch import tree_map_only
+
+
+class Plain(nn.Module):
+    """Any module as engines take it: an objective runs it on a batch, or it is called as it is."""
+
+    splits, sequence = False, None  # there is no head to be taken off
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any, objective: Any = None) -> Any:
+        """`objective(model, batch)`'s (loss sum, other sums); without an objective what `model(*args, **kwargs)` gives, `batch` = (args,
+        kwargs)."""
+        if objective is None:
+            args, kwargs = batch
+            return self.model(*args, **kwargs)
+        out = objective(self.model, batch)
+        return out.loss_sum, out.sums
+
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,21 +81,36 @@ class ForwardEngine:
         """Bytes of the weights that this rank holds."""
         return Held.of(self.model.parameters(), (), ())
 
-    def _look(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives; floating-point tensors of it in fp32 or more, since a loss is made of them outside of autocast."""
+        learns = torch.is_grad_enabled()
+        with self._autocast():
+            out = (self.spread.module if learns else self.spread.inner)((args, kwargs))
+        if not learns and isinstance(self.spread, Sharded):
+            self.spread.reshard()
+        return precise(out)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         self._come_together()
         learned = self.model.training
         self.model.eval()
         try:
-            outs = []
-            with torch.no_grad(), self._autocast(), self.around():
-                for batch in micro_batches:
-                    loss_sum, sums = module(batch, objective)
-                    outs.append({"loss": loss_sum, **sums})
-            return outs
+            with torch.no_grad(), self.around():
+                yield
         finally:
             self.model.train(learned)
             if isinstance(self.spread, Sharded):
                 self.spread.reshard()
+
+    def _look(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
+        outs = []
+        with self.looking(), self._autocast():
+            for batch in micro_batches:
+                loss_sum, sums = module(batch, objective)
+                outs.append({"loss": loss_sum, **sums})
+        return outs
 
     def _come_together(self) -> None:
         """Before the model is looked at: what ranks hold each for itself becomes the same on all. Collective."""
@@ -84,6 +120,11 @@ class ForwardEngine:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device, self.autocast_dtype)
+
+
+def precise(values: Any) -> Any:
+    """The same with floating-point tensors of less than 32 bits in fp32."""
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
 
 
 def whole(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +22,9 @@ from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
 from drumline.parallel.data_parallel import Alone, Averaged, Replicated, Sharded, Spread
 from drumline.parallel.engine import DeviceSums, added
-from drumline.parallel.forward import Around, ForwardEngine
+from drumline.parallel.forward import Around, ForwardEngine, Plain
 from drumline.parallel.norms import LossScale, global_norm, local
-from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
+from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, optimizer_tensors
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_dp, apply_fsdp2, gathered_in
 from drumline.telemetry.memory_tracker import Held, tensors_in
@@ -32,9 +33,10 @@ from drumline.vendor.torch import foreach_mul_
 E = TypeVar("E", bound=ForwardEngine)
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[E]) -> E:
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: Callable[..., E], plain: bool = False, overlaps: bool = True) -> E:
     """Spread a model as the plan says: transforms in order, then its weights, then what the engine adds (an optimizer over the
-    parameters there are, where it learns)."""
+    parameters there are, where it learns). `plain`: any module, not a Hugging Face model. `overlaps` False: copies are averaged without
+    DDP, which wants to see each forward that a backward goes through."""
     config = plan.config
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
@@ -44,22 +46,23 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[E]) -> E:
         apply_tp(model, whole["tp"])
     if config.model.sync_batchnorm and whole is not None:
         apply_sync_batchnorm(model, plan.device, config.model.sync_batchnorm_ranks)
-    module = ForwardWithObjective(model)
+    module = Plain(model) if plain else ForwardWithObjective(model)
     if plan.mesh.cp > 1:
-        assert whole is not None
+        assert whole is not None and isinstance(module, ForwardWithObjective)
         apply_context_parallel(module, model, whole["cp"], plan.cp_method, config.packs)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    return engine(plan, model, _spread(plan, whole, model, module, values), around)
+    return engine(plan, model, _spread(plan, whole, model, module, values, overlaps), around)
 
 
-def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values) -> Spread:
+def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values, overlaps: bool) -> Spread:
     """Data parallelism goes on last, around everything. FSDP2 takes a model without weights, the others one with them."""
     strategy = plan.config.strategy
     if isinstance(strategy, FSDP2Strategy):
         assert whole is not None
-        dtype = gathered_in(strategy, plan.precision, plan.config.images_alone)
+        # Any module may have inputs in fp32, as images are.
+        dtype = gathered_in(strategy, plan.precision, plan.config.images_alone or isinstance(module, Plain))
         root = apply_fsdp2(module, model, strategy, data_mesh(whole), dtype)
         values.fill(model, offloaded=plan.offload == "cpu")
         return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
@@ -69,7 +72,7 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
     if whole is None or plan.data_parallel != "ddp":
         return Alone(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
-    if plan.mesh.tp > 1:
+    if plan.mesh.tp > 1 or not overlaps:
         return Averaged(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
     ddp = apply_ddp(module, options, gradient_group(whole))
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
@@ -78,35 +81,54 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
 class NativeEngine(ForwardEngine):
     """Engine over a model that learns."""
 
-    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        around: Around = contextlib.nullcontext,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        """`make_optimizer`: in place of the plan's."""
         super().__init__(plan, model, spread, around)
         self.averaged_over = plan.mesh.data_ranks * plan.mesh.cp
         self.max_grad_norm = plan.config.optimizer.max_grad_norm
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
-        self.optimizer: Any = build_optimizer(self.named, plan.config.optimizer)
+        self.optimizer: Any = build_optimizer(self.named, plan.config.optimizer, make_optimizer and make_optimizer(model))
         # Fused kernels leave all as it is where `found_inf` is 1; others have to be told by the host.
-        self.masks = all(group["fused"] for group in self.optimizer.param_groups) and not self.loss_scale.enabled
+        self.masks = all(group.get("fused") for group in self.optimizer.param_groups) and not self.loss_scale.enabled
         self.model.train()
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
-        # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
-        scale = self.averaged_over / denominator * self.loss_scale.value
         outs = []
         for index, batch in enumerate(micro_batches):
-            with self.around(), self.spread.micro_batch(last=index == len(micro_batches) - 1):
+            with self.micro_batch(last=index == len(micro_batches) - 1):
                 with self._autocast():
                     loss_sum, sums = self.spread.module(batch, objective)
-                (loss_sum * scale).backward()
+                self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
         return added(outs)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        with self.around(), self.spread.micro_batch(last):
+            yield
+
+    def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
+        (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
+
+    def divide(self, by: float) -> None:
+        if gradients := [local(g) for g in self._gradients()]:
+            foreach_mul_(gradients, 1.0 / by)
 
     def grad_norm(self) -> torch.Tensor:
         gradients = self._gradients()
         self.loss_scale.unscale([local(g) for g in gradients])
         return global_norm(gradients, self.device)
 
-    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         if self.masks or finite:
             self._update(lr, grad_norm, finite)
             self.loss_scale.good()
@@ -114,13 +136,13 @@ class NativeEngine(ForwardEngine):
             self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _update(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def _update(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         gradients = [local(g) for g in self._gradients()]
         if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing to learn
             # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if lr is not None else ():
             group["lr"] = lr
         if self.masks:
             self.optimizer.found_inf = (~finite).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drumline.core.config import OptimizerConfig
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
@@ -37,20 +40,25 @@ def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> t
     return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
-def build_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD, with its state. The learning rate is set at each step, and is zero before.
+def build_optimizer(
+    named: dict[str, nn.Parameter], options: OptimizerConfig, optimizer: torch.optim.Optimizer | None = None
+) -> torch.optim.Optimizer:
+    """AdamW or SGD as `options` have it, or `optimizer`, with its state.
 
     The optimizer makes its state as it likes it (a step of zero gradients at rate zero), and is set back to before any step: so a
     checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what SGD's first
     step starts from.
     """
-    optimizer = new_optimizer(named, options)
+    optimizer = optimizer or new_optimizer(named, options)
+    rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):

@@ -29,6 +29,7 @@ from torch import nn
 
 from drumline.core.plan import Plan
 from drumline.core.secret import reveal
+from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
@@ -36,14 +37,14 @@ from drumline.models.scores import score_head
 from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
-from drumline.parallel.forward import LOW_PRECISION
-from drumline.parallel.optimizer import new_optimizer
+from drumline.parallel.forward import LOW_PRECISION, Plain, precise
+from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero_fill import InTurn, filled, part, share
 from drumline.telemetry.memory_tracker import Held, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
-SLOTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # what their optimizers keep of a parameter
 # What DeepSpeed's optimizers call the first half of measuring the norm in their step: ZeRO 1 and 2, ZeRO 3, and ZeRO 1 in bf16.
 MEASURES = ("scaled_global_norm", "_get_norm_groups", "get_grads_for_norm")
 # Where they keep gradients, besides at parameters: ZeRO 1 and 2 (the second with offloading), ZeRO 3, ZeRO 1 in bf16.
@@ -56,21 +57,24 @@ GRADIENTS = (
 )
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
+def prepare(
+    plan: Plan, model: nn.Module, values: Values, plain: bool = False, make_optimizer: MakeOptimizer | None = None
+) -> DeepSpeedEngine:
     """Spread a model. `values` puts its weights into host memory in fp32, before it is cut: whole on each rank, under stage 3 block by
-    block. Collective."""
+    block. `plain`: any module, not a Hugging Face model. `make_optimizer`: in place of the plan's. Collective."""
     assert plan.deepspeed is not None
     options = reveal(plan.deepspeed, "strategy.options")
     join(plan.device)
     if plan.config.model.sync_batchnorm and plan.mesh.world_size > 1:
         apply_sync_batchnorm(model, plan.device, plan.config.model.sync_batchnorm_ranks)
-    module = ForwardWithObjective(model)
+    module = Plain(model) if plain else ForwardWithObjective(model)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, plan.config.compile)
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Before anything is cut: which matrices decay is told by their shapes.
     # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
-    optimizer = new_optimizer(learned, plan.config.optimizer)
+    optimizer = make_optimizer(model) if make_optimizer else new_optimizer(learned, plan.config.optimizer)
+    require_slots(optimizer)
     masters: dict[str, torch.Tensor] = {}
     if plan.deepspeed["zero_optimization"]["stage"] == 3:
         ranks, dtype = dist.get_world_size(), LOW_PRECISION.get(plan.precision, torch.float32)
@@ -84,6 +88,13 @@ def prepare(plan: Plan, model: nn.Module, values: Values) -> DeepSpeedEngine:
     made = DeepSpeedEngine(plan, model, learned, engine)
     made.set_masters(masters)
     return made
+
+
+def require_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError for an optimizer whose state is not known here."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+        what = f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"
+        raise PlanError(what, where="optimizer", fix="use one of these, or strategy=fsdp2")
 
 
 def join(device: str) -> None:
@@ -113,15 +124,15 @@ class DeepSpeedEngine:
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
         self.sharded = engine.zero_optimization_partition_weights()
-        options = plan.config.optimizer
-        self.slots = SLOTS[options.kind] if options.kind == "adamw" or options.momentum else ()
-        self.counts_steps = options.kind == "adamw"
+        self.optimizer = engine.basic_optimizer
+        self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
+        self.slots = ADAM if self.counts_steps else SGD if self.optimizer.defaults["momentum"] else ()
         self.rank = dist.get_rank()
         self.owner = share({name: _shape(p).numel() for name, p in learned.items()}, dist.get_world_size())
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
-        self.own_norm, self.max_grad_norm = 0.0, options.max_grad_norm or 0.0
-        self.steps = 0
+        self.own_norm, self.max_grad_norm = 0.0, plan.config.optimizer.max_grad_norm
+        self.steps, self.divisor = 0, 1.0
         self.has_state = False
         parts = split(model) if engine.module.splits else None
         heads = nn.ModuleList([head for head in (parts and parts[1], score_head(model)) if head is not None])
@@ -134,28 +145,49 @@ class DeepSpeedEngine:
         engine.train()
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
-        # DeepSpeed averages over ranks and, told so, divides by nothing else.
-        scale = self.data_ranks / denominator
         outs = []
         for index, batch in enumerate(micro_batches):
-            self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss_sum, sums = self.engine(batch, objective)
-            self.engine.backward(loss_sum * scale, scale_wrt_gas=False)
+            with self.micro_batch(last=index == len(micro_batches) - 1):
+                loss_sum, sums = self.engine(batch, objective)
+                self.backward(loss_sum, denominator)
             outs.append({"loss": loss_sum.detach(), **sums})
         return added(outs)
 
-    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return precise((self.engine if torch.is_grad_enabled() else self.engine.module)((args, kwargs)))
+
+    def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
+        # DeepSpeed averages over ranks and, told so, divides by nothing else.
+        self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
+
+    def divide(self, by: float) -> None:
+        # As a loss scale that is taken back; ZeRO 1 in bf16 has none.
+        self.divisor = by
+        for gradients in getattr(self.zero, "fp32_groups_gradients_flat", ()):
+            gradients.div_(by)
+            self.divisor = 1.0
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
         agree_on_statistics(self.batch_norms)
         self.engine.eval()
         try:
-            outs = []
             with torch.no_grad():
-                for batch in micro_batches:
-                    loss_sum, sums = self.engine.module(batch, objective)
-                    outs.append({"loss": loss_sum, **sums})
-            return total(outs)
+                yield
         finally:
             self.engine.train()
+
+    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
+        outs = []
+        with self.looking():
+            for batch in micro_batches:
+                loss_sum, sums = self.engine.module(batch, objective)
+                outs.append({"loss": loss_sum, **sums})
+        return total(outs)
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
@@ -186,21 +218,23 @@ class DeepSpeedEngine:
         self.own_norm = value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
         return torch.tensor(self.own_norm, dtype=torch.float64, device=self.engine.device)
 
-    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
         if finite:
             self._step(lr, float(grad_norm))
         else:
             self._skip()
 
-    def _step(self, lr: float, norm: float) -> None:
+    def _step(self, lr: float | None, norm: float) -> None:
         # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. Where the norm given is of
         # more than these, its limit is theirs in proportion.
-        self.zero.clip_grad = self.max_grad_norm * (self.own_norm / norm if norm else 1.0)
-        for group in self.zero.param_groups:
+        self.zero.clip_grad = (self.max_grad_norm or 0.0) * (self.own_norm / norm if norm else 1.0)
+        for group in self.zero.param_groups if lr is not None else ():
             group["lr"] = lr
+        self.zero.custom_loss_scaler, self.zero.external_loss_scale = self.divisor != 1.0, float(self.zero.loss_scale) * self.divisor
         with self._telling(self.norms):
             self.engine.step()
+        self.zero.custom_loss_scaler, self.divisor = False, 1.0
         self.steps += 1
         if not self.has_state and not self.sharded:
             # DeepSpeed does it after the first step of the first group, when the other groups have no state yet.
@@ -209,6 +243,7 @@ class DeepSpeedEngine:
         self.has_state = True
 
     def _skip(self) -> None:
+        self.divisor = 1.0
         # Told that the norm is infinite, DeepSpeed leaves the weights, lowers its loss scale and forgets the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         told = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
@@ -277,7 +312,7 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------------ inside
 
     def _scale(self) -> float:
-        return float(self.zero.loss_scale) if self.rescales() else 1.0
+        return self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0)
 
     @contextlib.contextmanager
     def _telling(self, norms: Any) -> Iterator[None]:
@@ -299,17 +334,22 @@ class DeepSpeedEngine:
         """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, and count it not."""
         if self.has_state or not self.slots:
             return
-        steps = self.engine.global_steps
+        steps, rates = self.engine.global_steps, [group["lr"] for group in self.optimizer.param_groups]
         self.engine.eval()  # no statistics are taken of it
-        self.forward_backward(
-            [any_batch(self.model, self.engine.device, self.image_side)],
-            lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}),
-            1.0,
-        )
+        if isinstance(self.engine.module, Plain):  # what it takes is not known
+            learned = [*self.learned.values()]
+            with deepspeed.zero.GatheredParameters(learned) if self.sharded else contextlib.nullcontext():
+                touched = torch.stack([parameter.sum() for parameter in learned]).sum()
+                self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
+        else:
+            batch = any_batch(self.model, self.engine.device, self.image_side)
+            self.forward_backward([batch], lambda out, _: SimpleNamespace(loss_sum=out.touched() * 0, sums={}), 1.0)
         self.engine.train()
         self.grad_norm()
         self._step(0.0, 0.0)
         self.steps, self.engine.global_steps = 0, steps
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         for state in self.engine.basic_optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

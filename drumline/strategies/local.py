@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from drumline.core.strategies import DiLoCoStrategy, LocalSGDStrategy
 from drumline.dist.reduce import add_up
 from drumline.models.names import canonical_tensors
 from drumline.parallel.data_parallel import Spread, buckets
-from drumline.parallel.engine import DeviceSums
 from drumline.parallel.forward import Around
 from drumline.parallel.native import NativeEngine
+from drumline.parallel.optimizer import MakeOptimizer
 from drumline.telemetry.memory_tracker import Held
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
 
@@ -40,8 +41,15 @@ class LocalEngine(NativeEngine):
     With DiLoCo the average is not taken as it is: it tells an outer optimizer where to go (see `Outer`).
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
-        super().__init__(plan, model, spread, around)
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        spread: Spread,
+        around: Around = contextlib.nullcontext,
+        make_optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        super().__init__(plan, model, spread, around, make_optimizer)
         strategy = plan.config.strategy
         assert isinstance(strategy, LocalSGDStrategy | DiLoCoStrategy)
         self.strategy = strategy
@@ -57,18 +65,20 @@ class LocalEngine(NativeEngine):
         self.together = True
         self.waited = 0.0
 
-    def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
         if self.own is not None:
             foreach_copy_(list(self.apart.values()), self.own)
             self.own, self.together = None, False
-        return super().forward_backward(micro_batches, objective, denominator)
+        with super().micro_batch(last):
+            yield
 
     def grad_norm(self) -> torch.Tensor:
         self.own_norm = super().grad_norm()
         self.told_norm = (add_up(self.own_norm.square()) / self.ranks).sqrt()
         return self.told_norm
 
-    def step(self, lr: float, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
+    def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         # A norm that is of more gradients than these (several models learn as one) raises each rank's own in proportion.
         super().step(lr, self.own_norm * torch.where(self.told_norm == 0, 1.0, grad_norm / self.told_norm), finite)
         self.together = False

@@ -29,5 +29,6 @@ PLACES = {
     "resolve_process_group": "torch.distributed.distributed_c10d:_resolve_process_group",
     "to_copy": "torch:ops.aten._to_copy",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map_only": "torch.utils._pytree:tree_map_only",
 }
 __getattr__ = names("torch", "2.11.0", "2.13.0", PLACES)
