@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
+from drumline.errors import PlanError
+
+Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
+
+
+def set_blocks(model: nn.Module, units: Units | None) -> None:
+    """Name the blocks of a module that is no Hugging Face model: by their classes, or by a function that picks them; None: all that lie
+    in its outermost lists of modules (nn.ModuleList). Raises PlanError for a class that it does not have."""
+    if units is None:
+        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+        chosen = [block for found in outer for block in found if not isinstance(block, nn.ModuleList)]
+    elif callable(units):
+        chosen = [*units(model)]
+    else:
+        classes = {type(module).__name__ for module in model.modules()}
+        if absent := sorted({*units} - classes):
+            fix = f"there are {', '.join(sorted(classes))}"
+            raise PlanError(f"the model has no module of class {', '.join(absent)}", where="units", fix=fix)
+        chosen = [module for module in model.modules() if type(module).__name__ in units]
+    model._drumline_blocks = chosen  # type: ignore[assignment]  # a plain list: they stay where they are
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, by the class names that Hugging Face models declare as not to be split."""
+    """The repeated blocks, by the class names that Hugging Face models declare as not to be split, or as `set_blocks` has them."""
+    if hasattr(model, "_drumline_blocks"):
+        return list(model._drumline_blocks)  # type: ignore[arg-type]
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 

@@ -70,7 +70,7 @@ class _Place:
         """Of a tensor that has memory, the tensor."""
         if not tensor.is_meta:
             return tensor
-        return cls(tensor.untyped_storage(), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(tensor.untyped_storage(), tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     @property
     def key(self) -> int:

@@ -110,11 +110,16 @@ def tensor_plan(model: Any) -> dict[str, str]:
     Embedding and head are left out: they are cut by vocabulary, whatever the plan says.
     """
     plan = getattr(model, "_tp_plan", None) or {}
-    by_vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
     return {name: style for name, style in styles.items() if style is not None}
+
+
+def vocabulary(model: Any) -> tuple[Any, Any]:
+    """Embedding and head of a Hugging Face model; any other module has none of its own."""
+    return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
 
 
 def cuts_heads(plan: dict[str, str]) -> bool:

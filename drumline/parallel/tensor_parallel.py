@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from drumline.core.facts import TP_STYLES
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
-from drumline.models.weights import cut_layers, tensor_plan, whole_layer
+from drumline.models.weights import cut_layers, tensor_plan, vocabulary, whole_layer
 from drumline.vendor.torch import prepare_rowwise_input
 
 
@@ -34,8 +34,9 @@ def apply_tp(model: Any, mesh: DeviceMesh) -> None:
         unknown = ", ".join(sorted({*plan.values()} - TP_STYLES))
         what = f"{type(model).__name__} " + (f"is cut in ways not known here: {unknown}" if plan else "has no tensor-parallel plan")
         raise PlanError(what, where="strategy.tp", fix="use strategy=fsdp2")
-    head = model.get_output_embeddings()
-    _cut_vocabulary(whole_layer(model.get_input_embeddings()), head and whole_layer(head), mesh)
+    embedding, head = vocabulary(model)
+    if embedding is not None:
+        _cut_vocabulary(whole_layer(embedding), head and whole_layer(head), mesh)
     for name, style in plan.items():
         _cut(model.get_submodule(name), style, mesh)
 

@@ -6,6 +6,7 @@ the data-parallel wrapper last, around everything, so that it sees the parameter
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drumline.core.config import CompileConfig
 from drumline.core.plan import Plan
@@ -44,6 +45,11 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     """full: keep the input of each block, compute the rest again in backward (Chen et al. 2016). RNG is replayed, so dropout agrees.
     selective: keep more, see `selective`."""
     if kind == "none":
+        return
+    if not hasattr(model, "supports_gradient_checkpointing") and blocks(model):
+        context: dict[str, Any] = {"context_fn": selective} if kind == "selective" else {}
+        for block in blocks(model):
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **context)
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
         what = f"{type(model).__name__} has no activation checkpointing"

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
 from drumline.core.model import Head
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
+from drumline.errors import PlanError
 from drumline.models import adapters
-from drumline.models.blocks import blocks
+from drumline.models.blocks import Units, blocks, set_blocks
 from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token
 from drumline.models.shards import Source, Values
+from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.composite import POLICY, Several, of_role
-from drumline.parallel.engine import Engine
+from drumline.parallel.engine import Engine, OpenEngine
 from drumline.parallel.forward import LOW_PRECISION, ForwardEngine
+from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import casts
 from drumline.telemetry.memory_tracker import Held
 
@@ -83,6 +87,58 @@ def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engi
     from drumline.parallel import pipeline
 
     return pipeline.prepare(plan, model, values)
+
+
+def build_module(
+    plan: Plan,
+    build: Build,
+    device: str,
+    held: frozenset[str] = frozenset(),
+    *,
+    make_optimizer: MakeOptimizer | None = None,
+    units: Units | None = None,
+    tp_plan: dict[str, str] | None = None,
+    overlaps: bool = True,
+) -> OpenEngine:
+    """Any module, spread as planned, then filled: each rank draws what it holds. `device`, `held` as in `build_engine`.
+
+    `make_optimizer`: in place of the plan's. `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes
+    again (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise. `overlaps`: see native.prepare.
+    Collective. Raises PlanError for a strategy that a module by itself cannot be spread by.
+    """
+    require_spreadable(plan, tp_plan)
+    whole = plan.engine == "deepspeed"  # as in `_learning`
+    device, held = ("cpu", frozenset()) if whole else (device, held)
+    seed = plan.config.run.seed
+    model, source = lay_out_module(build, derive(seed, "weights"), device)
+    set_blocks(model, units)
+    freeze(model, plan.config.model.freeze)
+    values = Values(source, device, seed, held)
+    if whole:
+        from drumline.strategies import deepspeed
+
+        return deepspeed.prepare(plan, model, values, plain=True, make_optimizer=make_optimizer)
+    from drumline.parallel.native import NativeEngine, prepare
+    from drumline.strategies.local import LocalEngine
+
+    model._tp_plan = tp_plan  # type: ignore[assignment]
+    engine = LocalEngine if plan.data_parallel in ("local_sgd", "diloco") else NativeEngine
+    return prepare(plan, model, values, partial(engine, make_optimizer=make_optimizer), plain=True, overlaps=overlaps)
+
+
+def require_spreadable(plan: Plan, tp_plan: dict[str, str] | None) -> None:
+    """Raises PlanError where a module by itself does not say enough to be spread as planned."""
+    lacks = {
+        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if tp_plan is None else "",
+        "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
+        "pp": "a pipeline requires a Hugging Face model, whose stages it cuts",
+    }
+    for degree, what in lacks.items():
+        if getattr(plan.mesh, degree) > 1 and what:
+            fix = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use' if degree == "tp" else "use"
+            raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
+    if plan.data_parallel == "dp":
+        raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
 
 
 def keep_frozen_low(plan: Plan, model: Any) -> None:

@@ -231,7 +231,8 @@ class DeepSpeedEngine:
         self.zero.clip_grad = (self.max_grad_norm or 0.0) * (self.own_norm / norm if norm else 1.0)
         for group in self.zero.param_groups if lr is not None else ():
             group["lr"] = lr
-        self.zero.custom_loss_scaler, self.zero.external_loss_scale = self.divisor != 1.0, float(self.zero.loss_scale) * self.divisor
+        if self.divisor != 1.0:
+            self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, float(self.zero.loss_scale) * self.divisor
         with self._telling(self.norms):
             self.engine.step()
         self.zero.custom_loss_scaler, self.divisor = False, 1.0

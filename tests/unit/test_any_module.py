@@ -1,0 +1,217 @@
+"""Any nn.Module: laid out without memory, its first values played from what its constructor did, and trained by the engines."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.init import trunc_normal_
+
+from drumline.core.config import Config
+from drumline.core.mesh import Mesh
+from drumline.core.plan import BatchPlan, Plan, Predicted
+from drumline.errors import ModelError, PlanError
+from drumline.models.shards import Loaded, Values
+from drumline.models.tape import Played, lay_out_module
+from drumline.parallel.engine import OpenEngine
+from drumline.strategies.build import build_module
+from tests.harness import ENV
+
+
+class Many(nn.Module):
+    """Weights by all the rules that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16, padding_idx=0)
+        self.position = nn.Parameter(torch.randn(1, 8, 16) * 0.02)
+        self.token = nn.Parameter(torch.zeros(16))
+        self.first, self.copy = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.batch_norm = nn.LayerNorm(16), nn.BatchNorm1d(16)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.orthogonal = nn.Linear(16, 16)
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)), persistent=False)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self.rule)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        trunc_normal_(self.first.weight, std=0.5, a=-0.6, b=0.6)
+        self.copy.load_state_dict(self.first.state_dict())
+
+    def rule(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def filled(seed: int = 0) -> Many:
+    model, source = lay_out_module(Many, seed, "cpu")
+    assert isinstance(source, Played) and all(parameter.is_meta for parameter in model.parameters())
+    Values(source, "cpu", seed).fill(model)
+    assert isinstance(model, Many)
+    return model
+
+
+def test_first_values_follow_the_modules_own_rules() -> None:
+    model = filled()
+    first = model.first.weight
+    assert first.abs().max() <= 0.6 and 0.2 < first.std() < 0.5, "trunc_normal_, which does nothing without memory"
+    assert torch.equal(model.copy.weight, first) and torch.equal(model.copy.bias, model.first.bias)
+    weight = model.orthogonal.weight
+    assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
+    assert model.head.weight is model.embed.weight and 0.015 < model.head.weight.std() < 0.025
+    assert 0.01 < model.position.std() < 0.03 and not model.token.any()
+    assert model.norm.weight.eq(1).all() and model.batch_norm.running_var.eq(1).all() and model.batch_norm.num_batches_tracked == 0  # type: ignore[union-attr]
+    assert torch.equal(model.mask, torch.tril(torch.ones(8, 8)))  # type: ignore[arg-type]
+
+
+def test_a_seed_gives_the_same_weights_whatever_part_is_asked_for() -> None:
+    whole, other = dict(filled().named_parameters()), dict(filled(seed=1).named_parameters())
+    model, source = lay_out_module(Many, 0, "cpu")
+    part = torch.empty(16, 16)
+    source.put({"orthogonal.weight": part}, model)
+    assert torch.equal(part, whole["orthogonal.weight"])
+    assert not torch.equal(other["orthogonal.weight"], whole["orthogonal.weight"])
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.linspace(0, 1, 3)]
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        nn.init.normal_(self.layer.weight, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("build", [Looks, Listed, Drawn])
+def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> None:
+    (first, source), (again, _) = lay_out_module(build, 3, "cpu"), lay_out_module(build, 3, "cpu")
+    assert isinstance(source, Loaded)
+    assert all(torch.equal(a, b) and not a.is_meta for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_build_must_give_a_module() -> None:
+    with pytest.raises(ModelError, match="build gave dict"):
+        lay_out_module(dict, 0, "cpu")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def plan(mesh: Mesh | None = None, **sections: Any) -> Plan:
+    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "strategy": "single", **sections})
+    return Plan(
+        config=config, run_dir="r", mesh=mesh or Mesh(), engine="native", device="cpu", backend="gloo", precision="fp32",
+        batch=BatchPlan(global_samples=8, micro_batch=4, accumulation=2, eval_micro_batch=4), lr=1e-2, steps=3,
+        data=None, model_path=None, predicted=Predicted(),
+    )  # fmt: skip
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 4, generator=draw), torch.randint(2, (4,), generator=draw)) for _ in range(2)]
+
+
+def objective(model: Any, batch: Any) -> Any:
+    inputs, targets = batch
+    return SimpleNamespace(loss_sum=nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), sums={})
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def by_objective(engine: OpenEngine) -> float:
+    engine.forward_backward(batches(), objective, 8.0)
+    norm = engine.grad_norm()
+    engine.step(0.01, norm)
+    return norm
+
+
+def by_hand(engine: OpenEngine) -> float:
+    """As a session does it: divided by something else first, and once by the weight."""
+    for index, (inputs, targets) in enumerate(batches()):
+        with engine.micro_batch(last=index == 1):
+            engine.backward(nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0)
+    engine.divide(4.0)
+    norm = engine.grad_norm()
+    engine.step(None, norm)
+    return norm
+
+
+def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
+    one, other = (build_module(plan(), mlp, "cpu", make_optimizer=make_optimizer) for _ in range(2))
+    for _ in range(3):
+        assert by_objective(one) == pytest.approx(by_hand(other), rel=1e-6)
+    mine, others = one.tensors(), other.tensors()
+    assert mine.keys() == others.keys() and {"model.0.weight", "optim.0.weight.exp_avg", "optim.0.weight.step"} <= mine.keys()
+    assert all(torch.allclose(mine[name], others[name], rtol=1e-5, atol=1e-7) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention"), (Mesh(pp=2), "a pipeline requires")]
+)
+def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        build_module(plan(mesh), mlp, "cpu")
+
+
+def test_a_class_that_is_not_there() -> None:
+    with pytest.raises(PlanError, match="no module of class Block"):
+        build_module(plan(), mlp, "cpu", units=["Block"])
+
+
+def test_blocks_are_computed_again_where_checkpointing_is_on() -> None:
+    calls: list[int] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x + self.layer(x).tanh()
+
+    def build() -> nn.Module:
+        return nn.Sequential(Block(), Block())
+
+    norms = []
+    for kind in ("none", "full"):
+        calls.clear()
+        made = build_module(plan().model_copy(update={"activation_checkpointing": kind}), build, "cpu", units=["Block"])
+        norms.append(by_hand_norm(made))
+        assert len(calls) == (4 if kind == "none" else 8)
+    assert norms[0] == norms[1] and math.isfinite(norms[0])
+
+
+def by_hand_norm(engine: OpenEngine) -> float:
+    for index, (inputs, _) in enumerate(batches()):
+        with engine.micro_batch(last=index == 1):
+            engine.backward(engine.call(inputs).square().sum(), 8.0)
+    return engine.grad_norm()
+
+
+def test_no_transformers_on_the_way() -> None:
+    code = "import sys; import drumline.strategies.build, drumline.parallel.native; print([n for n in sys.modules if n == 'transformers'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=ENV)
+    assert done.stdout.strip() == "[]"
