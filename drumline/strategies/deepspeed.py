@@ -29,7 +29,6 @@ from torch import nn
 
 from drumline.core.plan import Plan
 from drumline.core.secret import reveal
-from drumline.errors import PlanError
 from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
@@ -40,7 +39,7 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.forward import LOW_PRECISION, Plain, precise
 from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
-from drumline.strategies.zero_fill import InTurn, filled, part, share
+from drumline.strategies.zero_fill import InTurn, filled, part, require_slots, share
 from drumline.telemetry.memory_tracker import Held, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
@@ -88,13 +87,6 @@ def prepare(
     made = DeepSpeedEngine(plan, model, learned, engine)
     made.set_masters(masters)
     return made
-
-
-def require_slots(optimizer: torch.optim.Optimizer) -> None:
-    """Raises PlanError for an optimizer whose state is not known here."""
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
-        what = f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"
-        raise PlanError(what, where="optimizer", fix="use one of these, or strategy=fsdp2")
 
 
 def join(device: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from drumline.core.plan import Plan
+from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
 from drumline.parallel.forward import LOW_PRECISION
@@ -62,3 +63,10 @@ def share(sizes: dict[str, int], ranks: int) -> dict[str, int]:
         owner[name] = load.index(min(load))
         load[owner[name]] += sizes[name]
     return owner
+
+
+def require_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError for an optimizer whose state is not known here."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+        what = f"ZeRO keeps the states of Adam, AdamW and SGD, not those of {type(optimizer).__name__}"
+        raise PlanError(what, where="optimizer", fix="use one of these, or strategy=fsdp2")

@@ -143,8 +143,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def by_objective(engine: OpenEngine) -> float:
     engine.forward_backward(batches(), objective, 8.0)
     norm = engine.grad_norm()
-    engine.step(0.01, norm)
-    return norm
+    engine.step(0.01, norm, norm.isfinite())
+    return float(norm)
 
 
 def by_hand(engine: OpenEngine) -> float:
@@ -154,8 +154,8 @@ def by_hand(engine: OpenEngine) -> float:
             engine.backward(nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0)
     engine.divide(4.0)
     norm = engine.grad_norm()
-    engine.step(None, norm)
-    return norm
+    engine.step(None, norm, norm.isfinite())
+    return float(norm)
 
 
 def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
@@ -208,7 +208,7 @@ def by_hand_norm(engine: OpenEngine) -> float:
     for index, (inputs, _) in enumerate(batches()):
         with engine.micro_batch(last=index == 1):
             engine.backward(engine.call(inputs).square().sum(), 8.0)
-    return engine.grad_norm()
+    return float(engine.grad_norm())
 
 
 def test_no_transformers_on_the_way() -> None:
