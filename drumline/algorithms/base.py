@@ -6,8 +6,9 @@ the whole global batch, so the numbers do not depend on how the batch was cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -23,7 +24,19 @@ class LossOut:
 
 class Algorithm(Protocol):
     """One way of learning. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. What a subclass does not say
-    of held-out data is as in training."""
+    of held-out data is as in training.
+
+    `first_pass`: a method of an objective that sorts, pairs or averages over the global batch before it learns. It is called as
+    first_pass(outputs, batch) on `first_batch(batch)`, without gradients, for all micro-batches before any of them is learned from, and
+    returns float[P, K]: K numbers of each of the P samples. The objective finds those of all samples of the global batch, the same on
+    every rank and on any number of ranks, in `batch.first`, and its own by `batch.places_P`.
+    """
+
+    first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
+
+    def first_batch(self, batch: Any) -> Any:
+        """What `first_pass` is asked about in the place of the micro-batch."""
+        return batch
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         """The loss of a training micro-batch."""
@@ -40,3 +53,17 @@ class Algorithm(Protocol):
     def figures(self, sums: dict[str, float]) -> dict[str, float]:
         """Further figures for a step's event from the training objective's sums over the whole global batch."""
         return {}
+
+
+class Referenced(Algorithm, Protocol):
+    """Compares the policy with a reference model: each batch has `reference_B`, what `score` gave for the reference."""
+
+    def score(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Of each row what is compared, fp64[B]."""
+        ...
+
+
+def policy_objective(algorithm: Algorithm) -> Any:
+    """The objective of the model that learns, or of the policy where several do."""
+    objective: Any = algorithm.objective
+    return objective["policy"] if isinstance(objective, Mapping) else objective

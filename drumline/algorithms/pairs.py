@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from drumline.algorithms.base import Algorithm, LossOut
+from drumline.algorithms.base import LossOut, Referenced
 from drumline.data.batches import IGNORE
 
 FIGURES = ("accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPairs(Algorithm):
+class AnswerPairs(Referenced):
     """The base of algorithms that compare log-probabilities of two answers. `chunk`: tokens whose logits exist at once; 0: all."""
 
     chunk: int

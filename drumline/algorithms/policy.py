@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from drumline.algorithms.base import Algorithm
+from drumline.core.rollouts import RolloutSpec
 from drumline.data.batches import IGNORE
 from drumline.data.episodes import EpisodeBatch
 
@@ -47,6 +48,17 @@ class KLController:
         if self.target is not None:
             error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
             self.coefficient *= 1 + error * episodes / self.horizon
+
+
+def policy_options(spec: RolloutSpec) -> dict[str, Any]:
+    """What a spec says to any PolicyGradient. The controller is the objective's own, and the rollouts steer it."""
+    return {
+        "kl": KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon),
+        "estimator": spec.kl.estimator,
+        "temperature": spec.generator.temperature,
+        "chunk": spec.loss_chunk,
+        "on_policy": spec.on_policy,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

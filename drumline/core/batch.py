@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from drumline.core.algorithms import GRPOConfig, PPOConfig, VLLMGenerator
 from drumline.core.config import BatchConfig, Config
 from drumline.core.plan import BatchPlan, DataPlan
+from drumline.core.rollouts import RolloutSpec, VLLMGenerator
 from drumline.errors import PlanError
 
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
@@ -29,12 +29,15 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
     Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
     """
     why: list[str] = []
-    batch, rows_per_sample = batch or config.batch, config.rows_per_sample
+    batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
     tokens = row_tokens(config) * rows_per_sample
     total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
     micro, accumulation = batch.micro_batch, batch.accumulation
     if total is None:
-        micro, accumulation = micro or 1, accumulation or least_rounds((micro or 1) * data_ranks, config.samples_in_turn, in_flight)
+        micro, accumulation = (
+            micro or 1,
+            accumulation or least_rounds((micro or 1) * data_ranks, config.algorithm.samples_in_turn, in_flight),
+        )
         total = micro * accumulation * data_ranks
         why.append(
             f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
@@ -81,7 +84,7 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
     batch = config.batch
     if batch.global_samples is None and batch.global_tokens is None and not (batch.micro_batch and batch.accumulation):
         total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
-        total *= least_rounds(total, config.samples_in_turn)
+        total *= least_rounds(total, config.algorithm.samples_in_turn)
         batch = BatchConfig(global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
     first, _ = resolve_batch(config, data_ranks, least, batch)
     if batch.micro_batch or batch.accumulation:
@@ -135,9 +138,7 @@ def _divide(total: int, by: int, names: str) -> int:
     return quotient
 
 
-def steps_of_rollouts(
-    config: Config, algorithm: PPOConfig | GRPOConfig, batch: BatchPlan, data: DataPlan | None, why: list[str]
-) -> int | None:
+def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
     """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
     not come out whole, and for a generator that cannot be told the weights."""
     if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
@@ -154,7 +155,7 @@ def steps_of_rollouts(
             where="algorithm.group_size",
             fix=f"choose batch.global_samples × algorithm.minibatches as {nearest(episodes, group)}",
         )
-    each = algorithm.epochs * algorithm.minibatches
+    each = algorithm.steps_in_turn
     why.append(
         f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {algorithm.minibatches}"
         f" minibatches = {each} steps"

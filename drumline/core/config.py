@@ -6,16 +6,15 @@ Every class refuses unknown keys. A union (strategy, algorithm, data source) is 
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from drumline.core.algorithms import ROLLOUT, Algorithm, ClassifyConfig, PPOConfig, SFTConfig
+from drumline.core.algorithm import Algorithm, AlgorithmSpec
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DataConfig
 from drumline.core.model import Head, ModelConfig
-from drumline.core.registry import make
+from drumline.core.registry import find, make
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
 
@@ -189,7 +188,7 @@ class Config(Section):
     """The whole YAML."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
-    algorithm: Algorithm = Field(default_factory=SFTConfig)
+    algorithm: Algorithm = Field(default_factory=lambda: make(AlgorithmSpec, "sft"))
     data: DataConfig
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -210,40 +209,26 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _measured_by_reward(cls, values: Any) -> Any:
-        """Algorithms with rollouts select by reward unless the config names another metric."""
+    def _best_by(cls, values: Any, info: ValidationInfo) -> Any:
+        """The algorithm names the metric that decides which checkpoint is best, unless the config does."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
-        if kind not in ("ppo", "grpo") or not isinstance(values.get("eval", {}), dict):
+        spec = find(AlgorithmSpec, kind, **(info.context or {})) if isinstance(kind, str) else None
+        if spec is None or not spec.best_by or not isinstance(values.get("eval", {}), dict):
             return values
-        return {**values, "eval": {"metric": "reward", "mode": "max", **values.get("eval", {})}}
+        return {**values, "eval": {**spec.best_by, **values.get("eval", {})}}
 
     @property
     def packs(self) -> bool:
         """Whether rows are packed into sequences. Pairs, prompts and rows with a class never are."""
-        return self.data.packing and self.algorithm.kind in ("pretrain", "sft")
+        return self.data.packing and self.algorithm.packs
 
     @property
     def head(self) -> Head:
         """The head of the trainable model."""
-        if isinstance(self.algorithm, ClassifyConfig):
-            return self.algorithm.modality
-        if isinstance(self.algorithm, PPOConfig) and self.algorithm.value == "head":
-            return "valued"
-        return "score" if self.algorithm.kind == "reward" else "lm"
+        return self.algorithm.head
 
     @property
     def images_alone(self) -> bool:
         """Whether rows are images without text: no tokenizer, no length."""
         return self.head == "image"
-
-    @property
-    def rows_per_sample(self) -> int:
-        """Sequences of up to data.max_length tokens per sample."""
-        return 2 if self.algorithm.kind in ("reward", "dpo") else 1
-
-    @property
-    def samples_in_turn(self) -> int:
-        """The global batch must be a multiple of this, so that a rollout has whole groups."""
-        algorithm = self.algorithm
-        return algorithm.group_size // math.gcd(algorithm.group_size, algorithm.minibatches) if isinstance(algorithm, ROLLOUT) else 1

@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from drumline.core.section import MOST_SEED, Amount, PathText, Section, Steps
 
+Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
+TEXT_FORMS: Forms = (("messages",), ("prompt", "completion"), ("text",))
+PAIR_FORMS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+PROMPT_FORMS: Forms = (("prompt",), ("messages",))
+
 
 class Columns(Section):
     """Which column of a row has which part. A part that is not set is looked up under its own name."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from drumline.core.algorithms import METRICS
 from drumline.core.config import Config
 from drumline.core.mistakes import Origins, check_numbers, first_mistake
 from drumline.core.secret import withhold
@@ -173,10 +172,10 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
     except ValidationError as error:
         raise first_mistake(error, origins) from None
     check_numbers(values, config.model_dump(), origins)
-    kind, metric = config.algorithm.kind, config.eval.metric
-    if metric not in METRICS[kind] and not (metric.startswith("reward/") and "reward" in METRICS[kind]):
-        what = f"algorithm {kind} measures no {metric!r}"
-        raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(METRICS[kind])}")
+    metric, known = config.eval.metric, config.algorithm.metrics
+    if metric not in known and not (metric.startswith("reward/") and "reward" in known):
+        what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
+        raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
     return config
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
 from drumline.core.facts import ModelFacts
@@ -125,8 +124,8 @@ class Layout(Frozen):
             return 1.0
         if data is None or not data.train_samples:
             return float(self.length)
-        answer = config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
-        return min(float(self.length), data.train_tokens / (data.train_samples * config.rows_per_sample) + answer)
+        mean = data.train_tokens / (data.train_samples * config.algorithm.rows_per_sample)
+        return min(float(self.length), mean + config.algorithm.new_tokens)
 
     @property
     def tokens_per_step(self) -> float:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from drumline.core import strategies as st
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.batch import resolve_batch, steps_of_rollouts
 from drumline.core.communication import communication_why
 from drumline.core.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
@@ -237,8 +236,8 @@ def precision_of(config: Config, machine: Machine, device: str, why: list[str]) 
 
 
 def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
-    if isinstance(config.algorithm, ROLLOUT):
-        return steps_of_rollouts(config, config.algorithm, batch, data, why)
+    if (rollout := config.algorithm.rollout) is not None:
+        return steps_of_rollouts(config, rollout, batch, data, why)
     if config.run.steps is not None:
         return config.run.steps
     return None if data is None else math.ceil(total_samples(config, batch, data) / batch.global_samples)

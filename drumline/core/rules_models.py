@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from drumline.core.roles import reference_kind
 from drumline.core.rule import Case, Rule, cp_method, quantizes
 
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "images × an algorithm that is not sft or pretrain",
-        lambda c: _sees(c) and c.config.algorithm.kind not in ("sft", "pretrain"),
+        lambda c: _sees(c) and not c.config.algorithm.sees_images,
         "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting",
         "use algorithm=sft, or a model of text",
         "algorithm",
@@ -68,14 +67,16 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "reference=adapter × no adapter",
-        lambda c: reference_kind(c.config) == "adapter" and c.config.adapter.kind != "lora",
+        lambda c: c.config.algorithm.reference_of(c.config) == "adapter" and c.config.adapter.kind != "lora",
         "without an adapter there is none to switch off",
         "use adapter=lora, or algorithm.reference=precomputed",
         "algorithm.reference",
     ),
     Rule(
         "reference=adapter × a reference model of its own",
-        lambda c: reference_kind(c.config) == "adapter" and getattr(c.config.algorithm, "reference_model", None) is not None,
+        lambda c: (
+            c.config.algorithm.reference_of(c.config) == "adapter" and getattr(c.config.algorithm, "reference_model", None) is not None
+        ),
         "the policy without its adapter is what training starts from, not algorithm.reference_model",
         "use algorithm.reference=precomputed or live",
         "algorithm.reference",

@@ -21,8 +21,21 @@ FILLER_WIDTH = 2
 
 
 @dataclass(frozen=True)
+class First:
+    """What `Algorithm.first_pass` told of all N samples of a global batch (held out: of the whole set), fp64[N, K], in its order."""
+
+    numbers_NK: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
-    """What all micro-batches can do. Each has a `weight`, what it adds to the number that the loss is divided by."""
+    """What all micro-batches can do. Each has a `weight`, what it adds to the number that the loss is divided by.
+
+    Where the objective has a first pass: `first`, and `places_P` int64, the rows of this batch's samples in it, -1 for fillers.
+    """
+
+    first: First | None = field(default=None, kw_only=True)
+    places_P: torch.Tensor | None = field(default=None, kw_only=True)
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
@@ -97,6 +110,11 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
     return TokenBatch(torch.from_numpy(ids), torch.from_numpy(targets), torch.from_numpy(positions), weight, lengths_B=real)
 
 
+def learned_segment(tokens: int) -> Segment:
+    """A document of so many tokens, of which all are learned."""
+    return np.ones(tokens, np.uint32), np.ones(tokens, np.uint8)
+
+
 @dataclass(frozen=True)
 class PairBatch(TokenBatch):
     """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
@@ -149,3 +167,10 @@ def pair_batch(
         weight=sum(pair is not None for pair in pairs),
         margin_P=torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32),
     )
+
+
+def learned_pairs(rows: int, length: int) -> PairBatch:
+    """Pairs in which every row has `length` tokens and every token is learned; the reference says 0."""
+    segment, pairs = learned_segment(length), rows // 2
+    batch = pair_batch([[segment, segment]] * pairs, range(pairs), [{}] * pairs, 0, length)
+    return replace(batch, reference_B=torch.zeros(rows, dtype=torch.float64))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from drumline.core.algorithms import ClassifyConfig
 from drumline.core.config import Config
 from drumline.core.plan import DataPlan
 from drumline.data.cache import TokenCache, left_out
 from drumline.data.identity import identify
-from drumline.data.labelled import classes
 from drumline.data.prepare import Prepared
 from drumline.models.vision import Vision
 
@@ -16,7 +14,6 @@ def describe(prepared: Prepared, config: Config, vision: Vision | None = None) -
     """What the token caches hold."""
     train = TokenCache.open(prepared.train)
     held_out = TokenCache.open(prepared.eval) if prepared.eval else None
-    labels = classes(train, held_out, config.algorithm.labels) if isinstance(config.algorithm, ClassifyConfig) else ()
     return DataPlan(
         train_cache=str(prepared.train),
         eval_cache=str(prepared.eval) if prepared.eval else None,
@@ -26,7 +23,7 @@ def describe(prepared: Prepared, config: Config, vision: Vision | None = None) -
         images=train.info.get("images", 0),
         image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
         samples_with_images=train.info.get("samples_with_images", 0),
-        labels=labels,
+        labels=config.algorithm.classes(train, held_out),
         identity=identify(train),
         left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
     )

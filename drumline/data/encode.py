@@ -6,15 +6,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from drumline.core.algorithms import ROLLOUT, Algorithm, ClassifyConfig, GRPOConfig, PPOConfig
 from drumline.core.data import DataConfig
-from drumline.data.images import ImageRows
-from drumline.data.labelled import LabelledImages, LabelledTexts
-from drumline.data.pairs import PairRows
 from drumline.data.sources import Row, as_json, holds_images
 from drumline.data.templates import Encoded, Encoder, Example, truncate
 from drumline.errors import DataError
-from drumline.models.vision import Vision
 
 
 class RowEncoder(Protocol):
@@ -23,27 +18,12 @@ class RowEncoder(Protocol):
         ...
 
 
-def row_encoder(algorithm: Algorithm, tokenizer: Any, data: DataConfig, vision: Vision | None = None) -> RowEncoder:
-    """`vision`: of a model that sees. Raises DataError where the tokenizer lacks what the algorithm needs, ConfigError for settings
-    that mean nothing to it."""
-    if algorithm.kind in ("reward", "dpo"):
-        return PairRows(tokenizer, data)
-    if vision is not None and algorithm.kind == "sft":
-        return ImageRows(tokenizer, data, vision)
-    if isinstance(algorithm, ROLLOUT):
-        return PromptRows(tokenizer, algorithm, data)
-    if isinstance(algorithm, ClassifyConfig):
-        return LabelledTexts(tokenizer, algorithm, data) if algorithm.modality == "text" else LabelledImages(algorithm)
-    assert algorithm.kind in ("sft", "pretrain"), algorithm.kind
-    return TextRows(tokenizer, algorithm.kind, data)
-
-
 class TextRows:
     """Conversations, completions and documents. Rows of a packed pretraining run stay whole: the packs are cut instead."""
 
-    def __init__(self, tokenizer: Any, kind: str, data: DataConfig) -> None:
-        self.encoder, self.data = Encoder(tokenizer, kind == "pretrain", data), data
-        self.whole = kind == "pretrain" and data.packing
+    def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
+        self.encoder, self.data = Encoder(tokenizer, documents, data), data
+        self.whole = documents and data.packing
 
     def encode(self, row: Row) -> Encoded | None:
         if holds_images(row):
@@ -62,9 +42,8 @@ class PromptRows:
     says; at its end, where the question and the turn of the answer stand, it is never cut.
     """
 
-    def __init__(self, tokenizer: Any, algorithm: PPOConfig | GRPOConfig, data: DataConfig) -> None:
-        self.encoder, self.policy = Encoder(tokenizer, everything=False, data=data), data.truncation
-        self.new = algorithm.generator.max_new_tokens
+    def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
+        self.encoder, self.policy, self.new = Encoder(tokenizer, everything=False, data=data), data.truncation, new
         self.room = data.max_length - self.new
         if self.room < 1:
             what = f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {self.new}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
     assert max(lengths) <= width, f"an episode of {max(lengths)} tokens does not fit a batch of width {width}"
     ids_BT = torch.full((len(picks), width), pad_id, dtype=torch.int64)
     targets_BT = torch.full_like(ids_BT, IGNORE)
-    spread = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
+    spread: dict[str, Any] = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
     weight = 0.0
     for row, pick in enumerate(picks):
         if pick < 0:
@@ -116,6 +116,12 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
         weight += float(episodes.weight_N[pick])
     positions_BT = torch.arange(width).repeat(len(picks), 1)
     return EpisodeBatch(ids_BT, targets_BT, positions_BT, weight=weight, lengths_B=torch.tensor(lengths), **spread)
+
+
+def learned_episodes(rows: int, length: int) -> EpisodeBatch:
+    """Completions of length - 1 tokens after prompts of one."""
+    episodes = Episodes.start([np.ones(1, np.int64)] * rows, [np.ones(length - 1, np.int64)] * rows)
+    return collate_episodes(episodes, range(rows), 0, length)
 
 
 # A number of a batch → that of the episodes.

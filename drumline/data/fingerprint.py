@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drumline.core.algorithms import ROLLOUT, ClassifyConfig
 from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, HubSource, Source, TasksSource
 from drumline.data.cache import VERSION
@@ -47,23 +46,17 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
         "algorithm": config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
-        "kept_free": kept_free(config),
+        "kept_free": config.algorithm.new_tokens,
         "role": role,
         "holdout": 0 if role == "eval" else data.holdout,
+        **config.algorithm.cache_parts(),
     }
-    if isinstance(config.algorithm, ClassifyConfig):
-        parts["labels"] = config.algorithm.labels
     if vision is not None or config.images_alone:
         files = [path for source in sources if isinstance(source, FileSource) for path in find(source.path, base_dir)]
         parts["folders"] = [str(base_dir.absolute()), *(str(path.parent.absolute()) for path in files)]
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def kept_free(config: Config) -> int:
-    """Tokens of data.max_length that a row may not take: completions of prompts need them."""
-    return config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:

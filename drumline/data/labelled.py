@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.core.algorithms import ClassifyConfig
 from drumline.core.data import DataConfig
+from drumline.core.plan import Plan
 from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
 from drumline.data.cache import TokenCache
 from drumline.data.sources import Row
@@ -66,8 +66,8 @@ def _few(names: Sequence[str]) -> str:
 class LabelledTexts:
     """Texts with the special tokens that the tokenizer puts around one (BERT's [CLS] and [SEP]); a cut keeps those."""
 
-    def __init__(self, tokenizer: Any, algorithm: ClassifyConfig, data: DataConfig) -> None:
-        self.tokenizer, self.labels, self.data = tokenizer, algorithm.labels, data
+    def __init__(self, tokenizer: Any, labels: list[str] | None, data: DataConfig) -> None:
+        self.tokenizer, self.labels, self.data = tokenizer, labels, data
 
     def encode(self, row: Row) -> Encoded | None:
         label = label_of(row, self.labels)
@@ -89,8 +89,8 @@ class LabelledTexts:
 class LabelledImages:
     """Images by path, each opened once to see that it can be; its pixels are read when a batch is made. One token stands for an image."""
 
-    def __init__(self, algorithm: ClassifyConfig) -> None:
-        self.labels = algorithm.labels
+    def __init__(self, labels: list[str] | None) -> None:
+        self.labels = labels
 
     def encode(self, row: Row) -> Encoded | None:
         path = str((row.folder / Path(row.values["image"]).expanduser()).absolute())
@@ -192,3 +192,16 @@ def _labels(cache: TokenCache, ids: Iterable[int], labels: tuple[str, ...]) -> t
     """int64[B], and how many of them are no fillers."""
     numbers = [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
     return torch.tensor(numbers), sum(number != IGNORE for number in numbers)
+
+
+def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
+    """Texts of `length` tokens, all of the first class."""
+    ids_BT, first = torch.zeros(rows, length, dtype=torch.int64), plan.first_position
+    positions_BT, last_B = torch.arange(first, first + length).repeat(rows, 1), torch.full((rows,), length - 1)
+    mask_BT = torch.ones_like(ids_BT) if plan.looks_ahead else None
+    return LabelledBatch(ids_BT, positions_BT, mask_BT, last_B, torch.zeros(rows, dtype=torch.int64), rows)
+
+
+def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:
+    """Square images of `side` pixels, all of the first class."""
+    return ImageBatch(torch.zeros(rows, channels, side, side), torch.zeros(rows, dtype=torch.int64), rows)

@@ -23,10 +23,10 @@ from drumline.core.config import Config
 from drumline.core.data import Source
 from drumline.data.cache import commit, read_info, temporary_folder, write_layout
 from drumline.data.checksums import verify
-from drumline.data.fingerprint import cache_key, kept_free, template_path
+from drumline.data.fingerprint import cache_key, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
-from drumline.data.sources import Row, describe, expected_rows, forms_of, read_rows
+from drumline.data.sources import Row, describe, expected_rows, read_rows
 from drumline.data.workers import Chunk, Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
@@ -176,7 +176,7 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     template = template_path(config, base_dir)
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
     job = Job(tokenizer_path, model, config.algorithm, config.data, task.vision)
-    forms = forms_of(config.algorithm)
+    forms = config.algorithm.forms
     expected = [expected_rows(source) for source in task.sources]
     total = None if None in expected else sum(filter(None, expected))
     stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))
@@ -229,7 +229,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         segments = np.stack((starts, starts + sizes), axis=1)
         samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(stage.segments, np.int64)[rows])))
         metas = [stage.metas[row] for row in rows.tolist()]
-    elif config.algorithm.kind == "pretrain":
+    elif config.algorithm.cuts:
         segments, samples = cut(starts, starts + sizes, config.data.max_length)
         learned = segments[:, 1] - segments[:, 0] - 1
     else:
@@ -248,7 +248,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         "dtype": stage.dtype.name,
         "packing": config.packs,
         "max_length": config.data.max_length,
-        "limit": config.data.max_length - kept_free(config),
+        "limit": config.data.max_length - config.algorithm.new_tokens,
         "rows": len(rows),
         "rows_read": stage.rows,
         "held_out": len(stage.segments) - len(rows) if temporary == stage.folder else 0,

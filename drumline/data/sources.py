@@ -1,6 +1,6 @@
 """Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks, scikit-learn's digits.
 
-Whatever the source, a row comes out in one of the forms that the algorithm takes (`FORMS`), its columns renamed to
+Whatever the source, a row comes out in one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its columns renamed to
 
     messages                    list of {"role": str, "content": str, …}: a conversation; a content may be a list of texts and images
     prompt, completion          text, or lists of messages: only the completion is learned
@@ -25,8 +25,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from drumline.core.algorithms import Algorithm, ClassifyConfig
-from drumline.core.data import Columns, DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
+from drumline.core.data import (
+    PAIR_FORMS,
+    PROMPT_FORMS,
+    TEXT_FORMS,
+    Columns,
+    DigitsSource,
+    FileSource,
+    Forms,
+    HubSource,
+    SavedSource,
+    Source,
+    TasksSource,
+)
 from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
 from drumline.data.tools import TableRow, read_calls, read_tools
@@ -34,12 +45,6 @@ from drumline.data.wrong_answers import wrong_answer
 from drumline.errors import DataError, EnvironmentFault
 from drumline.foreign import first_line, judged
 
-Forms = tuple[tuple[str, ...], ...]
-TEXT: Forms = (("messages",), ("prompt", "completion"), ("text",))
-PAIRS: Forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-PROMPTS: Forms = (("prompt",), ("messages",))
-CLASSES: dict[str, Forms] = {"text": (("text", "label"),), "image": (("image", "label"),)}
-FORMS: dict[str, Forms] = {"reward": PAIRS, "dpo": PAIRS, "ppo": PROMPTS, "grpo": PROMPTS}
 OPTIONAL = ("margin", "images", "tools")
 TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
 
@@ -56,12 +61,7 @@ class Row:
     domain: str = field(default="", compare=False)
 
 
-def forms_of(algorithm: Algorithm) -> Forms:
-    """The forms of row that an algorithm takes."""
-    return CLASSES[algorithm.modality] if isinstance(algorithm, ClassifyConfig) else FORMS.get(algorithm.kind, TEXT)
-
-
-def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[Row]:
+def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iterator[Row]:
     """The rows of `source`, at most `source.limit`, in its own order; file paths are relative to `base_dir`.
 
     Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
@@ -70,7 +70,7 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT) -> Iterator[R
     for folder, (origin, values) in islice(_raw(source, base_dir, forms), source.limit):
         count += 1
         row = replace(_normalise(origin, values, source.columns, count, forms), folder=folder)
-        if forms != TEXT and holds_images(row):
+        if forms != TEXT_FORMS and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
         yield replace(row, domain=source.domain or _domain(source, row))
@@ -232,7 +232,7 @@ def _tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
         except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
             fix = "see its gallery for names and options"
             raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
-        if forms is PROMPTS:
+        if forms is PROMPT_FORMS:
             _require_verifier(sets[-1][2], where)
     for number in range(max(share for _, share, _ in sets)):
         for name, share, dataset in sets:
@@ -241,11 +241,11 @@ def _tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             item = dataset[number]
             where = f"tasks/{name}:{number + 1}"
             columns: dict[str, Any] = {"prompt": source.question.replace("{question}", item["question"]), "task": name}
-            if forms is PROMPTS:
+            if forms is PROMPT_FORMS:
                 columns |= {"answer": item["answer"], "options": source.tasks[name], "entry": as_json(item)}
             elif not isinstance(item["answer"], str):
                 raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
-            elif forms is PAIRS:
+            elif forms is PAIR_FORMS:
                 wrong = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
                 columns |= {"chosen": item["answer"], "rejected": wrong}
             else:

@@ -99,7 +99,8 @@ class GlobalBatch:
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
     `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, which the order and the cache tell;
     None where they do not, and the ranks have to be asked. `settled`: a run may be saved after this step and go on from `position`
-    and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout.
+    and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout. `places`
+    int64[micro-batches, samples]: where the samples of this rank's micro-batches stand in `sample_ids`; empty where nobody asks.
     """
 
     micro_batches: list[Any]
@@ -109,6 +110,7 @@ class GlobalBatch:
     settled: bool = True
     state: dict[str, Any] = field(default_factory=dict)
     of_all: tuple[float, int] | None = None
+    places: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
 
 class BatchStream:
@@ -170,7 +172,7 @@ class BatchStream:
             here = ids[mine.ravel()]
             assert weigh(self.cache, here[here >= 0]) == sum(batch.weight for batch in micro_batches), "a batch weighs what `weigh` says"
             of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
-        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), of_all=of_all)
+        return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), of_all=of_all, places=mine)
 
 
 class _Ahead:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.algorithms import Algorithm, ClassifyConfig
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.core.process import die_with_parent
-from drumline.data.encode import RowEncoder, row_encoder
+from drumline.data.encode import RowEncoder
 from drumline.data.sources import Row
 from drumline.data.templates import Example
 from drumline.errors import EnvironmentFault
@@ -75,14 +75,14 @@ class Job:
 
     tokenizer_path: str
     model: ModelConfig
-    algorithm: Algorithm
+    algorithm: AlgorithmSpec
     data: DataConfig
     vision: Vision | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
         """None for images alone."""
-        if isinstance(self.algorithm, ClassifyConfig) and self.algorithm.modality == "image":
+        if self.algorithm.head == "image":
             return None
         from drumline.models.load import load_tokenizer
 
@@ -90,7 +90,8 @@ class Job:
 
     @cached_property
     def encoder(self) -> RowEncoder:
-        return row_encoder(self.algorithm, self.tokenizer, self.data, self.vision)
+        encoder: RowEncoder = self.algorithm.encoder(self.tokenizer, self.data, self.vision)
+        return encoder
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer")}

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.algorithms import ClassifyConfig
 from drumline.core.config import Config
 from drumline.core.model import ModelConfig
 from drumline.errors import DataError, EnvironmentFault, ModelError
@@ -205,7 +204,6 @@ def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision 
 
 def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:
     """Pixels of the square images that the model is given."""
-    assert isinstance(config.algorithm, ClassifyConfig)
     require_pillow()
-    processor = load_processor(model_path, config.model, hf_config, config.algorithm.image_size)
+    processor = load_processor(model_path, config.model, hf_config, getattr(config.algorithm, "image_size", None))
     return side_of(processor, int(getattr(hf_config, "num_channels", 3)))

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, SavedSource, Source, TasksSource
 from drumline.planner.question import Found
@@ -40,13 +39,13 @@ class Looked:
 
 def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> Looked | None:
     """The first rows of `data.train`; None where they are not here yet. Raises DataError for rows that the algorithm does not take."""
-    from drumline.data.sources import forms_of, read_rows
+    from drumline.data.sources import read_rows
 
     (source,) = config.data.train
     if not _is_here(source, base):
         return None
     size, number, lengths = _sizes(config, model), 0, list[int]()
-    for row in islice(read_rows(source, base, forms_of(config.algorithm)), LOOKED + 1):
+    for row in islice(read_rows(source, base, config.algorithm.forms), LOOKED + 1):
         number += 1
         if number <= LOOKED and size is not None:
             lengths.append(size(row))
@@ -73,8 +72,7 @@ def fitted(config: Config, looked: Looked | None, positions: int | None) -> Conf
     held_out = data.get("holdout") or data.get("eval")
     sections = {"data": config.data.model_copy(update=data), "checkpoint": config.checkpoint.model_copy(update=every)}
     if held_out:
-        ends = {"metric": "reward", "mode": "max"} if isinstance(config.algorithm, ROLLOUT) else {}
-        sections["eval"] = config.eval.model_copy(update={**every, **ends})
+        sections["eval"] = config.eval.model_copy(update={**every, **config.algorithm.best_by})
     return config.model_copy(update=sections)
 
 
@@ -105,16 +103,15 @@ def _is_here(source: Source, base: Path) -> bool:
 
 def _sizes(config: Config, model: Found) -> Any:
     """Row → tokens of its longest sequence; by characters where no tokenizer is here. None for images."""
-    from drumline.data.encode import row_encoder
     from drumline.data.sources import holds_images
     from drumline.models.load import load_tokenizer
 
     if config.images_alone:
         return None
-    answer = config.algorithm.generator.max_new_tokens if isinstance(config.algorithm, ROLLOUT) else 0
+    answer = config.algorithm.new_tokens
     tokenizer = model.path or config.model.tokenizer
     endless = config.data.model_copy(update={"max_length": 1 << 20})
-    encoder = row_encoder(config.algorithm, load_tokenizer(model.path, config.model), endless) if tokenizer else None
+    encoder = config.algorithm.encoder(load_tokenizer(model.path, config.model), endless) if tokenizer else None
 
     def size(row: Any) -> int:
         encoded = encoder.encode(row) if encoder is not None and not holds_images(row) else None

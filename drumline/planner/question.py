@@ -12,7 +12,6 @@ from drumline.core.facts import ModelFacts
 from drumline.core.load import Loaded
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
-from drumline.core.roles import wanted_roles
 from drumline.errors import DataError, ModelError
 from drumline.hardware.calibration import calibration_for
 from drumline.hardware.cluster import Cluster
@@ -129,7 +128,7 @@ def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan]
     from drumline.models.load import facts
 
     roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
-    for name, wanted in wanted_roles(config).items():
+    for name, wanted in config.algorithm.auxiliary_models(config).items():
         role = find_model(wanted.model, on_progress)
         hf_config = with_classes(role.hf_config, wanted.head, ())
         roles[name] = RolePlan(model=wanted.model, model_path=role.path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)

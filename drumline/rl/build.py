@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drumline.core import algorithms as c
+from drumline.core import rollouts as c
 from drumline.errors import PlanError
 from drumline.rl.colocated import VLLMEngine
 from drumline.rl.continuous import ContinuousGenerator

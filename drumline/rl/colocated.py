@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
-from drumline.core.algorithms import VLLMGenerator as Config
+from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rl.generate import WHERE, Weights, require_room

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
-from drumline.core.algorithms import ContinuousGenerator as Config
+from drumline.core.rollouts import ContinuousGenerator as Config
 from drumline.errors import DrumlineError
 from drumline.rl.generate import WHERE, end_tokens, generating, positions, require_room
 from drumline.rl.sampling import Completion, Endings, Request, Sampler, request_seed

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.algorithms import CurriculumConfig
+from drumline.core.rollouts import CurriculumConfig
 from drumline.data.stream import GlobalOrder
 from drumline.dist.seeds import derive
 from drumline.errors import PlanError

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.data.templates import end_ids
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.rl.sampling import AtEndings, Completion, Endings, NoisyLogits, Request, Sampler, request_seed

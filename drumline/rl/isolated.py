@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline import errors
-from drumline.core.algorithms import Reward
+from drumline.core.rollouts import Reward
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.channel import LONGEST_ANSWER, Channel, Garbled
 

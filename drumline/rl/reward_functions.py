@@ -15,8 +15,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from drumline.core.algorithms import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.core.by_name import find_object, imported, perhaps
+from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.core.secret import reveal
 from drumline.errors import ConfigError
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from drumline.core.algorithms import Reward
 from drumline.core.redact import redact, redacted_streams
+from drumline.core.rollouts import Reward
 from drumline.errors import DrumlineError
 from drumline.rl.channel import Channel
 from drumline.rl.reward_functions import Scorer, scorer

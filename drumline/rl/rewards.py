@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from drumline.core.algorithms import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
+from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
 from drumline.core.secret import reveal
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.hardware.detect import usable_cores

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.advantages import at_last, differs, gae, group_advantages, whiten
+from drumline.algorithms.advantages import differs
 from drumline.algorithms.policy import KLController, divergence
-from drumline.core.algorithms import GRPOConfig, PPOConfig
 from drumline.core.plan import Plan
+from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.episodes import Episodes
 from drumline.data.stream import GlobalBatch
@@ -80,7 +80,7 @@ class Rollouts:
     """One rank's view of all rollouts of a run. All methods are collective."""
 
     plan: Plan
-    algorithm: PPOConfig | GRPOConfig
+    algorithm: RolloutSpec
     prompts: TokenCache
     held_out: TokenCache | None
     curriculum: Curriculum
@@ -114,7 +114,7 @@ class Rollouts:
             began = time.time()
             yield from self._batches(episodes, sampled, step, position)
             self.seconds["train"] = time.time() - began
-            step += self.algorithm.epochs * self.algorithm.minibatches
+            step += self.algorithm.steps_in_turn
             self._report(step, sampled, position - drawn, figures)
 
     def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int) -> Iterator[GlobalBatch]:
@@ -152,14 +152,13 @@ class Rollouts:
         """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike give way to others,
         as long as it may roll out again."""
         algorithm, size = self.algorithm, self.algorithm.group_size
-        again = algorithm.dynamic_sampling if isinstance(algorithm, GRPOConfig) else 0
         wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
         kept, spare = list[Sample](), list[Sample]()
-        for _ in range(1 + again):
+        for _ in range(algorithm.rounds):
             fresh = self._sample(self.curriculum.draw((wanted - len(kept)) // size), step, position)
             position += len(fresh.samples) // size
             for group, different in enumerate(fresh.differ(size)):
-                (kept if different or not again else spare).extend(fresh.samples[group * size : (group + 1) * size])
+                (kept if different or algorithm.rounds == 1 else spare).extend(fresh.samples[group * size : (group + 1) * size])
             if len(kept) == wanted:
                 break
         return replace(fresh, samples=[*kept, *spare][:wanted]), position
@@ -218,10 +217,7 @@ class Rollouts:
             kl_NM = divergence(episodes.log_probs_NM, episodes.reference_log_probs_NM, self.algorithm.kl.estimator) * episodes.mask_NM
             figures = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
-        if isinstance(self.algorithm, GRPOConfig):
-            episodes = grpo_episodes(episodes, rewards_N, self.algorithm)
-        else:
-            episodes = ppo_episodes(episodes, rewards_N, kl_NM * self.kl.coefficient, self.algorithm)
+        episodes = self.algorithm.credited(episodes, rewards_N, kl_NM * self.kl.coefficient)
         if figures:
             self.kl.update(figures["kl"], len(episodes))
         return episodes, figures
@@ -269,23 +265,6 @@ class Rollouts:
             **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
             **figures,
         )
-
-
-def grpo_episodes(episodes: Episodes, rewards_N: torch.Tensor, algorithm: GRPOConfig) -> Episodes:
-    """With the advantage of its group at every token of a completion, and the tokens' weights. NaN: no reward, so nothing is learned."""
-    advantages_N = group_advantages(rewards_N.reshape(-1, algorithm.group_size), algorithm.scale).reshape(-1)
-    episodes = replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
-    return episodes.weighted(algorithm.normalize, algorithm.generator.max_new_tokens, ~rewards_N.isnan())
-
-
-def ppo_episodes(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, algorithm: PPOConfig) -> Episodes:
-    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
-    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
-    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
-    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, algorithm.gamma, algorithm.lam)
-    if algorithm.whiten:
-        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
-    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.core.algorithms import VLLMGenerator as Config
+from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all

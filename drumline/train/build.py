@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 
-from drumline.algorithms.build import build_algorithm
-from drumline.algorithms.dpo import DPO
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.ranks import Ranks as Together
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.communication import step_kind
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
@@ -35,6 +32,7 @@ from drumline.telemetry.events import series
 from drumline.telemetry.host import process_bytes
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
+from drumline.train.first_pass import with_first_pass
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.state import Goodput, TrainState
@@ -71,15 +69,15 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
             state = start.restore(engine, emit, time.time() - searched)
     rollouts, held_out = None, None
     training: Iterable[GlobalBatch]
-    if isinstance(config.algorithm, ROLLOUT):
+    if (rollout := config.algorithm.rollout) is not None:
         from drumline.train.reinforced import reinforced  # what generates takes a second to import
 
-        algorithm, rollouts, training = reinforced(plan, ranks, engine, state, device, emit)
+        algorithm, rollouts, training = reinforced(plan, rollout, ranks, engine, state, device, emit)
     else:
-        algorithm, streams = build_algorithm(config), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
-        if isinstance(algorithm, DPO):
-            fresh = start is None or start.path is None
-            streams = Reference(plan, ranks, device, engine, algorithm, streams, fresh, emit, asked).prepared()
+        algorithm, streams = config.algorithm.build(), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
+        if config.algorithm.reference_of(config) != "none":
+            streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, asked).prepared()
+        streams = with_first_pass(streams, algorithm, engine, plan.mesh.counts(ranks.rank), device)
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))

@@ -11,12 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.algorithms import GRPOConfig, PPOConfig
 from drumline.core.config import CheckpointConfig, Config, EvalConfig
 from drumline.core.data import FileSource
 from drumline.core.load import Loaded
 from drumline.core.plan import Plan
-from drumline.core.roles import reference_kind
 from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, corrected_answer
 from drumline.planner.search.probe import Probe, require_here
@@ -36,7 +34,9 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
     train` would raise before it starts.
     """
     require_here(answer.question.cluster)
-    real = answer.question.data is not None and reference_kind(loaded.config) != "precomputed"  # that would be a pass over all pairs
+    real = (
+        answer.question.data is not None and loaded.config.algorithm.reference_of(loaded.config) != "precomputed"
+    )  # that would be a pass over all pairs
     with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
         root = Path(folder)
         rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
@@ -58,19 +58,11 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
     def words(number: int) -> str:
         return " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, number)))
 
-    def row() -> dict[str, Any]:
-        match config.algorithm.kind:
-            case "pretrain":
-                return {"text": words(length)}
-            case "sft":
-                return {"prompt": words(1), "completion": words(length)}
-            case "reward" | "dpo":
-                return {"prompt": words(1), "chosen": words(length), "rejected": words(length)}
+    rows = [config.algorithm.random_row(words, length) for _ in range(STEPS * candidate.layout.batch.global_samples)]
+    if None in rows:
         what = f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared"
         raise EnvironmentFault(what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml")
-
-    number = STEPS * candidate.layout.batch.global_samples
-    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(number)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -104,10 +96,8 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
 def short(candidate: Candidate, run_dir: Path, rows: Path | None) -> Config:
     """The candidate's config for a few steps that leave nothing behind."""
     config = candidate.config
-    algorithm, steps = config.algorithm, STEPS
-    if isinstance(algorithm, PPOConfig | GRPOConfig):
-        each = algorithm.epochs * algorithm.minibatches
-        steps = each * math.ceil(STEPS / each)
+    each = config.algorithm.steps_in_turn
+    steps = each * math.ceil(STEPS / each)
     sections: dict[str, Any] = {
         "run": config.run.model_copy(update={"dir": str(run_dir), "steps": steps, "report_to": (), "log_every": 1}),
         "launch": config.launch.model_copy(update={"nproc": candidate.layout.mesh.world_size, "max_restarts": 0}),

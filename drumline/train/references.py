@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.algorithms.dpo import DPO
+from drumline.algorithms.base import Referenced
 from drumline.core.plan import DataPlan, Plan
-from drumline.core.roles import reference_kind
 from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
@@ -31,7 +30,7 @@ from drumline.parallel.engine import Engine
 from drumline.strategies.build import build_engine
 from drumline.train.streams import Streams
 
-Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[2P] of each
+Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
 VERSION = 1  # raise it when the same models and pairs give other numbers
 
 
@@ -43,7 +42,7 @@ class Reference:
     ranks: Ranks
     device: str
     engine: Engine
-    algorithm: DPO
+    algorithm: Referenced
     streams: Streams
     fresh: bool
     emit: Callable[..., object]
@@ -62,7 +61,7 @@ class Reference:
 
     def _asks(self, data: DataPlan) -> Callable[[str], Ask]:
         """How to ask about the pairs of a cache folder."""
-        kind = reference_kind(self.plan.config)
+        kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
             return lambda _: lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
         if kind == "live":
@@ -74,20 +73,21 @@ class Reference:
         return lambda folder: lambda batches: [tables[folder][batch.samples_P].T.flatten() for batch in batches]
 
     def _tables(self, caches: dict[str, str]) -> dict[str, torch.Tensor]:
-        """fp64[N, 2] of each cache: log-probabilities of the chosen and the rejected answers of its N pairs. Collective."""
+        """fp64[N, R] of each cache: what the R rows of its N samples score (of pairs: chosen, rejected). Collective."""
+        rows = self.plan.batch.rows_per_sample
         tables: dict[str, torch.Tensor] = {}
         scorer: Engine | None = None
         for role, folder in caches.items():
             began = time.time()
             path = Path(self.plan.run_dir) / "reference" / f"{role}-{key(self.plan, folder)}.npy"
             pairs = len(TokenCache.open(Path(folder)))
-            table = read_table(path, pairs) if self.ranks.rank == 0 else None
+            table = read_table(path, (pairs, rows)) if self.ranks.rank == 0 else None
             (found,) = sum_over_ranks([float(table is not None)], self.device)
             if found:
-                tables[folder] = add_up((torch.zeros(pairs, 2, dtype=torch.float64) if table is None else table).to(self.device))
+                tables[folder] = add_up((torch.zeros(pairs, rows, dtype=torch.float64) if table is None else table).to(self.device))
             else:
                 scorer = scorer or self._scorer()
-                tables[folder] = self._score(scorer, folder, pairs)
+                tables[folder] = self._score(scorer, folder, pairs, rows)
                 if self.ranks.rank == 0:
                     write_table(path, tables[folder].cpu().numpy())
             self.emit("reference", data=role, pairs=pairs, found=bool(found), path=str(path), seconds=time.time() - began)
@@ -101,8 +101,8 @@ class Reference:
             return self.engine
         return build_engine(self.plan, self.device, role="reference")
 
-    def _score(self, engine: Engine, folder: str, pairs: int) -> torch.Tensor:
-        table = torch.zeros(pairs, 2, dtype=torch.float64, device=self.device)
+    def _score(self, engine: Engine, folder: str, pairs: int, rows: int) -> torch.Tensor:
+        table = torch.zeros(pairs, rows, dtype=torch.float64, device=self.device)
         for batch in self.streams.once(folder):
             (stop,) = sum_over_ranks([float(self.asked.requested)], self.device)
             if stop:
@@ -111,7 +111,7 @@ class Reference:
             told = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
             for pair, scores in zip(batch.micro_batches, told, strict=True):
                 real = pair.real_P > 0
-                table[pair.samples_P[real]] = torch.stack(scores.chunk(2), 1)[real]
+                table[pair.samples_P[real]] = scores.view(rows, -1).T[real]
         if not self.plan.mesh.counts(self.ranks.rank):
             table.zero_()  # another rank has the same pairs
         return add_up(table)
@@ -149,13 +149,13 @@ def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
-def read_table(path: Path, pairs: int) -> torch.Tensor | None:
-    """The table at `path`; None where there is none, or it is not a whole one of so many pairs."""
+def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
+    """The table at `path`; None where there is none, or it is not a whole one of (samples, rows of each)."""
     try:
         table = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    whole = table.dtype == np.float64 and table.shape == (pairs, 2) and bool(np.isfinite(table).all())
+    whole = table.dtype == np.float64 and table.shape == shape and bool(np.isfinite(table).all())
     return torch.from_numpy(table) if whole else None
 
 

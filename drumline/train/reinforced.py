@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.algorithms.base import Algorithm
-from drumline.algorithms.build import build_objective
-from drumline.algorithms.policy import KLController
-from drumline.core.algorithms import GRPOConfig, PPOConfig
 from drumline.core.plan import Plan
+from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.stream import GlobalBatch
 from drumline.dist.seeds import derive
@@ -39,45 +37,41 @@ from drumline.train.streams import fixed_width
 
 
 def reinforced(
-    plan: Plan, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., object]
+    plan: Plan, algorithm: RolloutSpec, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., object]
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data
-    algorithm = config.algorithm
-    assert isinstance(algorithm, PPOConfig | GRPOConfig) and data is not None
+    assert data is not None, "workers get plans of prepared data"
     tokenizer = load_tokenizer(config.model.tokenizer or plan.model_path or "", config.model)
     prompts = TokenCache.open(Path(data.train_cache))
     domains = [prompts.meta(sample)["domain"] for sample in range(len(prompts))]
     place = plan.mesh.data_rank(ranks.rank), plan.mesh.counts(ranks.rank)
     reading = Reading(plan, *place, device, pad_token_id(tokenizer), fixed_width(plan))
-    kl = KLController(algorithm.kl.coefficient, algorithm.kl.target, algorithm.kl.horizon)
+    objective = algorithm.build()
     rollouts = Rollouts(
         plan=plan,
         algorithm=algorithm,
         prompts=prompts,
         held_out=TokenCache.open(Path(data.eval_cache)) if data.eval_cache else None,
         curriculum=Curriculum(algorithm.curriculum, domains, config.run.seed, config.data.order == "shuffle"),
-        kl=kl,
-        sample=Sampling(plan, engine, tokenizer, device),
+        kl=objective.kl,
+        sample=Sampling(plan, algorithm, engine, tokenizer, device),
         rewards=Rewards(algorithm.rewards, Path(plan.base_dir), algorithm.reward_workers),
         reading=reading,
-        readers=build_readers(plan, engine, reading, device),
+        readers=build_readers(plan, algorithm, engine, reading, device),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         emit=emit,
     )
-    return build_objective(algorithm, kl), rollouts, rollouts.stream(state.step, state.position, state.stream)
+    return objective, rollouts, rollouts.stream(state.step, state.position, state.stream)
 
 
-def build_readers(plan: Plan, engine: Engine, reading: Reading, device: str) -> Readers:
+def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, device: str) -> Readers:
     """What episodes are asked about, and of whom. Collective: models besides those that learn are built."""
-    algorithm = plan.config.algorithm
-    assert isinstance(algorithm, PPOConfig | GRPOConfig)
     log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
-    values = isinstance(algorithm, PPOConfig) and algorithm.value == "head"
+    values = algorithm.head == "valued"
     both = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, values)
     referenced = algorithm.kl.coefficient > 0
-    # One step a rollout needs no log-probs of before: they are those of the step's own forward.
-    needed = values or referenced or algorithm.epochs * algorithm.minibatches > 1 or getattr(algorithm, "importance", "none") != "none"
+    needed = values or referenced or not algorithm.on_policy
     reference = None
     if "reference" in plan.roles:
         reference = partial(reading.read, build_engine(plan, device, role="reference"), read=log_probs)
@@ -100,6 +94,7 @@ class Sampling:
     """Completions by the weights as they are now: the live model's, where it lies whole on this rank, else those of a copy."""
 
     plan: Plan
+    algorithm: RolloutSpec
     engine: Engine
     tokenizer: Any
     device: str
@@ -118,11 +113,10 @@ class Sampling:
         return generate_together(greedy(self._generator) if greedily else self._generator, requests, step)
 
     def _make(self, live: Any) -> tuple[Generator, Callable[[Any], None] | None]:
-        plan, algorithm = self.plan, self.plan.config.algorithm
-        assert isinstance(algorithm, PPOConfig | GRPOConfig)
+        plan = self.plan
         low = LOW_PRECISION.get(plan.precision)
         seed, folder = plan.config.run.seed, Path(plan.run_dir)
-        return generator(algorithm.generator, self.tokenizer, seed, live, self._copy, low, plan.model_path, folder)
+        return generator(self.algorithm.generator, self.tokenizer, seed, live, self._copy, low, plan.model_path, folder)
 
     def _copy(self) -> Any:
         """The whole model on this rank, in the type that it computes in."""

@@ -9,7 +9,6 @@ from drumline.core.config import Config
 from drumline.core.facts import ModelFacts
 from drumline.core.model import ModelConfig
 from drumline.core.plan import RolePlan
-from drumline.core.roles import wanted_roles
 from drumline.errors import ModelError
 from drumline.models import load as models
 from drumline.models.build import lay_out
@@ -22,7 +21,7 @@ def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) 
     """By name what each role is and where it lies, and its sizes. Raises ModelError for one that reads other tokens than the policy
     writes, and for one without a trained head that will not learn."""
     roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
-    for name, wanted in wanted_roles(config).items():
+    for name, wanted in config.algorithm.auxiliary_models(config).items():
         model, same = wanted.model, wanted.model == config.model
         path = model_path if same else resolve_model(model, on_progress)
         hf_config = with_classes(models.load_config(path, model), wanted.head, ())

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
@@ -59,11 +58,11 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     check_installed(config.run.report_to)
     if config.adapter.kind == "lora":
         adapters.require_trainable(config.adapter, config.model)
-    if isinstance(config.algorithm, ROLLOUT):
+    if (rollout := config.algorithm.rollout) is not None:
         from drumline.rl import colocated  # what generates takes a second to import
 
-        rewards.require(config.algorithm.rewards)
-        colocated.require_installed(config.algorithm.generator)
+        rewards.require(rollout.rewards)
+        colocated.require_installed(rollout.generator)
     model_path = resolve_model(config.model, on_progress)
     hf_config, length = models.load_config(model_path, config.model), config.data.max_length
     tokenizer = None
@@ -79,8 +78,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
-    if isinstance(config.algorithm, ROLLOUT):
-        rewards.check(config.algorithm.rewards, base.absolute(), None if prepared is None else prompt_columns(prepared))
+    if rollout is not None:
+        rewards.check(rollout.rewards, base.absolute(), None if prepared is None else prompt_columns(prepared))
     data = None if prepared is None else describe(prepared, config, vision)
     with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     machine = detect()

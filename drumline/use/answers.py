@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.algorithms import HFGenerator as HFConfig
-from drumline.core.algorithms import SFTConfig, TaskReward
 from drumline.core.data import TasksSource
 from drumline.core.plan import Plan
+from drumline.core.rollouts import HFGenerator as HFConfig
+from drumline.core.rollouts import TaskReward
 from drumline.data.cache import TokenCache
-from drumline.data.sources import PROMPTS, read_rows
+from drumline.data.sources import PROMPT_FORMS, read_rows
 from drumline.data.templates import Encoder
 from drumline.errors import DataError, UserError
 from drumline.rl.generate import HFGenerator
@@ -42,7 +42,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
     """Answer `number` held-out prompts greedily; tell how many answers are the row's word for word, and, where the prompts are tasks of
     reasoning-gym, what their verifiers give. Writes RUN/eval.json."""
     plan, weights, run_dir = planned(config_path, overrides, place)
-    if not isinstance(plan.config.algorithm, SFTConfig):
+    if not plan.config.algorithm.has_answers:
         fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
         raise UserError(f"it is for algorithm sft, and this is {plan.config.algorithm.kind}", where="--generate", fix=fix)
     began = time.time()
@@ -69,7 +69,7 @@ def _questions(plan: Plan, loaded: LoadedModel, base_dir: Path) -> Iterator[Ques
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
         encoder = Encoder(loaded.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:
-            for row in read_rows(source, base_dir, PROMPTS):
+            for row in read_rows(source, base_dir, PROMPT_FORMS):
                 yield Question(encoder.prompt(row.values["prompt"], row.origin)[1], str(row.extra["answer"]), row.extra)
         return
     cache = TokenCache.open(data.eval_cache)

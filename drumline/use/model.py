@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.report.bars import aside
 from drumline.rl.generate import HFGenerator
 from drumline.rl.sampling import Request

@@ -20,7 +20,6 @@ from drumline.models.package import resolve
 from drumline.report.bars import OnProgress
 
 ADAPTER = "adapter_config.json"
-SILENT_KINDS = ("reward", "classify")  # algorithms whose models do not write
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Load
     folder = Path(place).expanduser()
     if (folder / "plan.json").exists():
         plan = Plan.load(folder / "plan.json", trust)
-        if plan.config.algorithm.kind in SILENT_KINDS:
+        if not plan.config.algorithm.writes:
             raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
         exported = exported_folder(folder)
         if exported is None:

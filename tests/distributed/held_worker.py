@@ -15,14 +15,14 @@ from tests.distributed.ranks import share_groups
 
 
 def steps(plan: Any) -> dict[str, Any]:
-    from drumline.planner.tracing.batch import batch_of, objective_of
+    from drumline.algorithms.base import policy_objective
     from drumline.strategies.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
     from drumline.telemetry.traffic import SentBytes
 
-    objective, engine = objective_of(plan.config), build_engine(plan, "cpu")
+    objective, engine = policy_objective(plan.config.algorithm.build()), build_engine(plan, "cpu")
     rows = plan.batch.micro_batch * plan.batch.rows_per_sample
-    batches = [batch_of(plan, rows, plan.config.data.max_length)] * plan.batch.accumulation
+    batches = [plan.config.algorithm.traced_batch(plan, rows, plan.config.data.max_length, 3)] * plan.batch.accumulation
     for _ in range(2):
         engine.forward_backward(batches, objective, 100.0)
         engine.step(1e-3, engine.grad_norm(), torch.tensor(True))

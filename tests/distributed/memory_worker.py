@@ -19,14 +19,13 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
     from drumline.data.batches import TokenBatch
     from drumline.strategies.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
-    from drumline.train.build import build_algorithm
 
     gc.collect()
     nothing = LiveBytes()
     with nothing:
         pass
     engine = build_engine(plan, "cpu")
-    objective = build_algorithm(plan.config).objective
+    objective = plan.config.algorithm.build().objective
     rows, length = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
     generator = torch.Generator().manual_seed(plan.mesh.data_rank(rank))
     batches = []

@@ -30,7 +30,7 @@ def judge(how: str, engine: Any, before: dict[str, torch.Tensor], log: list[dict
 def main(model_dir: Path, folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
-    from drumline.algorithms.tokens import NextToken
+    from drumline.algorithms.tokens.objective import NextToken
     from drumline.core.config import Config
     from drumline.core.mesh import resolve_mesh
     from drumline.core.plan import BatchPlan, Plan, Predicted

@@ -58,7 +58,7 @@ def train(engine: Any, plan: Any, batches: list[Any], objective: Any) -> float:
 
 def look(plan: Any, rank: int) -> dict[str, Any]:
     """A policy and a value that take a step together, and a reference that does not."""
-    from drumline.algorithms.tokens import NextToken
+    from drumline.algorithms.tokens.objective import NextToken
     from drumline.parallel.norms import local
     from drumline.strategies.build import build_engine
     from drumline.train.build import MODEL

@@ -54,7 +54,7 @@ def main(model_dir: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.core.algorithms import HFGenerator as Config
+    from drumline.core.rollouts import HFGenerator as Config
     from drumline.dist.start import start, stop
     from drumline.rl.generate import HFGenerator
     from drumline.rl.sampling import Request

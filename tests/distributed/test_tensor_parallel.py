@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import CompileConfig, LoRAConfig
 from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch

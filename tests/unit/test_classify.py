@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.algorithms.classify import Classify
+from drumline.algorithms.classify.objective import Classify
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
@@ -17,7 +17,6 @@ from drumline.errors import DrumlineError
 from drumline.models.classifier import grey_image
 from drumline.train.entry import run
 from drumline.train.setup import Request, make_plan
-from drumline.train.streams import labelled_collator
 from tests.harness import events, labelled_rows, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
@@ -96,7 +95,7 @@ def test_batches_of_text(tmp_path: Path, model: Path, looks_ahead: bool) -> None
     sections: dict[str, Any] = {"model": {"id": None, "tokenizer": str(model), "config": BERT}} if looks_ahead else {}
     plan = planned(tmp_path, model, labelled_rows(12), **sections)
     assert plan.data is not None and plan.data.labels == ("music", "number", "work") and plan.looks_ahead is looks_ahead
-    batch = labelled_collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, 1, -1])
+    batch = plan.config.algorithm.collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, 1, -1])
     assert batch.labels_B[2] == -100 and batch.weight == 2 and (batch.labels_B[:2] >= 0).all()
     assert (batch.attention_mask_BT is not None) is looks_ahead
     if looks_ahead:
@@ -116,7 +115,7 @@ def test_images_need_no_tokenizer(tmp_path: Path, model: Path) -> None:
     rows = [{"image": "red.png", "label": label} for label in ("a", "b")]
     plan = planned(tmp_path, model, rows, **images(tmp_path))
     assert plan.data is not None
-    batch = labelled_collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, -1])
+    batch = plan.config.algorithm.collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, -1])
     red = (torch.tensor([1.0, 0.0, 0.0]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     assert batch.pixels_BCHW.shape == (2, 3, 16, 16) and torch.allclose(batch.pixels_BCHW[0], red[:, None, None].expand(3, 16, 16))
     assert not batch.pixels_BCHW[1].any() and batch.weight == 1

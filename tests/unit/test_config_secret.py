@@ -29,7 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def options(text: str) -> dict[str, Any]:
-    return load_text(GRPO % text, []).algorithm.rewards[0].options  # type: ignore[union-attr]
+    return load_text(GRPO % text, []).algorithm.rewards[0].options  # type: ignore[attr-defined]
 
 
 def test_a_secret_of_the_yaml_is_withheld_and_revealed() -> None:
@@ -37,7 +37,7 @@ def test_a_secret_of_the_yaml_is_withheld_and_revealed() -> None:
     config = load_text(GRPO % "{}", [f"algorithm.rewards.0.options={given}"])
     written = to_yaml(config)
     assert "hunter2" not in written and "1234" not in written and "hunter2" not in repr(config)
-    held = config.algorithm.rewards[0].options  # type: ignore[union-attr]
+    held = config.algorithm.rewards[0].options  # type: ignore[attr-defined]
     assert held["api_key"] == f"${{env:{KEY}}}" and held["limit"] == 3 and held["pad_token"] == "<p>"
     assert reveal(held, "options") == given and withheld()[KEY] == '"hunter2hunter2"'
     assert redact("no access with hunter2hunter2 or 1234, 12345") == "no access with [redacted] or [redacted], 12345"
@@ -58,7 +58,7 @@ def test_a_run_folders_config_lacks_the_secret(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv(KEY)
     again = load_text(written, [])
     with pytest.raises(ConfigError, match=r"options: the secret 'api_key' is not kept in the run folder — go on with the YAML that has it"):
-        reveal(again.algorithm.rewards[0].options, "options")  # type: ignore[union-attr]
+        reveal(again.algorithm.rewards[0].options, "options")  # type: ignore[attr-defined]
 
 
 def test_urls_and_deepspeeds_own_config(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_urls_and_deepspeeds_own_config(tmp_path: Path) -> None:
     written = to_yaml(load(tmp_path / "c.yaml", []).config)
     assert "hunter2" not in written and "abcdefgh" not in written
     vllm = DATA + "algorithm: {kind: grpo, generator: {kind: vllm, url: 'http://me:hunter2@host:8000'}}\n"
-    url = load_text(vllm, []).algorithm.generator.url  # type: ignore[union-attr]
+    url = load_text(vllm, []).algorithm.generator.url  # type: ignore[attr-defined]
     assert url == f"${{env:{OURS}ALGORITHM_GENERATOR_URL}}" and reveal(url, "url") == "http://me:hunter2@host:8000"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.algorithms import CurriculumConfig
+from drumline.core.rollouts import CurriculumConfig
 from drumline.errors import PlanError
 from drumline.rl.curriculum import Curriculum
 

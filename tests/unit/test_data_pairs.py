@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from drumline.core.config import Config
-from drumline.core.data import DataConfig, TasksSource
+from drumline.core.data import PAIR_FORMS, DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
 from drumline.data.pairs import PairRows
 from drumline.data.prepare import prepare
-from drumline.data.sources import PAIRS, Row, read_rows
+from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example
 from drumline.errors import ConfigError, DataError
 from tests.tiny import CHATML, tiny_tokenizer
@@ -156,7 +156,7 @@ def test_error_and_drop_are_obeyed() -> None:
 
 
 def tasks(seed: int = 1, **names: Any) -> list[Row]:
-    return list(read_rows(TasksSource(tasks=names, size=12 * len(names), seed=seed), Path(), PAIRS))
+    return list(read_rows(TasksSource(tasks=names, size=12 * len(names), seed=seed), Path(), PAIR_FORMS))
 
 
 def test_pairs_of_tasks_are_told_apart_by_their_verifiers() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import replicate
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from drumline.core.algorithms import GRPOConfig, HFGenerator
-from drumline.core.data import DataConfig, FileSource, TasksSource
-from drumline.data.encode import PromptRows, row_encoder
-from drumline.data.sources import PROMPTS, Row, read_rows
+from drumline.algorithms.grpo.spec import GRPOConfig
+from drumline.core.data import PROMPT_FORMS, DataConfig, FileSource, TasksSource
+from drumline.core.rollouts import HFGenerator
+from drumline.data.encode import PromptRows
+from drumline.data.sources import Row, read_rows
 from drumline.errors import ConfigError, DataError
 from tests.harness import write_config, write_rows
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -21,7 +22,7 @@ SOURCE = {"kind": "file", "path": "x.jsonl"}
 def encoder(chat_template: Any = "default", new: int = 8, **data: Any) -> PromptRows:
     tokenizer = tiny_tokenizer() if chat_template == "default" else tiny_tokenizer(chat_template=chat_template)
     algorithm = GRPOConfig(generator=HFGenerator(max_new_tokens=new))
-    made = row_encoder(algorithm, tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
+    made = algorithm.encoder(tokenizer, DataConfig.model_validate({"train": [SOURCE], **data}))
     assert isinstance(made, PromptRows)
     return made
 
@@ -65,7 +66,7 @@ def test_a_long_prompt_is_one_clear_line(policy: str) -> None:
 def test_what_verifiers_ask_for_comes_along() -> None:
     pytest.importorskip("reasoning_gym")
     source = TasksSource(kind="tasks", tasks={"chain_sum": {"max_terms": 2}, "spell_backward": {}}, size=4, question="{question} Now.")
-    rows = list(read_rows(source, Path(), PROMPTS))
+    rows = list(read_rows(source, Path(), PROMPT_FORMS))
     assert [r.domain for r in rows] == ["chain_sum", "spell_backward"] * 2
     extra = rows[0].extra
     assert extra["task"] == "chain_sum" and extra["options"] == {"max_terms": 2} and extra["answer"] == extra["entry"]["answer"]
@@ -73,13 +74,13 @@ def test_what_verifiers_ask_for_comes_along() -> None:
     text = next(read_rows(source, Path()))
     assert text.values["completion"] == extra["answer"] and "entry" not in text.extra
     with pytest.raises(DataError, match="JSON cannot hold"):
-        next(read_rows(TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2), Path(), PROMPTS))
+        next(read_rows(TasksSource(kind="tasks", tasks={"arc_agi": {}}, size=2), Path(), PROMPT_FORMS))
 
 
 def test_domains_are_named_by_source_or_file(tmp_path: Path) -> None:
     write_rows(tmp_path / "sums.jsonl", [{"prompt": "one"}])
     named, unnamed = (FileSource(kind="file", path="sums.jsonl", domain=domain) for domain in ("maths", None))
-    assert [next(read_rows(source, tmp_path, PROMPTS)).domain for source in (named, unnamed)] == ["maths", "sums"]
+    assert [next(read_rows(source, tmp_path, PROMPT_FORMS)).domain for source in (named, unnamed)] == ["maths", "sums"]
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

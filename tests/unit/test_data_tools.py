@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.core.algorithms import GRPOConfig
-from drumline.core.data import Columns, DataConfig, FileSource
+from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource
 from drumline.data.encode import PromptRows, TextRows
 from drumline.data.files import find
 from drumline.data.pairs import PairRows
-from drumline.data.sources import FORMS, TEXT, Row, read_rows
+from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -42,14 +41,14 @@ def write(folder: Path, *rows: dict[str, Any]) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def rows(folder: Path, name: str = "rows.jsonl", forms: Any = TEXT, **columns: str) -> list[Row]:
+def rows(folder: Path, name: str = "rows.jsonl", forms: Any = TEXT_FORMS, **columns: str) -> list[Row]:
     return list(read_rows(FileSource(path=name, columns=Columns(**columns)), folder, forms))
 
 
 def said(row: Row, template: str = TEMPLATE) -> tuple[str, str]:
     """What the model sees of a row, and what it learns of that."""
     tokenizer = tiny_tokenizer(chat_template=template)
-    encoded = TextRows(tokenizer, "sft", DATA).encode(row)
+    encoded = TextRows(tokenizer, False, DATA).encode(row)
     assert encoded is not None
     (example,) = encoded.segments
     return str(tokenizer.decode(example.tokens.tolist())), str(tokenizer.decode(example.tokens[example.learn == 1].tolist()))
@@ -116,13 +115,12 @@ def test_tools_that_nobody_would_see_are_an_error(tmp_path: Path) -> None:
 def test_pairs_and_prompts_have_them_too(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(chat_template=TEMPLATE)
     write(tmp_path, {"prompt": "one", "chosen": "two", "rejected": "three", "functions": [TOOL]})
-    (pair,) = rows(tmp_path, forms=FORMS["dpo"], tools="functions")
+    (pair,) = rows(tmp_path, forms=PAIR_FORMS, tools="functions")
     encoded = PairRows(tokenizer, DATA).encode(pair)
     assert encoded is not None and all(json.dumps(TOOL) in tokenizer.decode(side.tokens.tolist()) for side in encoded.segments)
-    grpo = GRPOConfig(rewards=[{"kind": "task"}], generator={"kind": "hf", "max_new_tokens": 8})
     write(tmp_path, {"prompt": "one", "tools": [TOOL], "answer": "2"})
-    (row,) = rows(tmp_path, forms=FORMS["grpo"])
-    prompt = PromptRows(tokenizer, grpo, DATA).encode(row)
+    (row,) = rows(tmp_path, forms=PROMPT_FORMS)
+    prompt = PromptRows(tokenizer, 8, DATA).encode(row)
     assert prompt is not None and prompt.meta is not None
     assert json.dumps(TOOL) in prompt.meta["prompt"] and prompt.meta["tools"] == [TOOL] and prompt.meta["answer"] == "2"
     assert not np.any(prompt.segments[0].learn)

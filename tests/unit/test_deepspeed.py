@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import Config
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan

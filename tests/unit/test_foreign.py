@@ -14,10 +14,11 @@ import pytest
 from pydantic import BaseModel
 
 from drumline import cli, foreign
-from drumline.algorithms.build import build_algorithm
-from drumline.core.algorithms import METRICS
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
 from drumline.core.load import load_text
+from drumline.core.registry import Spec, kinds
+from drumline.core.rollouts import RolloutSpec
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
 from drumline.telemetry.events import EventLog, read
@@ -120,7 +121,8 @@ def numbers(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[tupl
             if kind in (int, float):
                 yield f"{model.__name__}.{name}", " ".join(map(str, limits))
             elif isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from numbers(kind, seen)
+                for section in kinds(kind).values() if issubclass(kind, Spec) else [kind]:
+                    yield from numbers(section, seen)
 
 
 def _leaves(annotation: Any, limits: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -174,11 +176,12 @@ def test_metrics_are_those_that_the_algorithms_measure() -> None:
         def __missing__(self, name: str) -> float:
             return 1.0
 
-    for kind, known in METRICS.items():
-        if kind in ("ppo", "grpo"):
+    for kind, spec in kinds(AlgorithmSpec).items():
+        known = spec.metrics
+        if issubclass(spec, RolloutSpec):
             continue  # measured by completions: rl.rollouts
         config = load_text(DATA, [f"algorithm={kind}"])
-        measured = build_algorithm(config).metrics(Sums({"top": 1.0, "tp.0": 1.0}))
+        measured = config.algorithm.build().metrics(Sums({"top": 1.0, "tp.0": 1.0}))
         assert set(measured) == set(known), kind
         assert load_text(DATA, [f"algorithm={kind}", f"eval.metric={known[0]}"]).eval.metric == known[0]
     assert load_text(DATA, ["algorithm=grpo", "eval.metric=reward/sums"]).eval.metric == "reward/sums"

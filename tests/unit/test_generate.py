@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core.algorithms import ContinuousGenerator as ContinuousConfig
-from drumline.core.algorithms import HFGenerator as HFConfig
+from drumline.core.rollouts import ContinuousGenerator as ContinuousConfig
+from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.errors import DataError, DrumlineError, PlanError
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import HFGenerator

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drumline.algorithms.advantages import differs, group_advantages, whiten
-from drumline.algorithms.grpo import GRPO
+from drumline.algorithms.grpo.objective import GRPO
 from drumline.algorithms.policy import KLController, divergence
 from drumline.data.episodes import Episodes, collate_episodes
 from drumline.models.head import Outputs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.algorithms.dpo import DPO
+from drumline.algorithms.dpo.objective import DPO
 from drumline.algorithms.pair_losses import match
 from drumline.algorithms.reference_free import ReferenceFree, odds_ratio, simple_margin
 from drumline.data.batches import PairBatch, pair_batch

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.checkpoint.load import newest, read_state
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.config import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import Config, OptimizerConfig
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.algorithms.dpo import DPO
-from drumline.algorithms.reward import RewardModel
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.dpo.objective import DPO
+from drumline.algorithms.reward.objective import RewardModel
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
 from drumline.data.pairs import PairRows

@@ -61,7 +61,7 @@ def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: in
         micro_batch=micro_batch,
         accumulation=accumulation,
         eval_micro_batch=micro_batch,
-        rows_per_sample=config.rows_per_sample,
+        rows_per_sample=config.algorithm.rows_per_sample,
     )
     return Layout(
         config=config,

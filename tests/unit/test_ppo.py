@@ -10,7 +10,7 @@ import torch
 
 from drumline.algorithms.advantages import at_last, gae, whiten
 from drumline.algorithms.policy import KLController
-from drumline.algorithms.ppo import PPO
+from drumline.algorithms.ppo.objective import PPO
 from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.dpo import DPO
-from drumline.algorithms.reward import BINS, RewardModel
+from drumline.algorithms.dpo.objective import DPO
+from drumline.algorithms.reward.objective import BINS, RewardModel
 
 PAIRS, LONGEST = 40, 6
 DRAW = np.random.RandomState(0)

@@ -13,7 +13,6 @@ import torch
 from drumline.core.config import Config
 from drumline.core.load import load
 from drumline.core.plan import Plan
-from drumline.core.roles import reference_kind
 from drumline.errors import ModelError, PlanError
 from drumline.train.references import key, read_table, write_table
 from drumline.train.setup import Request, make_plan
@@ -59,26 +58,27 @@ def test_a_table_hangs_on_weights_pairs_and_precision(tmp_path: Path, model: Pat
 
 def test_a_table_is_whole_or_none(tmp_path: Path) -> None:
     path, table = tmp_path / "reference" / "train-abc.npy", np.arange(6.0).reshape(3, 2)
-    assert read_table(path, 3) is None
+    assert read_table(path, (3, 2)) is None
     write_table(path, table)
     write_table(path.with_name("train-old.npy"), table)
     write_table(path.with_name("eval-abc.npy"), table)
     write_table(path, table)
     assert sorted(p.name for p in path.parent.iterdir()) == ["eval-abc.npy", "train-abc.npy"]  # others of the same data go
-    read = read_table(path, 3)
+    read = read_table(path, (3, 2))
     assert read is not None and torch.equal(read, torch.from_numpy(table))
-    assert read_table(path, 4) is None
+    assert read_table(path, (4, 2)) is None
     path.write_bytes(path.read_bytes()[:-8])
-    assert read_table(path, 3) is None
+    assert read_table(path, (3, 2)) is None
     write_table(path, np.full((3, 2), np.nan))
-    assert read_table(path, 3) is None
+    assert read_table(path, (3, 2)) is None
 
 
 def test_auto_is_the_adapter_where_there_is_one() -> None:
     def kind(**sections: Any) -> str:
         algorithm = {"kind": "dpo", **sections.pop("algorithm", {})}
         data = {"train": [{"kind": "file", "path": "unused"}]}
-        return reference_kind(Config.model_validate({"data": data, "algorithm": algorithm, **sections}))
+        config = Config.model_validate({"data": data, "algorithm": algorithm, **sections})
+        return config.algorithm.reference_of(config)
 
     assert kind() == "precomputed" and kind(adapter="lora") == "adapter"
     assert kind(adapter="lora", algorithm={"reference": "live"}) == "live"

@@ -17,7 +17,8 @@ import psutil
 import pytest
 from pydantic import TypeAdapter
 
-from drumline.core.algorithms import GRPOConfig, Reward
+from drumline.algorithms.grpo.spec import GRPOConfig
+from drumline.core.rollouts import Reward
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.rl.isolated import Isolated
 from drumline.rl.rewards import Item, Rewards, check, overlong, reward_names
@@ -208,7 +209,7 @@ def test_a_daemon_dies_with_a_killed_rank(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.core.algorithms import Reward
+from drumline.core.rollouts import Reward
 from drumline.rl.rewards import Item, Rewards
 reward = TypeAdapter(Reward).validate_python(dict(kind="function", path="mine.py:daemon"))
 Rewards([reward], Path({str(folder)!r}), workers=1).score([Item("", {str(folder / "left")!r}, 1)])
@@ -310,7 +311,7 @@ def test_no_process_outlives_a_killed_parent(folder: Path) -> None:
     code = f"""
 from pathlib import Path
 from pydantic import TypeAdapter
-from drumline.core.algorithms import Reward
+from drumline.core.rollouts import Reward
 from drumline.rl.rewards import Item, Rewards
 make = TypeAdapter(Reward).validate_python
 rewards = Rewards([make(dict(kind="function", path="mine.py:" + name)) for name in ("pid", "naughty")], Path({str(folder)!r}), workers=2)

@@ -12,7 +12,6 @@ import torch
 from drumline.core.config import Config
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
-from drumline.core.roles import wanted_roles
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
@@ -53,7 +52,8 @@ def config(algorithm: Any, **sections: Any) -> Config:
 def test_which_models_a_config_asks_for(algorithm: Any, sections: dict[str, Any], expected: dict[str, tuple[str, str]]) -> None:
     if isinstance(algorithm, dict) and algorithm.get("kl") == 0.0:
         algorithm = {**algorithm, "kl": {"coefficient": 0.0}}
-    found = wanted_roles(config(algorithm, **sections))
+    asked = config(algorithm, **sections)
+    found = asked.algorithm.auxiliary_models(asked)
     assert {name: (role.model.id, role.head) for name, role in found.items()} == expected
     assert [name for name, role in found.items() if role.learns] == [name for name in found if name == "value"]
 

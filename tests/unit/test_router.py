@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch, collate
 from drumline.errors import ModelError

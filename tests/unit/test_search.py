@@ -12,7 +12,6 @@ from drumline.core import strategies as s
 from drumline.core.estimate import TIGHT, HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
-from drumline.core.roles import wanted_roles
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, ways_of
@@ -252,7 +251,7 @@ def test_other_models_are_spread_alike(algorithm: Any) -> None:
     asked = question("1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm)
     roles = {
         name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
-        for name, wanted in wanted_roles(asked.config).items()
+        for name, wanted in asked.config.algorithm.auxiliary_models(asked.config).items()
     }
     answer = search(replace(asked, roles=roles, facts=replace(asked.facts, roles=dict.fromkeys(roles, facts("1b")))))
     pipes = next(c for c in answer.ranked if c.layout.pipeline and c.layout.mesh.tp == 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.data.batches import TokenBatch
 from drumline.models.head import Outputs
 

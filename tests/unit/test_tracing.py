@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from drumline.algorithms.base import policy_objective
 from drumline.core.facts import ModelFacts
 from drumline.core.load import load
 from drumline.core.plan import Plan
@@ -20,7 +21,6 @@ from drumline.models.load import facts, load_config
 from drumline.planner.cluster import found
 from drumline.planner.cost.memory import memory
 from drumline.planner.tracing import trace as tracing
-from drumline.planner.tracing.batch import batch_of, objective_of
 from drumline.planner.tracing.run import Traced, Untraceable, run
 from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import LiveBytes
@@ -75,7 +75,8 @@ def lived(plan: Plan) -> tuple[int, int]:
     gc.collect()
     live = LiveBytes()
     with live:
-        engine.forward_backward([batch_of(plan, ROWS, LENGTH)], objective_of(plan.config), 1.0)
+        algorithm = plan.config.algorithm
+        engine.forward_backward([algorithm.traced_batch(plan, ROWS, LENGTH, 3)], policy_objective(algorithm.build()), 1.0)
     held = engine.held()
     return live.peak - live.base, live.peak - live.base + held.parameters + held.optimizer
 

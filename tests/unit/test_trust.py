@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.core.load import load
 from drumline.models.export import _plan_of
 from drumline.use.evaluate import find_weights
@@ -36,7 +37,8 @@ def test_models_besides_the_policy_too(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(DATA.partition("\n")[0] + "\nalgorithm: {kind: dpo, reference_model: {id: x, trust_remote_code: true}}\n")
     algorithm = load(path, [], trusted=False).config.algorithm
-    assert not algorithm.reference_model.trust_remote_code  # type: ignore[union-attr]
+    assert isinstance(algorithm, DPOConfig) and algorithm.reference_model is not None
+    assert not algorithm.reference_model.trust_remote_code
 
 
 def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoImageProcessor
 
-from drumline.algorithms.tokens import NextToken
+from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.config import Config
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.data.cache import TokenCache
-from drumline.data.encode import row_encoder
 from drumline.data.images import cut as cut_images
 from drumline.data.images import expand, place_images
 from drumline.data.prepare import prepare
@@ -230,7 +229,7 @@ def test_ways_to_say_where_an_image_stands(tmp_path: Path) -> None:
 def test_mistakes_name_the_row(folder: Path, vision: Vision, values: dict[str, Any], message: str) -> None:
     good = write_images(folder, 1, seed=9)[0]
     (folder / "bad.png").write_bytes((folder / good).read_bytes()[:60])
-    encoder = row_encoder(Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}}).algorithm, *of(folder, vision))
+    encoder = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}}).algorithm.encoder(*of(folder, vision))
     with pytest.raises(DataError, match=message) as caught:
         encoder.encode(next(read_rows_of(folder, values)))
     assert "one.jsonl:1" in str(caught.value) and "\n" not in str(caught.value)
@@ -245,7 +244,7 @@ def test_a_model_of_text_takes_no_images(tmp_path: Path, folder: Path) -> None:
     model = ModelConfig(id=str(tiny_model_dir(tmp_path / "model")))
     assert find_vision(load_config(model.id, model), model.id, model) is None
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}})
-    encoder = row_encoder(config.algorithm, load_tokenizer(model.id, model), config.data)
+    encoder = config.algorithm.encoder(load_tokenizer(model.id, model), config.data)
     row = Row("here:1", {"messages": [{"role": "user", "content": [IMAGE]}]})
     with pytest.raises(DataError, match=re.escape("this row holds images")):
         encoder.encode(row)

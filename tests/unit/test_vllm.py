@@ -16,7 +16,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from drumline.core import algorithms as c
+from drumline.algorithms.grpo.spec import GRPOConfig
+from drumline.core import rollouts as c
 from drumline.core.batch import steps_of_rollouts
 from drumline.core.config import Config
 from drumline.core.plan import BatchPlan
@@ -207,7 +208,7 @@ def test_an_adapter_cannot_be_handed_to_vllm() -> None:
             {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "run": {"steps": 3}, "algorithm": algorithm, **sections}
         )
         batch = BatchPlan(global_samples=8, micro_batch=8, accumulation=1, eval_micro_batch=8)
-        assert isinstance(config.algorithm, c.GRPOConfig)
+        assert isinstance(config.algorithm, GRPOConfig)
         return steps_of_rollouts(config, config.algorithm, batch, None, [])
 
     assert steps() == steps(adapter="lora", generator={"weights": "none"}) == 3

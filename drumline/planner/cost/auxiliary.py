@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drumline.core.algorithms import ROLLOUT, ContinuousGenerator, VLLMGenerator
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
-from drumline.core.roles import reference_kind
+from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
 from drumline.core.strategies import FSDP2Strategy
 from drumline.planner.cost.activations import block_of, formula, kind_of
 from drumline.planner.cost.states import FULL, LOW, Part, ends, held, part_of, shards_of, state_of
@@ -27,6 +26,7 @@ class Others:
 
 def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
     parameters = gradients = optimizer = 0
+    reference = layout.config.algorithm.reference_of(layout.config)
     for name, role in layout.roles.items():
         sizes = facts.roles.get(name)
         if sizes is None:
@@ -37,7 +37,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
             state = state_of(own, sizes, mine)
             parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
         # A reference that answers before all is gone by the first gradients, which take as much.
-        elif name != "reference" or reference_kind(layout.config) != "precomputed" or sizes.parameters > facts.learned:
+        elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.learned:
             parameters += _frozen(layout, own, sizes, mine)
     copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
     return Others(parameters, gradients, optimizer, copy, _rollout(layout, facts))
@@ -61,8 +61,8 @@ def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
 def samples_copy(layout: Layout) -> bool:
     """Whether rollouts are sampled from a model of their own (rl.build): where the one that learns is spread, and where its weights
     are fp32 and continuous batching, which knows no autocast, shall compute in less."""
-    algorithm, mesh = layout.config.algorithm, layout.mesh
-    if not isinstance(algorithm, ROLLOUT) or isinstance(algorithm.generator, VLLMGenerator):
+    algorithm, mesh = layout.config.algorithm.rollout, layout.mesh
+    if algorithm is None or isinstance(algorithm.generator, VLLMGenerator):
         return False
     whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
     return not whole or (isinstance(algorithm.generator, ContinuousGenerator) and layout.precision != "fp32")
@@ -70,8 +70,8 @@ def samples_copy(layout: Layout) -> bool:
 
 def _rollout(layout: Layout, facts: ModelFacts) -> float:
     """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
-    algorithm = layout.config.algorithm
-    if not isinstance(algorithm, ROLLOUT):
+    algorithm = layout.config.algorithm.rollout
+    if algorithm is None:
         return 0.0
     generator, width = algorithm.generator, FULL if layout.precision == "fp32" else LOW
     if isinstance(generator, VLLMGenerator):

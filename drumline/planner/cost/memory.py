@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drumline.core.algorithms import ClassifyConfig, RewardModelConfig, VLLMGenerator
 from drumline.core.estimate import Activations, Memory
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
+from drumline.core.rollouts import VLLMGenerator
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
 from drumline.planner.cost.auxiliary import others_of
@@ -170,7 +170,7 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
         apart = any(w.learned and w.place == "after" for w in head)
         left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
         return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
-    if not mine.last or isinstance(algorithm, ClassifyConfig | RewardModelConfig) or not facts.vocab_size:
+    if not mine.last or not algorithm.asks or not facts.vocab_size:
         return 0.0, 0.0, 0.0
     chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:

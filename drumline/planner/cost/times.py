@@ -13,11 +13,10 @@ import math
 from functools import lru_cache
 
 from drumline.core import strategies as s
-from drumline.core.algorithms import ROLLOUT, PPOConfig, VLLMGenerator
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
-from drumline.core.roles import reference_kind
+from drumline.core.rollouts import VLLMGenerator
 from drumline.core.rule import offloads
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
@@ -190,7 +189,7 @@ def _learned_here(layout: Layout, facts: ModelFacts) -> float:
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     """For each token of a step, what a reference that answers in every step computes (DPO's, alive or the policy without its adapter)."""
-    kind = reference_kind(layout.config)
+    kind = layout.config.algorithm.reference_of(layout.config)
     if kind == "adapter":
         return forward_flops(facts)
     return forward_flops(facts.roles["reference"]) if kind == "live" and "reference" in facts.roles else 0.0
@@ -207,8 +206,8 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     bound by memory, Pope et al. 2023), and the keys and values of what is there already; every completion is taken to reach
     `max_new_tokens`. Then log-probabilities, values and rewards by models are one forward each. Where weights are spread and the sampler
     has its own, they are gathered once. Rewards by functions run on the host and are not counted."""
-    algorithm = layout.config.algorithm
-    if not isinstance(algorithm, ROLLOUT):
+    algorithm = layout.config.algorithm.rollout
+    if algorithm is None:
         return 0.0
     episodes, world = algorithm.minibatches * layout.batch.global_samples, layout.mesh.world_size
     generator, each = algorithm.generator, math.ceil(episodes / world)
@@ -223,12 +222,12 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if not vllm:  # which replays CUDA graphs
         token = max(token, STARTS[layout.precision][0] * facts.layers)
     answering = [forward_flops(model) for model in facts.roles.values()]
-    if algorithm.epochs * algorithm.minibatches > 1:  # else the step's own forward tells the old log-probabilities
+    if algorithm.steps_in_turn > 1:  # else the step's own forward tells the old log-probabilities
         answering.append(forward_flops(facts))
-    if isinstance(algorithm, PPOConfig) and algorithm.value == "head":
+    if layout.config.head == "valued":
         answering.append(forward_flops(facts))
     scored = sum(answering) * episodes * layout.length / world / rate
     told = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
     spread = told and world > layout.mesh.replicate
     gathered = cluster.collective_seconds("all_gather", 4 * facts.parameters * (world - 1) / world, world) if spread else 0.0
-    return (math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered) / (algorithm.epochs * algorithm.minibatches)
+    return (math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered) / algorithm.steps_in_turn

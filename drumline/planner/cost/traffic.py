@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from drumline.core import strategies as s
-from drumline.core.algorithms import ROLLOUT, DPOConfig
 from drumline.core.communication import averages, compresses
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.model import Head
@@ -274,7 +273,7 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
     real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
     algorithm = layout.config.algorithm
-    each = 4 + 8 + 4 * isinstance(algorithm, ROLLOUT) if isinstance(algorithm, (DPOConfig, *ROLLOUT)) else 4 + 8 + 8
+    each = 4 + 8 + 8 * ("cross_entropy" in algorithm.asks) + 4 * ("entropy" in algorithm.asks)
     chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
     calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
     sent.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
@@ -306,14 +305,13 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
 
 def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
     """What an objective asks of whole sequences: bytes for each token, and sums."""
-    ranks, rounds, algorithm = layout.mesh.cp, layout.batch.accumulation, layout.config.algorithm
+    ranks, rounds = layout.mesh.cp, layout.batch.accumulation
     if head == "text":
         sent.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
         return
-    if algorithm.kind in ("sft", "pretrain"):
+    asks = layout.config.algorithm.asks if head != "score" else frozenset()
+    each = 4 * (("log_probs" in asks) + ("entropy" in asks) + (head in ("score", "valued")))
+    if "cross_entropy" in asks:
         sent.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
-        each = 1  # whether the first choice is right
-    else:
-        log_probs, entropy = head != "score", isinstance(algorithm, ROLLOUT) and head != "score"
-        each = 4 * (log_probs + entropy + (head in ("score", "valued")))
+        each += 1  # whether the first choice is right
     sent.add("all_gather", each * tokens, ranks, "cp", rounds)

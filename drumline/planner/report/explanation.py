@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from drumline.core.algorithms import ROLLOUT
 from drumline.core.by_name import nearest
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
@@ -131,7 +130,7 @@ PHASES = {
 
 def _phases(found: Candidate) -> list[Row]:
     held, most = found.estimate.memory.phases, found.estimate.memory.peak
-    rollout = isinstance(found.layout.config.algorithm, ROLLOUT)
+    rollout = found.layout.config.algorithm.rollout is not None
     return [
         (name, f"{bytes_ / GB:.2f}", PHASES.get(name, "") + (" ← the peak" if bytes_ == most else ""))
         for name, bytes_ in held.items()
@@ -182,7 +181,7 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
         "offload": "copies to the host and back, and the update there",
         "rollout": "completions and rewards",
     }
-    if not isinstance(layout.config.algorithm, ROLLOUT):
+    if layout.config.algorithm.rollout is None:
         del words["rollout"]
     rows = [(part, number(getattr(spent, part)), words[part]) for part in SECONDS if part in words]
     return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]

@@ -18,17 +18,6 @@ from drumline.planner.search.answer import Answer, Candidate
 from drumline.planner.search.auto import with_little_room
 
 SCHEMA = "drumline.schema.json"
-# Where to begin, by what is learned; LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
-RATES = {"pretrain": 3e-4, "ppo": 1e-6, "grpo": 1e-6, "dpo": 5e-7, "reward": 1e-5}
-COLUMNS = {
-    "pretrain": "`text`",
-    "sft": "`messages`, or `prompt` and `completion`, or `text`",
-    "reward": "`prompt`, `chosen` and `rejected`",
-    "dpo": "`prompt`, `chosen` and `rejected`",
-    "ppo": "`prompt`, and what the rewards ask for",
-    "grpo": "`prompt`, and what the rewards ask for",
-    "classify": "`text` (or `image`) and `label`",
-}
 # Sections in the order in which they are written, and what stands above them.
 SECTIONS = {
     "model": "What to start from: a folder, a hub id, or package:NAME. `init: random` starts from nothing.",
@@ -76,7 +65,7 @@ def file(answer: Answer, name: str) -> str:
     values |= {key: value for key, value in _to_begin_with(config).items() if key not in values}
     words = {
         "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
-        "columns": COLUMNS[config.algorithm.kind],
+        "columns": config.algorithm.columns,
     }
     lines = [
         f"# yaml-language-server: $schema=./{SCHEMA}",
@@ -93,7 +82,8 @@ def file(answer: Answer, name: str) -> str:
 
 def _to_begin_with(config: Config) -> dict[str, Any]:
     """Sections that a new run should not leave to the defaults."""
-    rate = RATES.get(config.algorithm.kind, 2e-5) * (10 if config.adapter.kind == "lora" else 1)
+    # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
+    rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
     return {
         "optimizer": {"lr": rate},
         "schedule": {"kind": "cosine", "warmup_ratio": 0.03},

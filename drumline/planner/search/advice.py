@@ -139,7 +139,7 @@ def _of_length(question: Question, tokens: int) -> Question:
     config, old = question.config, question.config.data.max_length
     batch = config.batch
     if batch.global_tokens is not None:
-        samples = max(1, batch.global_tokens // (old * config.rows_per_sample))
+        samples = max(1, batch.global_tokens // (old * config.algorithm.rows_per_sample))
         batch = batch.model_copy(update={"global_tokens": None, "global_samples": samples})
     changed = config.model_copy(update={"data": config.data.model_copy(update={"max_length": tokens}), "batch": batch})
     return replace(question, config=changed, facts=with_length(question.facts, old, tokens), data=None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from drumline.core import strategies as s
-from drumline.core.algorithms import DPOConfig, PretrainConfig, SFTConfig
+from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.core.config import BatchConfig, Config
 from drumline.core.explain import flow
 from drumline.core.plan import Plan
@@ -19,7 +19,6 @@ from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.search import evaluate
 
 HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
-CHUNKED = PretrainConfig | SFTConfig | DPOConfig
 
 
 def lighter(question: Question, plan: Plan, limit: int, below: int, said: Config) -> tuple[list[Candidate], Candidate | None]:
@@ -61,8 +60,8 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
     per_rank = batch.micro_batch * batch.accumulation
     micros = [m for m in range(batch.micro_batch, 0, -1) if per_rank % m == 0 and (m == batch.micro_batch or not by_micro_batch)]
     algorithm = config.algorithm
-    chunks = [algorithm]
-    if isinstance(algorithm, CHUNKED) and not algorithm.loss_chunk:
+    chunks: list[AlgorithmSpec] = [algorithm]
+    if isinstance(algorithm, ChunkedSpec) and not algorithm.loss_chunk and algorithm.rollout is None:
         usual = type(algorithm).model_fields["loss_chunk"].default
         chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
     for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, _spreads(plan)):

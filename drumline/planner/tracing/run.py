@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from drumline.algorithms.base import policy_objective
 from drumline.core.plan import Plan
 from drumline.models import adapters
 from drumline.models.blocks import block_list
@@ -20,7 +21,6 @@ from drumline.models.shards import Loaded, Values
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.native import NativeEngine, prepare
 from drumline.parallel.transforms import DTYPES
-from drumline.planner.tracing.batch import batch_of, objective_of
 from drumline.planner.tracing.fake import faked
 from drumline.planner.tracing.watch import Watch
 from drumline.strategies.build import keep_frozen_low
@@ -75,8 +75,8 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         engine = prepare(plan, model, values, _Engine)
         if dtype:
             engine.autocast_dtype = None
-        batch = batch_of(plan, rows, length, int(getattr(model.config, "num_channels", 3)))
-        return _follow(engine, list(found[1]), batch, objective_of(config))
+        batch = config.algorithm.traced_batch(plan, rows, length, int(getattr(model.config, "num_channels", 3)))
+        return _follow(engine, list(found[1]), batch, policy_objective(config.algorithm.build()))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from importlib import metadata
 from typing import Any
 
 import drumline
-from drumline.core.algorithms import ClassifyConfig
 from drumline.core.config import CompileConfig, Config, LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
@@ -81,7 +80,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         batch=layout.batch,
         lr=0.0,
         steps=None,
-        data=DataPlan(train_cache="", labels=("0", "1")) if isinstance(config.algorithm, ClassifyConfig) else None,
+        data=DataPlan(train_cache="", labels=("0", "1")) if config.head in ("text", "image") else None,
         model_path=model_path,
         looks_ahead=facts.looks_ahead,
         first_position=facts.first_position or 0,

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from drumline.algorithms.advantages import group_advantages
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.policy import PolicyGradient, level_ratio, movement, reference_kl, surrogate, weighted_likelihood
-from drumline.data.episodes import EpisodeBatch
+from drumline.data.episodes import EpisodeBatch, Episodes
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class GRPO(PolicyGradient):
         if "importance" in sums:
             figures |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
         return figures
+
+
+def credited(episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"]) -> Episodes:
+    """With the advantage that an episode has in its group of `size` at every token of its completion."""
+    advantages_N = group_advantages(rewards_N.reshape(-1, size), scale).reshape(-1)
+    return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
 
 
 def importance_weights(

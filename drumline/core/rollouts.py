@@ -1,71 +1,20 @@
-"""What a run learns by: one section a kind of algorithm, and what the kinds share (references, rewards, rollouts). No torch here.
-
-Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
-episodes of one prompt. `batch.global_samples` counts what an optimizer step learns from: sequences, pairs, rows or episodes.
-"""
+"""What algorithms that learn from sampled completions share: rewards, generators, the divergence, the curriculum. No torch here."""
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from drumline.core.algorithm import Asked, AuxiliaryModel, ChunkedSpec
+from drumline.core.data import PROMPT_FORMS, Forms
 from drumline.core.model import ModelConfig
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
 
-
-class _TokenAlgorithm(Section):
-    loss_chunk: Amount = Field(1024, description="Tokens whose logits exist at once in the loss; 0: all of them.")
-
-
-class PretrainConfig(_TokenAlgorithm):
-    kind: Literal["pretrain"] = "pretrain"
-
-
-class SFTConfig(_TokenAlgorithm):
-    kind: Literal["sft"] = "sft"
-
-
-# ---------------------------------------------------------------------------------------------------------- preferences
-
-
-class RewardModelConfig(Section):
-    """Bradley-Terry (1952) on pairs: −log σ(r(chosen) − r(rejected) − margin); r is a linear head on the last token."""
-
-    kind: Literal["reward"] = "reward"
-    margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
-    center: float = Field(
-        0.0,
-        ge=0,
-        le=MOST_WEIGHT,
-        description="Weight of (r(chosen) + r(rejected))², which keeps rewards around zero (Eisenstein et al. 2023).",
-    )
-
-
-class DPOConfig(_TokenAlgorithm):
-    """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
-
-    kind: Literal["dpo"] = "dpo"
-    beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
-    loss: Literal["sigmoid", "ipo", "hinge"] = Field(
-        "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
-    )
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: assumed share of swapped pairs (conservative DPO).")
-    sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
-    reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
-        "auto",
-        description="Log-probs of the reference: precomputed once before training and kept on disk, live from a frozen copy, or from the"
-        " policy with its adapter switched off. auto: adapter under LoRA, else precomputed.",
-    )
-    reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
-
-    @model_validator(mode="after")
-    def _smooths_sigmoid(self) -> DPOConfig:
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError("label_smoothing is of loss: sigmoid")
-        return self
-
+if TYPE_CHECKING:
+    from drumline.core.config import Config
 
 # -------------------------------------------------------------------------------------------------------------- rewards
 
@@ -239,7 +188,18 @@ class RewardFailureConfig(Section):
     action: Literal["stop", "continue"] = Field("stop", description="stop: end the run (exit code 3) with the reasons; continue: go on.")
 
 
-class _RolloutAlgorithm(_TokenAlgorithm):
+class RolloutSpec(ChunkedSpec):
+    """The policy learns from completions that it samples. The subclass declares `group_size`, completions of each prompt."""
+
+    if TYPE_CHECKING:
+        group_size: int
+
+    columns: ClassVar[str] = "`prompt`, and what the rewards ask for"
+    rate: ClassVar[float] = 1e-6
+    metrics: ClassVar[tuple[str, ...]] = ("reward", "length", "length_max", "ended")  # and reward/DOMAIN
+    best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
+    asks: ClassVar[frozenset[Asked]] = frozenset({"log_probs", "entropy"})
+
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
     reward_workers: int | None = Field(
         None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4."
@@ -255,89 +215,50 @@ class _RolloutAlgorithm(_TokenAlgorithm):
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
     missing_stop_penalty: Weight = Field(0.0, description="Taken off the reward of a completion that was cut before its end.")
 
+    @property
+    def forms(self) -> Forms:
+        return PROMPT_FORMS
 
-class PPOConfig(_RolloutAlgorithm):
-    """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+    @property
+    def rollout(self) -> RolloutSpec:
+        return self
 
-    kind: Literal["ppo"] = "ppo"
-    group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
-    epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
-    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
-    value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
-    value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
-    value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
-    value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
-    value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
-    whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
-    entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
-    kl: KLConfig = Field(
-        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
-    )
+    @property
+    def new_tokens(self) -> int:
+        return self.generator.max_new_tokens
 
+    @property
+    def samples_in_turn(self) -> int:
+        """So that a rollout has whole groups."""
+        return self.group_size // math.gcd(self.group_size, self.minibatches)
 
-class GRPOConfig(_RolloutAlgorithm):
-    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
+    @property
+    def steps_in_turn(self) -> int:
+        return self.epochs * self.minibatches
 
-    kind: Literal["grpo"] = "grpo"
-    group_size: int = Field(
-        8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
-    )
-    scale: Literal["group", "batch", "none"] = Field(
-        "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
-    )
-    normalize: Literal["sequence", "token", "constant"] = Field(
-        "token",
-        description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
-    )
-    clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
-    dynamic_sampling: int = Field(
-        0,
-        ge=0,
-        le=10**4,
-        description="Roll out again, at most this often, until enough groups have rewards that differ (DAPO). 0: take groups as they are.",
-    )
-    importance: Literal["none", "token", "sequence"] = Field(
-        "none", description="Correct for a generator that is not quite the policy: multiply by min(π_old/π_generator, importance_cap)."
-    )
-    importance_cap: float = Field(2.0, gt=1, le=MOST_WEIGHT, description="importance: the weight is truncated here.")
+    @property
+    def on_policy(self) -> bool:
+        """No step lies between a rollout and the loss, so the rollout's log-probabilities are those of the step's own forward."""
+        return self.steps_in_turn == 1
 
-    @field_validator("group_size")
-    @classmethod
-    def _has_peers(cls, size: int) -> int:
-        if size < 2:
-            raise ValueError("the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo")
-        return size
+    @property
+    def rounds(self) -> int:
+        """How often a rollout may sample, until it has as many groups to learn from as it wants."""
+        return 1
 
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        """`data.episodes.Episodes` with advantages (and returns, where a value is learned) and the weights of tokens.
 
-# -------------------------------------------------------------------------------------------------------- classification
+        `rewards_N`: fp32, NaN for an episode without one, from which nothing is learned. `cost_NM`: fp32, of each token the
+        divergence times its weight."""
+        raise NotImplementedError
 
-
-class ClassifyConfig(Section):
-    """A class for each row: of a text (`text` and `label` columns) or an image (`image` and `label`)."""
-
-    kind: Literal["classify"] = "classify"
-    modality: Literal["text", "image"] = Field("text", description="What is classified.")
-    labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
-    image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
-
-
-Algorithm = Annotated[
-    PretrainConfig | SFTConfig | RewardModelConfig | DPOConfig | PPOConfig | GRPOConfig | ClassifyConfig,
-    Field(discriminator="kind"),
-    KIND_ALONE,
-]
-ROLLOUT = (PPOConfig, GRPOConfig)
-# What the eval event of each has, for `eval.metric`; reward/DOMAIN besides, of what learns from rollouts.
-_PAIRS = ("loss", "accuracy", "margin")
-_ROLLOUTS = ("reward", "length", "length_max", "ended")
-METRICS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("loss", "token_accuracy"),
-    "sft": ("loss", "token_accuracy", "exact_match"),
-    "reward": (*_PAIRS, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error"),
-    "dpo": (*_PAIRS, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected"),
-    "ppo": _ROLLOUTS,
-    "grpo": _ROLLOUTS,
-    "classify": ("loss", "accuracy", "macro_f1", "top5_accuracy"),
-}
+    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
+        found, other = dict[str, AuxiliaryModel](), self.kl.reference_model
+        if self.kl.coefficient > 0 and (other is not None or config.adapter.kind != "lora"):
+            found["reference"] = AuxiliaryModel(other or config.model, "algorithm.kl.reference_model")
+        judges = [(index, reward.model) for index, reward in enumerate(self.rewards) if isinstance(reward, ModelReward)]
+        for number, (index, model) in enumerate(judges, start=1):
+            name = "reward" if number == 1 else f"reward{number}"
+            found[name] = AuxiliaryModel(model, f"algorithm.rewards.{index}.model", "score")
+        return found

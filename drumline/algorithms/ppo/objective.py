@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from drumline.algorithms.advantages import at_last, gae, whiten
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.policy import PolicyGradient, Sums, movement, reference_kl, surrogate
-from drumline.data.episodes import EpisodeBatch
+from drumline.data.episodes import EpisodeBatch, Episodes
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class PPO(PolicyGradient):
     def figures(self, sums: dict[str, float]) -> dict[str, float]:
         value = {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": _explained(sums)}
         return super().figures(sums) | value
+
+
+def credited(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, gamma: float, lam: float, whitened: bool) -> Episodes:
+    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
+    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
+    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
+    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
+    if whitened:
+        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
+    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
 
 
 def _fit(values_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:

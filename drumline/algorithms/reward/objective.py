@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from drumline.algorithms.base import LossOut
+from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.pairs import deviation, means, pair_sums, sides
 
 BINS = 10
 
 
-class RewardModel:
+class RewardModel(Algorithm):
     """The reward of an answer is the score head's value at its last token. Losses are summed over pairs.
 
     A margin of the data goes before the one of the config. `center` weighs (r(chosen) + r(rejected))² (Eisenstein et al. 2023).

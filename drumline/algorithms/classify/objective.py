@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, one_hot
 
-from drumline.algorithms.base import LossOut
+from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import IGNORE
 
 TOP = 5  # top-5 accuracy says something from twice as many classes on
 
 
-class Classify:
+class Classify(Algorithm):
     """Cross-entropy summed over the samples. With smoothing s the target is 1 − s on the class and s spread evenly over all of them
     (Szegedy et al. 2016).
 

@@ -1,0 +1,68 @@
+"""Classification of texts and images. No torch at the top."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.core.algorithm import AlgorithmSpec, Asked
+from drumline.core.data import DataConfig, Forms
+from drumline.core.model import Head
+from drumline.core.plan import Plan
+
+if TYPE_CHECKING:
+    from drumline.algorithms.classify.objective import Classify
+    from drumline.data.collators import Collator
+    from drumline.data.encode import RowEncoder
+
+
+class ClassifyConfig(AlgorithmSpec):
+    """A class for each row: of a text (`text` and `label` columns) or an image (`image` and `label`)."""
+
+    position: ClassVar[int] = 6
+    columns: ClassVar[str] = "`text` (or `image`) and `label`"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "macro_f1", "top5_accuracy")
+    writes: ClassVar[bool] = False
+    asks: ClassVar[frozenset[Asked]] = frozenset()
+    kind: Literal["classify"] = "classify"
+    modality: Literal["text", "image"] = Field("text", description="What is classified.")
+    labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Part of the target that is spread over all classes.")
+    image_size: int | None = Field(None, gt=0, le=10**5, description="image: side of the square it is scaled to; null: the processor's.")
+
+    @property
+    def forms(self) -> Forms:
+        return ((self.modality, "label"),)
+
+    @property
+    def head(self) -> Head:
+        return self.modality
+
+    def cache_parts(self) -> dict[str, Any]:
+        return {"labels": self.labels}
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.labelled import LabelledImages, LabelledTexts
+
+        return LabelledTexts(tokenizer, self.labels, data) if self.modality == "text" else LabelledImages(self.labels)
+
+    def classes(self, train: Any, held_out: Any) -> tuple[str, ...]:
+        from drumline.data.labelled import classes
+
+        return classes(train, held_out, self.labels)
+
+    def collator(self, plan: Plan, width: int | None) -> Collator:
+        from drumline.data.collators import labelled_collator
+
+        return labelled_collator(plan, width, self.image_size)
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.labelled import labelled_images, labelled_texts
+
+        return labelled_texts(plan, rows, length) if self.modality == "text" else labelled_images(rows, length, channels)
+
+    def build(self) -> Classify:
+        from drumline.algorithms.classify.objective import Classify
+
+        return Classify(self.label_smoothing)

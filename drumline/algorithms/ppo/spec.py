@@ -1,0 +1,68 @@
+"""Proximal policy optimisation. No torch at the top."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.algorithms.specs import PromptSpec
+from drumline.core.algorithm import AuxiliaryModel
+from drumline.core.model import Head, ModelConfig
+from drumline.core.rollouts import KLConfig
+from drumline.core.section import Above0, Weight
+
+if TYPE_CHECKING:
+    from drumline.algorithms.ppo.objective import PPO
+    from drumline.core.config import Config
+
+
+class PPOConfig(PromptSpec):
+    """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
+
+    position: ClassVar[int] = 4
+    kind: Literal["ppo"] = "ppo"
+    group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
+    epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    lam: float = Field(0.95, ge=0, le=1, description="λ of generalised advantage estimation (Schulman et al. 2016).")
+    value_clip: Above0 | None = Field(0.2, description="A value may move this far from the rollout's; null: not clipped.")
+    value_weight: Above0 = Field(0.1, description="Weight of the value's loss beside the policy's.")
+    value: Literal["head", "separate"] = Field("head", description="head: linear, on the policy's last hidden states; separate: a model.")
+    value_model: ModelConfig | None = Field(None, description="separate: where the value starts from; null: the policy's own start.")
+    value_lr: float | None = Field(None, gt=0, le=1000, description="separate: its peak learning rate; null: the policy's.")
+    whiten: bool = Field(True, description="Advantages to mean 0, variance 1 over all tokens of the rollout, on all ranks.")
+    entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
+    kl: KLConfig = Field(
+        default_factory=lambda: KLConfig(coefficient=0.05, estimator="k1"), description="Divergence from a reference model, as a cost."
+    )
+
+    @property
+    def head(self) -> Head:
+        return "valued" if self.value == "head" else "lm"
+
+    def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
+        found = super().auxiliary_models(config)
+        if self.value == "separate":
+            ratio = 1.0 if self.value_lr is None else self.value_lr / config.optimizer.lr
+            model, where = self.value_model or config.model, "algorithm.value_model"
+            found["value"] = AuxiliaryModel(model, where, "score", learns=True, lr_ratio=ratio)
+        return found
+
+    def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
+        from drumline.algorithms.ppo.objective import credited
+
+        return credited(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
+
+    def build(self) -> PPO:
+        from drumline.algorithms.policy import policy_options
+        from drumline.algorithms.ppo.objective import PPO
+
+        return PPO(
+            clip=self.clip,
+            value_clip=self.value_clip,
+            value_weight=self.value_weight,
+            entropy_weight=self.entropy_weight,
+            value_apart=self.value == "separate",
+            **policy_options(self),
+        )

@@ -1,0 +1,83 @@
+"""Specs to derive from: what algorithms that learn from text, pairs or prompts answer alike. No torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
+from drumline.core.data import PAIR_FORMS, DataConfig, Forms
+from drumline.core.plan import Plan
+from drumline.core.rollouts import RolloutSpec
+
+if TYPE_CHECKING:
+    from drumline.data.collators import Collator
+    from drumline.data.encode import RowEncoder
+
+
+class TextSpec(ChunkedSpec):
+    """Conversations, completions and documents, of which tokens are learned."""
+
+    packs: ClassVar[bool] = True
+    sees_images: ClassVar[bool] = True
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.encode import TextRows
+
+        return TextRows(tokenizer, self.cuts, data)
+
+    def collator(self, plan: Plan, width: int | None) -> Collator:
+        from drumline.data.collators import text_collator
+
+        return text_collator(plan, width)
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.batches import collate, learned_segment
+
+        if plan.config.packs:  # two documents: attention is given a mask
+            return collate([[learned_segment(length - length // 2), learned_segment(length // 2)]] * rows, 0, length)
+        return collate([[learned_segment(length)]] * rows, 0, length)
+
+
+class PairSpec(AlgorithmSpec):
+    """Pairs of a chosen and a rejected answer."""
+
+    columns: ClassVar[str] = "`prompt`, `chosen` and `rejected`"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    rows_per_sample: ClassVar[int] = 2
+
+    @property
+    def forms(self) -> Forms:
+        return PAIR_FORMS
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.pairs import PairRows
+
+        return PairRows(tokenizer, data)
+
+    def collator(self, plan: Plan, width: int | None) -> Collator:
+        from drumline.data.collators import pair_collator
+
+        return pair_collator(plan, width)
+
+    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"prompt": words(1), "chosen": words(length), "rejected": words(length)}
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.batches import learned_pairs
+
+        return learned_pairs(rows, length)
+
+
+class PromptSpec(RolloutSpec):
+    """Prompts, which completions are sampled for."""
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        from drumline.data.encode import PromptRows
+
+        return PromptRows(tokenizer, self.new_tokens, data)
+
+    def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
+        from drumline.data.episodes import learned_episodes
+
+        return learned_episodes(rows, length)

@@ -1,0 +1,52 @@
+"""Next-token learning: `pretrain` (documents) and `sft` (conversations and answers). No torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from drumline.algorithms.specs import TextSpec
+from drumline.core.data import DataConfig
+
+if TYPE_CHECKING:
+    from drumline.algorithms.tokens.objective import NextToken
+    from drumline.data.encode import RowEncoder
+
+
+class PretrainConfig(TextSpec):
+    position: ClassVar[int] = 0
+    columns: ClassVar[str] = "`text`"
+    rate: ClassVar[float] = 3e-4
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy")
+    cuts: ClassVar[bool] = True
+    kind: Literal["pretrain"] = "pretrain"
+
+    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"text": words(length)}
+
+    def build(self) -> NextToken:
+        from drumline.algorithms.tokens.objective import NextToken
+
+        return NextToken(self.loss_chunk, answers=False)
+
+
+class SFTConfig(TextSpec):
+    position: ClassVar[int] = 1
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy", "exact_match")
+    has_answers: ClassVar[bool] = True
+    kind: Literal["sft"] = "sft"
+
+    def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
+        if vision is None:
+            return super().encoder(tokenizer, data)
+        from drumline.data.images import ImageRows
+
+        return ImageRows(tokenizer, data, vision)
+
+    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"prompt": words(1), "completion": words(length)}
+
+    def build(self) -> NextToken:
+        from drumline.algorithms.tokens.objective import NextToken
+
+        return NextToken(self.loss_chunk, answers=True)
