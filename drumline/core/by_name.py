@@ -17,9 +17,9 @@ from typing import Any
 from drumline.errors import ConfigError
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that looks most like `word`; None where none does."""
-    lower = {each.lower(): each for each in words}
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that looks most like `word`; None where none does."""
+    lower = {each.lower(): each for each in names}
     found = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return lower[found[0]] if found else None
 
@@ -43,8 +43,8 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
 
 def _file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
-        others = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"there is no file {path}{perhaps(path.name, others)}", where=where)
+        candidates = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"there is no file {path}{perhaps(path.name, candidates)}", where=where)
     name = f"drumline_own_{path.stem}_{zlib.crc32(bytes(path.absolute())):08x}"  # two folders may have a file of one name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
@@ -63,9 +63,9 @@ def _module(name: str, base_dir: Path, where: str) -> ModuleType:
         cause = error.__cause__
         if not isinstance(cause, ModuleNotFoundError) or not cause.name or not f"{name}.".startswith(f"{cause.name}."):
             raise
-        others = [module.name for module in pkgutil.iter_modules()]
+        candidates = [module.name for module in pkgutil.iter_modules()]
         fix = f"give its path as file.py:function, or put it beside the YAML in {base_dir}"
-        raise ConfigError(f"there is no module {cause.name!r}{perhaps(cause.name, others)}", where=where, fix=fix) from error
+        raise ConfigError(f"there is no module {cause.name!r}{perhaps(cause.name, candidates)}", where=where, fix=fix) from error
 
 
 def imported(load: Callable[[], Any], name: str, where: str) -> Any:
@@ -76,7 +76,7 @@ def imported(load: Callable[[], Any], name: str, where: str) -> Any:
         raise ConfigError(f"importing {name} raised {type(error).__name__}: {error}", where=where) from error
 
 
-def perhaps(word: str, words: Iterable[str]) -> str:
+def perhaps(word: str, names: Iterable[str]) -> str:
     """`; did you mean …?`, or nothing."""
-    close = nearest(word, words)
+    close = nearest(word, names)
     return f"; did you mean {close!r}?" if close else ""

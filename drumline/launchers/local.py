@@ -67,7 +67,7 @@ def launch(
                 reason: str | None = "asked to stop"
             elif out is not None:
                 advice, reason = on_oom(out, max(failed_at, 0))
-                memory_line, again = out.words() + (f"; {advice}" if advice else ""), "with that plan"
+                memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
             _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)

@@ -28,21 +28,21 @@ def lay_out(
     device: str = "cpu",
     dtype: Any = None,
     quantization: Any = None,
-    held: frozenset[str] = frozenset(),
+    checkpoint_keys: frozenset[str] = frozenset(),
     head: Head = "lm",
     labels: tuple[str, ...] = (),
     draws: bool = True,
 ) -> tuple[Any, Source]:
-    """A model in fp32 (or `dtype`) without weights, and where they come from: `path`, or drawn from `seed` where init is random.
+    """A model in fp32 (or `dtype`) without weights, and the source of its weights: `path`, or `seed` if init is random.
 
-    It ends in `head`; for a class in as many logits as there are `labels`. A head of classes, scores or values that the files lack, or
-    have in another shape, is drawn; `draws` False: refused, for a model that will not learn.
+    It ends in `head`; a head of classes has as many logits as there are `labels`. If the files have no head of classes, scores or values,
+    or one of another shape, it is drawn; with `draws` False that is an error, since a frozen model needs a trained head.
 
-    Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be had part by part
-    is built whole on `device`; the reason is logged. attention `auto` is transformers' own choice: sdpa, or eager for a class that has
-    no sdpa. `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`). `held`: names of
-    tensors that a checkpoint will fill; where it has all of them, no file is looked at.
-    Raises ModelError, also where the folder holds no weights for some part of the model (transformers would draw them).
+    Parameters and persistent buffers are on the meta device, other buffers are real. A model whose weights cannot be read in parts is
+    built whole on `device`; the reason is logged. attention `auto` is transformers' default: sdpa, or eager for a class without sdpa.
+    `quantization`: transformers' config of it, for pretrained weights (see `models.adapters.quantization`). `checkpoint_keys`: names of
+    tensors that a checkpoint will fill; if these are all, no file is read.
+    Raises ModelError, also if the folder lacks weights of some part of the model (transformers would draw them).
     """
     quiet()
     config = with_classes(load_config(path, model), head, labels)
@@ -52,7 +52,7 @@ def lay_out(
         if quantization is not None and pretrained is not None:
             raise Whole("its weights are packed as they are read")
         built = _without_weights(path, model, config, options, head)
-        if all(held.intersection(names) for names in aliases(built)):
+        if all(checkpoint_keys.intersection(names) for names in aliases(built)):
             return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed)

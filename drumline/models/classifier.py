@@ -17,7 +17,7 @@ from drumline.errors import ModelError
 from drumline.foreign import first_line
 from drumline.models.classes import reads_images
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, tried
+from drumline.models.small import close, try_small
 from drumline.models.weights import counted
 
 TRIED_SIDE = 64  # pixels, of models that take any size
@@ -104,7 +104,7 @@ def looks_ahead(model: Any) -> bool:
         parts = last_token_head(small)
         return parts is not None and close(parts[1](parts[0](input_ids=ids_BT).last_hidden_state[:, -1]), logits)
 
-    if not tried(model, "cpu", trial):
+    if not try_small(model, "cpu", trial):
         what = "its padding is seen through the attention mask" if found[0] else "its class is not a linear layer on the last token"
         raise ModelError(f"{type(model).__name__} cannot be trained as a classifier here: {what}", where="model", fix="name another model")
     return found[0]
@@ -127,7 +127,7 @@ def first_position(model: Any) -> int | None:
                 return True
         return False
 
-    return found[0] if tried(model, "cpu", trial) else None
+    return found[0] if try_small(model, "cpu", trial) else None
 
 
 def image_facts(model: Any, side: int) -> ModelFacts:

@@ -21,7 +21,7 @@ from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_e
 from drumline.models.router import router_of, trains_router
 from drumline.models.scores import score_head, score_parts
 from drumline.models.sequence import SequencePart
-from drumline.models.small import close, probe, tried
+from drumline.models.small import close, probe, try_small
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def can_split(model: Any) -> bool:
 
     if score_parts(model) is not None:
         return True
-    return split(model) is not None and tried(model, "cpu", is_head_of_trunk)
+    return split(model) is not None and try_small(model, "cpu", is_head_of_trunk)
 
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
@@ -164,7 +164,7 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
         alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
         return close(behind, alone)
 
-    if not tried(model, device, trial):
+    if not try_small(model, device, trial):
         if not found[0]:
             raise bidirectional(model)
         what = f"{type(model).__name__} does not keep the documents of a pack apart"

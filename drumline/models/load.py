@@ -115,14 +115,14 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
     check_folder(Path(source))
     limit()
     files = "its tokenizer_config.json or tokenizer.json"
-    tokenizer = from_hub(source, model, lambda: _tried(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
+    tokenizer = from_hub(source, model, lambda: _checked(AutoTokenizer.from_pretrained(source, **hub_options(source, model))), files)
     if model.chat_template is not None:
         what = "model.chat_template is the path of a Jinja file"
         tokenizer.chat_template = read_text(Path(model.chat_template), ModelError, what, MOST_SOURCE)
     return tokenizer
 
 
-def _tried(tokenizer: Any) -> Any:
+def _checked(tokenizer: Any) -> Any:
     """The tokenizer, once it has done what will be asked of it: wrong values in its files are found here."""
     ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
     tokenizer.decode(ids)

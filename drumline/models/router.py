@@ -14,7 +14,7 @@ import torch
 
 from drumline.errors import ModelError
 from drumline.models.classes import ends_in_classes
-from drumline.models.small import close, tried
+from drumline.models.small import close, try_small
 
 # What configs call the number of experts that take a token, and what the loss is multiplied by.
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
@@ -87,7 +87,7 @@ def router_of(model: Any) -> Router | None:
         return added and close(ours, router.coefficient * theirs.aux_loss)
 
     try:
-        as_theirs = router is not None and tried(model, "cpu", trial)
+        as_theirs = router is not None and try_small(model, "cpu", trial)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         as_theirs = False
     if not as_theirs:

@@ -58,20 +58,20 @@ class Loaded:
 class Values:
     """What a model on the meta device is to be filled with, once the transforms have spread it.
 
-    `device`: cpu or cuda:N. `seed`: of fresh adapters. `held`: names that are left empty, since a checkpoint will fill them.
+    `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty, since a checkpoint fills them.
     """
 
     source: Source
     device: str
     seed: int
-    held: frozenset[str] = frozenset()
+    checkpoint_keys: frozenset[str] = frozenset()
 
     def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
         """Give whatever `model` has on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
         the same names. `offloaded`: parameters live in host memory, buffers on the device. `owners`: only what these modules of it hold
         themselves."""
         empty = materialise(model, self.device, "cpu" if offloaded else self.device, owners)
-        wanted = {name: tensor for name, tensor in empty.items() if name not in self.held}
+        wanted = {name: tensor for name, tensor in empty.items() if name not in self.checkpoint_keys}
         for name in filter(adapters.is_adapter, list(wanted)):
             tensor = wanted.pop(name)
             copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
@@ -106,13 +106,13 @@ def materialise(
     Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its references.
     """
     chosen = [*(model.modules() if owners is None else owners)]
-    held = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
+    owned = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
     for owner in chosen:
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 owner._buffers[name] = buffer.to(device)
     tensors = chain(model.named_parameters(), model.named_buffers())  # tied ones once
-    empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in held]
+    empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in owned]
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:

@@ -55,7 +55,7 @@ def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
     return _Seeing(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
 
 
-def tried(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:
+def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:
     """`trial` of a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from drumline.errors import PlanError
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
-from drumline.models.small import Tokens, close, tried
+from drumline.models.small import Tokens, close, try_small
 from drumline.vendor.torch import all_to_all_single_autograd
 
 NUMBERS = itertools.count()
@@ -179,7 +179,7 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
             in_part = trunk(**part.inputs(batch), use_cache=False)[0]
         return close(in_part, part.cut(whole))
 
-    same = torch.tensor(float(tried(model, device, trial)), device=device)
+    same = torch.tensor(float(try_small(model, device, trial)), device=device)
     part.active = False
     return float(part.total(same)) == part.parts
 

@@ -20,7 +20,7 @@ from drumline.errors import PlanError
 from drumline.models.blocks import block_list
 from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
-from drumline.models.small import Tokens, close, tried
+from drumline.models.small import Tokens, close, try_small
 
 TRIED = 4  # blocks of the copy: a first, a last, and two between
 # For all that cannot be cut: what else there is for a model too large for one device.
@@ -55,7 +55,7 @@ def find_layout(model: Any) -> Layout:
         found.append(layout)
         return stages_make_the_whole(small, layout, tuple((i, i + 1) for i in range(layout.number)), 2, ids_BT)
 
-    if not tried(model, "cpu", trial, layers=TRIED):
+    if not try_small(model, "cpu", trial, layers=TRIED):
         raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"

@@ -35,23 +35,22 @@ def held_with_frozen(engine: Engine) -> Held:
     return held._replace(parameters=held.parameters + sum(frozen.held().parameters for frozen in frozen_engines))
 
 
-def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
+def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
     """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles learn beside
     the policy it is a `Several` of them.
 
-    `device`: cpu, or cuda:N. `held`: names of tensors that a checkpoint fills afterwards, so that nothing else need; a role's are
-    ROLE/NAME. `role`: one of `plan.roles` by itself; the engine of a frozen one has no more than what looks (evaluate, infer,
-    whole_weights, live). Collective.
+    `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so nothing else does; a role's are ROLE/NAME.
+    `role`: one of `plan.roles` by itself; the engine of a frozen one can only evaluate, infer, and return its weights. Collective.
     """
     if role is not None:
         chosen = plan.roles[role]
         if chosen.learns:
-            return _learning(plan.of_role(role), device, held, chosen.head)
+            return _learning(plan.of_role(role), device, checkpoint_keys, chosen.head)
         frozen = _frozen(plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed")
         frozen_engines.add(frozen)
         return cast(Engine, frozen)
     learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
-    names = dict.fromkeys(held)
+    names = dict.fromkeys(checkpoint_keys)
     policy = _learning(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
     if not learning:
         return policy
@@ -59,18 +58,18 @@ def build_engine(plan: Plan, device: str, held: frozenset[str] = frozenset(), ro
     return Several({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in learning.items()})
 
 
-def _learning(plan: Plan, device: str, held: frozenset[str], head: Head) -> Engine:
+def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head) -> Engine:
     config = plan.config
     if plan.engine == "deepspeed":
         # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
-        device, held = "cpu", frozenset()
-    model, source = _lay_out(plan, device, held, head)
+        device, checkpoint_keys = "cpu", frozenset()
+    model, source = _lay_out(plan, device, checkpoint_keys, head)
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
     if plan.engine != "deepspeed":  # it keeps all that it trains low, and fp32 values of what learns besides
         keep_frozen_low(plan, model)
-    values = Values(source, device, config.run.seed, held)
+    values = Values(source, device, config.run.seed, checkpoint_keys)
     if plan.data_parallel in ("local_sgd", "diloco"):
         from drumline.parallel.native import prepare
         from drumline.strategies.local import LocalEngine
@@ -174,12 +173,12 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
     return engine
 
 
-def _lay_out(plan: Plan, device: str, held: frozenset[str], head: Head, draws: bool = True) -> tuple[Any, Source]:
+def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head, draws: bool = True) -> tuple[Any, Source]:
     config = plan.config
     # A pipeline's rank keeps a part: a model that has to be built whole is cut in host memory.
     place = "cpu" if plan.engine == "pipeline" else device
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
-    options: dict[str, Any] = {"quantization": packed, "held": held, "head": head, "labels": plan.labels, "draws": draws}
+    options = {"quantization": packed, "checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
     if head in LM:
         require_next_token(model, device, config.packs)

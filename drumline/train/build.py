@@ -55,7 +55,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         with goodput.spend("restore"):
             start = Start.find(plan, resume)
     searched = time.time() - began
-    engine = build_engine(plan, device, start.held if start else frozenset())
+    engine = build_engine(plan, device, start.checkpoint_keys if start else frozenset())
     checkpointer = Checkpointer(
         Path(plan.run_dir) / "checkpoints",
         keep=config.checkpoint.keep,
@@ -125,7 +125,7 @@ class Start:
 
     path: Path | None
     skipped: list[dict[str, str]]
-    held: frozenset[str]  # names of the models' tensors that are in it, without their section
+    checkpoint_keys: frozenset[str]  # names of the models' tensors that are in it, without their section
 
     @classmethod
     def find(cls, plan: Plan, resume: str) -> Start:

@@ -36,8 +36,8 @@ DOING = {
 class OutOfMemory(DrumlineError):
     """A rank ran out of memory; `exhausted` says what was known then."""
 
-    def __init__(self, exhausted: Exhausted, told: str) -> None:
-        super().__init__(f"rank {exhausted.rank} {exhausted.words()}", fix=None if exhausted.allocated is not None else told)
+    def __init__(self, exhausted: Exhausted, advice: str) -> None:
+        super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=None if exhausted.allocated is not None else advice)
         self.exhausted = exhausted
 
 
@@ -73,7 +73,7 @@ class Watched:
         known = said_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
         return Exhausted(rank=self.rank, during=during, held=held, **known)
 
-    def _on_cpu(self, said: str) -> dict[str, int]:
+    def _on_cpu(self, message: str) -> dict[str, int]:
         """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""
         now = process_bytes()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))  # of this host
@@ -83,7 +83,7 @@ class Watched:
             if soft != resource.RLIM_INFINITY:
                 rooms.append(soft - self.before[count])
         known = {"allocated": max(0, now["VmHWM"] - self.before["VmRSS"]), "room": max(0, min(rooms))}
-        if asked := re.search(r"allocate (\d+) bytes", said):
+        if asked := re.search(r"allocate (\d+) bytes", message):
             known["asked"] = int(asked[1])
         return known
 
@@ -102,12 +102,12 @@ def watched(plan: Plan, rank: int) -> Iterator[Watched]:
 
 def doing(stack: TracebackType | None) -> str:
     """What the code at the end of a stack was about."""
-    said = "loading"
+    message = "loading"
     while stack is not None:
         name = stack.tb_frame.f_code.co_name
-        said = DOING.get(name, said)
+        message = DOING.get(name, message)
         stack = stack.tb_next
-    return said
+    return message
 
 
 def said_by_cuda(message: str) -> dict[str, int]:

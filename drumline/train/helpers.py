@@ -60,8 +60,8 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
         command = [sys.executable, "-m", "drumline.strategies.deepspeed"]
         made = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock.fileno(),))
         if made.returncode != 0:
-            said = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]
-            what = f"DeepSpeed's helper for NVMe cannot be compiled: {said[-1] if said else f'exit code {made.returncode}'}"
+            errors = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]
+            what = f"DeepSpeed's helper for NVMe cannot be compiled: {errors[-1] if errors else f'exit code {made.returncode}'}"
             raise EnvironmentFault(what, where=str(root / HELPER), fix="mend that, or offload to cpu")
         (root / MARKER).write_text(_origins())
         on_progress(COMPILING, 1, 1)

@@ -38,20 +38,19 @@ SHARED_SECONDS = 10.0  # a network file system may take a moment to show another
 HEARD_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its store goes with it
 
 
-def train(ask: Callable[[int], Request]) -> int:
-    """One rank, from plan to end. `ask`: what the user wants, of so many processes. After a restart by the launcher the run goes on from
-    its newest checkpoint."""
-    with recording(), ExitStack() as held:
-        train_rank(*join(ask, held, display=True), display=True)
+def train(make_request: Callable[[int], Request]) -> int:
+    """One rank, from plan to end. `make_request`: world size → request. A restarted run resumes from its newest checkpoint."""
+    with recording(), ExitStack() as stack:
+        train_rank(*join(make_request, stack, display=True), display=True)
     return 0
 
 
-def join(ask: Callable[[int], Request], held: ExitStack, display: bool) -> tuple[Plan, str | None]:
-    """The plan and the checkpoint to go on from, the same on all ranks. `held` gets the lease of the run folder."""
+def join(make_request: Callable[[int], Request], stack: ExitStack, display: bool) -> tuple[Plan, str | None]:
+    """The plan and the checkpoint to go on from, the same on all ranks. `stack` gets the lease of the run folder."""
     ranks = Ranks.from_environment()
     # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
     rendezvous()
-    return _plan(ask, ranks, held, display) if ranks.rank == 0 else _told(ranks)
+    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _told(ranks)
 
 
 def train_rank(plan: Plan, start: str | None, display: bool) -> None:
@@ -69,25 +68,25 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
         raise
 
 
-def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack, display: bool) -> tuple[Plan, str | None]:
+def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack, display: bool) -> tuple[Plan, str | None]:
     """Rank 0's part, outside any collective: it may take as long as the data needs."""
     try:
-        request = ask(ranks.world_size)
+        request = make_request(ranks.world_size)
         _require_as_launched(request, ranks)
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
         for line in plan.data.left_out if plan.data else ():
             print(f"note: {line}", file=sys.stderr)
         run_dir = Path(plan.run_dir)
-        lease = held.enter_context(Lease(run_dir))
+        lease = stack.enter_context(Lease(run_dir))
         mark = _mark(request)
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
             request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
         (run_dir / LAUNCH).write_text(json.dumps(mark))
         # The others have not read the YAML, nor what it keeps to itself.
-        told = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
-        publish(json.dumps(told), "plan")
+        answer = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
+        publish(json.dumps(answer), "plan")
         _require_shared(run_dir, ranks)
     except (Exception, Interrupted) as error:
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
@@ -104,21 +103,21 @@ def _plan(ask: Callable[[int], Request], ranks: Ranks, held: ExitStack, display:
 
 def _told(ranks: Ranks) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
-    told = _heard("plan", ranks)
-    os.environ.update(told["secrets"])
-    plan = Plan.model_validate(told["plan"])
-    shared = is_held_by(told["lease"], Path(plan.run_dir), SHARED_SECONDS)
+    answer = _heard("plan", ranks)
+    os.environ.update(answer["secrets"])
+    plan = Plan.model_validate(answer["plan"])
+    shared = is_held_by(answer["lease"], Path(plan.run_dir), SHARED_SECONDS)
     publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")
     _heard("go", ranks)
-    return plan, told["resume"]
+    return plan, answer["resume"]
 
 
 def _heard(name: str, ranks: Ranks) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(receive(name))
-    if "exit_code" in told:
+    answer: dict[str, Any] = json.loads(receive(name))
+    if "exit_code" in answer:
         publish("", f"heard-{ranks.rank}")
-        raise SystemExit(told["exit_code"])  # rank 0 says why
-    return told
+        raise SystemExit(answer["exit_code"])  # rank 0 says why
+    return answer
 
 
 def _require_shared(run_dir: Path, ranks: Ranks) -> None:
@@ -131,10 +130,10 @@ def _require_shared(run_dir: Path, ranks: Ranks) -> None:
 
 
 def _require_as_launched(request: Request, ranks: Ranks) -> None:
-    asked = request.loaded.config.launch.nproc
+    nproc = request.loaded.config.launch.nproc
     # accelerate's own flags go before its file, too: a number that another tool's file has is only what it was last started with.
-    if asked is not None and asked != ranks.world_size and not request.loaded.old:
-        what = f"launch.nproc is {asked}, but {launched_by()} has started {ranks.world_size} processes"
+    if nproc is not None and nproc != ranks.world_size and not request.loaded.old:
+        what = f"launch.nproc is {nproc}, but {launched_by()} has started {ranks.world_size} processes"
         raise EnvironmentFault(what, where="launch.nproc", fix="leave launch.nproc out")
 
 

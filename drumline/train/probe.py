@@ -40,14 +40,14 @@ def probe(answer: Answer, loaded: Loaded, on_progress: OnProgress) -> Answer:
     with tempfile.TemporaryDirectory(prefix="drumline-probe-") as folder:
         root = Path(folder)
         rows = None if real else random_rows(loaded.config, answer.ranked[0], root / "rows.jsonl") if answer.ranked else None
-        tried = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(best(answer))]
-    return corrected_answer(answer, tuple(tried))
+        probes = [_try(c, loaded, root / str(number), rows, on_progress) for number, c in enumerate(best(answer))]
+    return corrected_answer(answer, tuple(probes))
 
 
 def best(answer: Answer) -> list[Candidate]:
     """The first, and the next one of another family where there is one: two of a family are too alike to choose between."""
-    first, others = answer.ranked[:1], answer.ranked[1:]
-    second = [c for c in others if c.family != first[0].family] or others
+    first, rest = answer.ranked[:1], answer.ranked[1:]
+    second = [c for c in rest if c.family != first[0].family] or rest
     return [*first, *second[:1]]
 
 
@@ -55,10 +55,10 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
     """Enough rows of random words for all steps, each as long as the longest. Raises EnvironmentFault where words will not do."""
     length, draw = config.data.max_length, random.Random(config.run.seed)
 
-    def words(number: int) -> str:
+    def random_text(number: int) -> str:
         return " ".join("".join(draw.choices(LETTERS, k=4)) for _ in range(max(1, number)))
 
-    rows = [config.algorithm.random_row(words, length) for _ in range(STEPS * candidate.layout.batch.global_samples)]
+    rows = [config.algorithm.random_row(random_text, length) for _ in range(STEPS * candidate.layout.batch.global_samples)]
     if None in rows:
         what = f"{config.algorithm.kind} cannot be tried on random words, and its data are not prepared"
         raise EnvironmentFault(what, where="--probe", fix="prepare them first: drumline prepare CONFIG.yaml")

@@ -30,7 +30,7 @@ from drumline.parallel.engine import Engine
 from drumline.strategies.build import build_engine
 from drumline.train.streams import Streams
 
-Ask = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
+ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
 VERSION = 1  # raise it when the same models and pairs give other numbers
 
 
@@ -52,14 +52,14 @@ class Reference:
         """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model is asked."""
         data, held_out = self.plan.data, self.streams.held_out
         assert data is not None, "workers get plans of prepared data"
-        ask = self._asks(data)
-        training = with_reference(self.streams.training, ask(data.train_cache))
+        score = self._scores(data)
+        training = with_reference(self.streams.training, score(data.train_cache))
         if held_out is None or data.eval_cache is None:
             return replace(self.streams, training=training)
-        of_eval = ask(data.eval_cache)
+        of_eval = score(data.eval_cache)
         return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval))
 
-    def _asks(self, data: DataPlan) -> Callable[[str], Ask]:
+    def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
         """How to ask about the pairs of a cache folder."""
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
@@ -108,20 +108,20 @@ class Reference:
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")
-            told = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
-            for pair, scores in zip(batch.micro_batches, told, strict=True):
+            scores = engine.infer(batch.micro_batches, self.algorithm.score, adapter=False)
+            for pair, answer in zip(batch.micro_batches, scores, strict=True):
                 real = pair.real_P > 0
-                table[pair.samples_P[real]] = scores.view(rows, -1).T[real]
+                table[pair.samples_P[real]] = answer.view(rows, -1).T[real]
         if not self.plan.mesh.counts(self.ranks.rank):
             table.zero_()  # another rank has the same pairs
         return add_up(table)
 
 
-def with_reference(batches: Iterable[GlobalBatch], ask: Ask) -> Iterator[GlobalBatch]:
+def with_reference(batches: Iterable[GlobalBatch], score: ScoreBatches) -> Iterator[GlobalBatch]:
     """`batches` with the reference's log-probabilities in every micro-batch."""
     for batch in batches:
-        told = ask(batch.micro_batches)
-        yield replace(batch, micro_batches=[replace(b, reference_B=r) for b, r in zip(batch.micro_batches, told, strict=True)])
+        scores = score(batch.micro_batches)
+        yield replace(batch, micro_batches=[replace(b, reference_B=r) for b, r in zip(batch.micro_batches, scores, strict=True)])
 
 
 def key(plan: Plan, folder: str) -> str:

@@ -105,18 +105,18 @@ class Sampling:
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""
-        live = self.engine.live()
+        unsharded = self.engine.live()
         if self._generator is None:
-            self._generator, self._refresh = self._make(live)
+            self._generator, self._refresh = self._make(unsharded)
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
         return generate_together(greedy(self._generator) if greedily else self._generator, requests, step)
 
-    def _make(self, live: Any) -> tuple[Generator, Callable[[Any], None] | None]:
+    def _make(self, unsharded: Any) -> tuple[Generator, Callable[[Any], None] | None]:
         plan = self.plan
         low = LOW_PRECISION.get(plan.precision)
         seed, folder = plan.config.run.seed, Path(plan.run_dir)
-        return generator(self.algorithm.generator, self.tokenizer, seed, live, self._copy, low, plan.model_path, folder)
+        return generator(self.algorithm.generator, self.tokenizer, seed, unsharded, self._copy, low, plan.model_path, folder)
 
     def _copy(self) -> Any:
         """The whole model on this rank, in the type that it computes in."""

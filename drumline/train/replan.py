@@ -64,7 +64,7 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     if out.killed and plan.device == "cuda":
         host = predicted.host
         needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
-        return Advice(f"the plan said of the host's memory: {needs}, of {size(detect().memory_bytes)}", None, predicted)
+        return Advice(f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}", None, predicted)
     there = limit(out, predicted.memory, predicted.limit)
     device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
     smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
@@ -131,7 +131,7 @@ class Replanner:
         EventLog(Path(old.run_dir) / "events.jsonl").emit(
             "replan",
             **{"from": changed(taken.config, batched(old)), "to": taken.name},
-            why=f"rank {out.rank} {out.words()}; {verdict(out, advice.predicted.memory)}",
+            why=f"rank {out.rank} {out.describe()}; {verdict(out, advice.predicted.memory)}",
             predicted_bytes={"from": advice.predicted.memory.peak, "to": taken.estimate.memory.peak},
             plan=str(kept),
             step=step,

@@ -46,9 +46,9 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
     def once(folder: str) -> Iterable[GlobalBatch]:
         cache, micro = TokenCache.open(Path(folder)), plan.batch.eval_micro_batch
         # Stages work side by side on the micro-batches of one draw.
-        several = plan.mesh.pp
-        samples = micro * several * plan.mesh.data_ranks
-        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=several, eval_micro_batch=micro)
+        stages = plan.mesh.pp
+        samples = micro * stages * plan.mesh.data_ranks
+        whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
         return on_device(stream(cache, whole, False, 0, len(cache), 0))
 
     cache, stop, held_out = TokenCache.open(Path(data.train_cache)), total_samples(config, plan.batch, data), data.eval_cache

@@ -21,7 +21,7 @@ MiB = 2**20
 TAKEN = 64 * MiB  # what a rank may have less than it took in the run that had enough
 
 
-FITTING = r"the plan said .* — nearest plan that fits: (batch: {micro_batch: \d|memory: {activation_checkpointing: )"
+FITTING = r"the plan predicted .* — nearest plan that fits: (batch: {micro_batch: \d|memory: {activation_checkpointing: )"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m")
 
 
@@ -100,7 +100,7 @@ def test_a_rank_without_memory_says_which_line_of_the_plan_was_wrong(enough: Eno
     code, err, _ = train(enough.config, tmp_path / "run", limit=enough.most - TAKEN)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 1
-    assert re.search(r"ran out of memory in (forward|backward|the loss): .* held, .* asked for, room for ", line), err
+    assert re.search(r"ran out of memory in (forward|backward|the loss): .* in use, .* requested, room for ", line), err
     assert re.search(FITTING, line), err
     assert "Traceback" not in err
     (fault,) = events(tmp_path / "run", "fault")

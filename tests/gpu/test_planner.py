@@ -55,7 +55,7 @@ def test_out_of_memory_is_told_by_the_allocators_figures(tmp_path: Path, monkeyp
     stopped = drumline("train", path, f"run.dir={tmp_path / 'stop'}")
     assert stopped.code == 1
     (line,) = stopped.error_lines
-    assert "held" in line and "more asked for" in line and "nearest plan that fits: batch: {micro_batch:" in line
+    assert "in use" in line and "more requested" in line and "nearest plan that fits: batch: {micro_batch:" in line
     again = drumline("train", path, f"run.dir={tmp_path / 'replan'}", "memory.on_oom=replan")
     assert again.code == 0, again.err
     assert events(tmp_path / "replan", "replan")

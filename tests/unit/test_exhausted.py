@@ -11,7 +11,7 @@ import torch
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.mesh import Mesh
-from drumline.core.out_of_memory import Exhausted, correction, limit, verdict, wrong
+from drumline.core.out_of_memory import Exhausted, correction, limit, misestimate, verdict
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.fallbacks import changed
@@ -93,14 +93,14 @@ def test_figures_of_cudas_message() -> None:
         (Exhausted(rank=0, during="", killed=True), None, 0),
     ],
 )
-def test_which_line_was_wrong(out: Exhausted, category: str | None, by: int) -> None:
-    found = wrong(out, planned())
+def test_which_line_was_misestimate(out: Exhausted, category: str | None, by: int) -> None:
+    found = misestimate(out, planned())
     assert (found and found.category, found.found - found.planned if found else 0) == (category, by)
 
 
 def test_a_plan_that_was_right_says_that_there_is_too_little() -> None:
     out = Exhausted(rank=0, during="backward", allocated=30 * GiB, asked=2 * GiB, held=HELD, room=31 * GiB)
-    assert verdict(out, planned()) == "the plan said 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
+    assert verdict(out, planned()) == "the plan predicted 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
     assert correction(out, planned()) == 1.0
     assert limit(out, planned(), 80 * GiB) == 32 * GiB
 

@@ -88,11 +88,11 @@ def test_what_a_checkpoint_holds_is_not_read(tmp_path: Path) -> None:
     options = ModelConfig(id=str(folder))
     names = frozenset(name for name, _ in build_model(str(folder), options, 0).named_parameters())
     model, source = lay_out(str(folder), options, 0)
-    Values(source, "cpu", 0, held=names - {"model.norm.weight"}).fill(model)
+    Values(source, "cpu", 0, checkpoint_keys=names - {"model.norm.weight"}).fill(model)
     assert torch.equal(model.model.norm.weight, torch.ones(32))
     (folder / "model.safetensors").unlink()
-    model, source = lay_out(str(folder), options, 0, held=names)
-    Values(source, "cpu", 0, held=names).fill(model)
+    model, source = lay_out(str(folder), options, 0, checkpoint_keys=names)
+    Values(source, "cpu", 0, checkpoint_keys=names).fill(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight and not model.lm_head.weight.is_meta
 
 
