@@ -41,6 +41,14 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
     return found
 
 
+def call_object(path: str, base_dir: Path, where: str, options: dict[str, Any]) -> Any:
+    """What the function of that name gives for its arguments by name. Raises ConfigError where it cannot be found or raises."""
+    function = find_object(path, base_dir, where, "function")
+    if not callable(function):
+        raise ConfigError(f"{path} is a {type(function).__name__}, not a function", where=where)
+    return imported(lambda: function(**options), path, where, doing="calling")
+
+
 def _file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         candidates = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -68,12 +76,12 @@ def _module(name: str, base_dir: Path, where: str) -> ModuleType:
         raise ConfigError(f"there is no module {cause.name!r}{perhaps(cause.name, candidates)}", where=where, fix=fix) from error
 
 
-def imported(load: Callable[[], Any], name: str, where: str) -> Any:
+def imported(load: Callable[[], Any], name: str, where: str, doing: str = "importing") -> Any:
     """What a plug-in's module gives. Raises ConfigError for whatever the module raises."""
     try:
         return load()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises
-        raise ConfigError(f"importing {name} raised {type(error).__name__}: {error}", where=where) from error
+        raise ConfigError(f"{doing} {name} raised {type(error).__name__}: {error}", where=where) from error
 
 
 def perhaps(word: str, names: Iterable[str]) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from drumline.core.by_name import call_object
+from drumline.core.registry import Registered, Spec
 from drumline.core.section import MOST_SEED, Amount, PathText, Section, Steps
 
 Forms = tuple[tuple[str, ...], ...]  # the columns of a row, one tuple for each form that it may have
@@ -30,18 +36,42 @@ class Columns(Section):
     images: str | None = Field(None, description="Column with a list of image paths, for messages that mark the positions of images.")
 
 
-class _Source(Section):
+class SourceSpec(Spec):
+    """A kind of data source. One of your own overrides `rows`, and adds keys of its own."""
+
+    group: ClassVar[str] = "sources"
+    thing: ClassVar[str] = "data source"
+    module: ClassVar[str] = "drumline.core.data"
+    short: ClassVar[bool] = False
+
     columns: Columns = Field(default_factory=Columns, description="Map your column names to messages | prompt + completion | text.")
     limit: Steps | None = Field(None, description="Take at most this many rows.")
     domain: str | None = Field(None, description="ppo, grpo: name of these prompts in the metrics; null: the task's or file's name.")
 
+    @property
+    def label(self) -> str:
+        """What messages and figures call it."""
+        return self.kind
 
-class FileSource(_Source):
+    def rows(self, base_dir: Path) -> Iterator[Any]:
+        """Rows as dictionaries of columns, the same at each call and in the same order. Paths are relative to `base_dir`, the YAML's
+        folder. May raise DataError."""
+        raise NotImplementedError
+
+    def content(self, base_dir: Path) -> str:
+        """What tells these rows from others, for the cache of tokens: by default a hash of them all."""
+        found = hashlib.sha256()
+        for row in self.rows(base_dir):
+            found.update(json.dumps(row, sort_keys=True, default=str).encode())
+        return found.hexdigest()
+
+
+class FileSource(SourceSpec):
     kind: Literal["file"] = "file"
     path: PathText = Field(description="A .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a glob. Relative to the YAML's folder.")
 
 
-class HubSource(_Source):
+class HubSource(SourceSpec):
     kind: Literal["hub"] = "hub"
     id: PathText = Field(description="A `datasets` hub id.")
     name: PathText | None = Field(None, description="The subset (configuration) of the dataset.")
@@ -56,13 +86,13 @@ class HubSource(_Source):
         return self
 
 
-class SavedSource(_Source):
+class SavedSource(SourceSpec):
     kind: Literal["saved"] = "saved"
     path: PathText = Field(description="A folder written by `datasets`' save_to_disk.")
     split: str | None = Field(None, description="The split, if the folder has more than one.")
 
 
-class TasksSource(_Source):
+class TasksSource(SourceSpec):
     kind: Literal["tasks"] = "tasks"
     tasks: dict[str, dict[str, Any]] = Field(
         min_length=1,
@@ -73,14 +103,30 @@ class TasksSource(_Source):
     seed: int = Field(0, ge=0, le=MOST_SEED, description="Seed of the task generator. Use different seeds for train and eval.")
 
 
-class DigitsSource(_Source):
+class DigitsSource(SourceSpec):
     """scikit-learn's 1797 handwritten digits (8 × 8 pixels, Alpaydin & Kaynak 1998), as images, for classification without a download."""
 
     kind: Literal["digits"] = "digits"
     split: Literal["train", "test", "all"] = Field("train", description="train: the first 1437; test: the last 360, by different writers.")
 
 
-Source = Annotated[FileSource | HubSource | SavedSource | TasksSource | DigitsSource, Field(discriminator="kind")]
+class PythonSource(SourceSpec):
+    """A function of your own that gives rows, or, for a model and algorithm of kind python, any samples."""
+
+    kind: Literal["python"] = "python"
+    path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Its arguments by name.")
+
+    @property
+    def label(self) -> str:
+        return self.path
+
+    def rows(self, base_dir: Path) -> Any:
+        """Whatever the function returns."""
+        return call_object(self.path, base_dir, "data source", self.options)
+
+
+Source = Annotated[SourceSpec, Registered(SourceSpec)]
 
 
 class DataConfig(Section):

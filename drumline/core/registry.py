@@ -29,6 +29,8 @@ class Spec(Section):
 
     group: ClassVar[str]  # strategies: drumline/strategies/ and the entry points drumline.strategies
     thing: ClassVar[str]  # what an error calls one of them
+    module: ClassVar[str] = ""  # where this package's own are, if not in folders of their own
+    short: ClassVar[bool] = True  # the kind alone may stand for a section without further keys
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
     kind: str
 
@@ -85,8 +87,11 @@ def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool =
 
 @cache
 def _built_in(base: type[S]) -> dict[str, type[S]]:
-    package = importlib.import_module(f"drumline.{base.group}")
-    modules = [importlib.import_module(f"{package.__name__}.{m.name}.spec") for m in pkgutil.iter_modules(package.__path__) if m.ispkg]
+    if base.module:
+        modules = [importlib.import_module(base.module)]
+    else:
+        package = importlib.import_module(f"drumline.{base.group}")
+        modules = [importlib.import_module(f"{package.__name__}.{m.name}.spec") for m in pkgutil.iter_modules(package.__path__) if m.ispkg]
     specs = [value for module in modules for value in vars(module).values() if isinstance(value, type) and issubclass(value, base)]
     return {kind: spec for spec in specs for kind in literal_kinds(spec)}
 
@@ -130,12 +135,13 @@ class Registered:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         full = handler(_union({kind: spec.__pydantic_core_schema__ for kind, spec in kinds(self.base).items()}))
         own = {"type": "object", "properties": {"kind": OWN}, "required": ["kind"]}
-        return {"anyOf": [{"enum": sorted(kinds_without_keys(full, handler))}, full, OWN, own]}
+        alone = [{"enum": sorted(kinds_without_keys(full, handler))}, OWN] if self.base.short else []
+        return {"anyOf": [*alone, full, own]}
 
     def _validated(self, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, self.base):
             return value
-        if isinstance(value, str):
+        if isinstance(value, str) and self.base.short:
             value = {"kind": value}
         kind = value.get("kind") if isinstance(value, Mapping) else None
         spec = find(self.base, kind, **(info.context or {})) if isinstance(kind, str) else None

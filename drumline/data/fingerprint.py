@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.config import Config
-from drumline.core.data import DigitsSource, FileSource, HubSource, Source, TasksSource
+from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
 from drumline.data.cache import VERSION
 from drumline.data.files import find
 from drumline.data.sources import call_hub, no_reasoning_gym
@@ -77,6 +77,8 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
             raise no_reasoning_gym() from error
     if isinstance(source, DigitsSource):
         return {**settings, "content": str(cache_dir())}
+    if not isinstance(source, SavedSource):
+        return {**source.model_dump(), "content": source.content(base_dir)}
     folder = base_dir / Path(source.path).expanduser()
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", where="data source", fix="paths are relative to the folder of the YAML")

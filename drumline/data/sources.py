@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -91,7 +91,9 @@ def describe(source: Source) -> str:
         return source.path
     if isinstance(source, DigitsSource):
         return f"digits/{source.split}"
-    return f"hub/{source.id}" if isinstance(source, HubSource) else "tasks/" + ",".join(source.tasks)
+    if isinstance(source, TasksSource):
+        return "tasks/" + ",".join(source.tasks)
+    return f"hub/{source.id}" if isinstance(source, HubSource) else source.label
 
 
 def _domain(source: Source, row: Row) -> str:
@@ -108,11 +110,23 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
         yield from ((base_dir, raw) for raw in _tasks(source, forms))
     elif isinstance(source, DigitsSource):
         yield from ((base_dir, raw) for raw in read_digits(source))
-    else:
+    elif isinstance(source, HubSource | SavedSource):
         name = describe(source)
         rows = load_hub(source) if isinstance(source, HubSource) else _load_saved(source, base_dir)
         for number, values in enumerate(rows, 1):
             yield base_dir, (f"{name} row {number}", TableRow(values))
+    else:
+        yield from ((base_dir, raw) for raw in _of_plugin(source, base_dir))
+
+
+def _of_plugin(source: Source, base_dir: Path) -> Iterator[Raw]:
+    name = describe(source)
+    with judged("its rows cannot be read", name, DataError):
+        for number, values in enumerate(source.rows(base_dir), 1):
+            if not isinstance(values, Mapping):
+                fix = "give dictionaries: column → value"
+                raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
+            yield f"{name} row {number}", dict(values)
 
 
 # ------------------------------------------------------------------------------------------------------------- columns

@@ -27,7 +27,7 @@ def short_places(model: type[BaseModel] = Config, place: tuple[str, ...] = ()) -
     for name, field in model.model_fields.items():
         parts = [*field.metadata, *(extra for inner in get_args(field.annotation) for extra in getattr(inner, "__metadata__", ()))]
         here = (*place, name)
-        if any(isinstance(part, Short | Registered) for part in parts):
+        if any(isinstance(part, Short) or (isinstance(part, Registered) and part.base.short) for part in parts):
             yield (*here, "0") if get_args(field.annotation) and str(field.annotation).startswith("list") else here
         for inside in models_at(here):
             if len(here) < 4 and inside is not model:
