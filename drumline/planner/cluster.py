@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from drumline.core.cluster import ClusterConfig
+from drumline.core.config import Config
 from drumline.hardware import catalog
-from drumline.hardware.calibration import Calibration, read
+from drumline.hardware.calibration import Calibration, calibration_for, read
 from drumline.hardware.cluster import Cluster, DeviceSpec
 from drumline.hardware.detect import Machine
 
@@ -49,6 +51,26 @@ def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, cal
         calibration=_measured(said, device, ranks, here.calibration if same else Calibration()),
         notes=(*(here.notes if same else _assumed(said)), *network_assumed(said, said.nodes)),
     )
+
+
+def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int) -> tuple[Cluster, list[str]]:
+    """The devices that `world` processes have: as the YAML says them where they are these, else as they are found; and a line where they
+    are not these. `device`: what the run computes on, which may be the CPU of a host with GPUs."""
+    if device != machine.device:
+        machine = machine.without_devices()
+    measured = calibration_for(machine)
+    said = cluster_of(config.cluster, machine, world, measured)
+    here = _first_of(cluster_of(None, machine, world, measured), world)
+    if said.world_size == world and said.device.kind == here.device.kind and said.device.name == here.device.name:
+        return said, []
+    other = f"the cluster that is said ({said.world_size} × {said.device.name}) is not the one here ({world} × {here.device.name})"
+    return here, [f"strategy auto: {other}, which was planned for"] if config.cluster else []
+
+
+def _first_of(cluster: Cluster, world: int) -> Cluster:
+    """Its first devices, or as many such hosts as it takes."""
+    per_node = next(n for n in range(min(cluster.per_node, world), 0, -1) if world % n == 0)
+    return replace(cluster, per_node=per_node, nodes=world // per_node)
 
 
 def _measured(said: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:

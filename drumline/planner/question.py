@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.core.config import Config
-from drumline.core.facts import ModelFacts
 from drumline.core.load import Loaded
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
@@ -44,32 +44,61 @@ class Found:
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     """Raises ModelError for a model whose shape cannot be had, and whatever the config's own mistakes raise."""
-    from drumline.models import load as models
-    from drumline.models.classes import with_classes
+    from drumline.models.load import check_length
 
     config = loaded.config
     policy = find_model(config.model, on_progress)
     notes = [f"model: {policy.how}"] if policy.how else []
-    length, data = config.data.max_length, None
+    if not config.images_alone:
+        check_length(policy.hf_config.get_text_config(), config.data.max_length)
+    data = _data(config, policy, loaded.base_dir, notes)
+    roles, cluster = roles_of(config, policy, lambda model: find_model(model, on_progress)), _cluster(config)
+    question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
+    return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
+
+
+def assemble(
+    config: Config,
+    policy: Found,
+    roles: Mapping[str, RolePlan],
+    data: DataPlan | None,
+    cluster: Cluster,
+    *,
+    processes: bool = False,
+    may_install: bool = False,
+) -> Question:
+    """All that the planner is asked by, for `plan`, `train` and a new plan after memory ran out: sizes of the policy and of `roles` are
+    counted on the meta device. `processes`: see Question; `may_install`: DeepSpeed is on another machine, or will be."""
+    from drumline.models.classes import with_classes
+    from drumline.models.load import facts, load_config
+
+    length = config.data.max_length
+    sizes = {
+        name: facts(with_classes(load_config(role.model_path, role.model), role.head, ()), length, head=role.head)
+        for name, role in roles.items()
+    }
     if config.images_alone:
         from drumline.models.vision import image_side
 
         length = image_side(config, policy.path, policy.hf_config)
-    else:
-        models.check_length(policy.hf_config.get_text_config(), length)
-    data = _data(config, policy, loaded.base_dir, notes)
     labels = data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ())
-    with_classes(policy.hf_config, config.head, labels)
-    roles, sizes = _roles(config, on_progress)
-    facts = replace(models.facts(policy.hf_config, length, config.adapter, config.head, config.model.freeze), roles=sizes)
-    cluster = _cluster(config)
-    deepspeed = not cluster.found or importlib.util.find_spec("deepspeed") is not None
-    question = Question(config, cluster, facts, data, roles, deepspeed=deepspeed)
-    return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
+    own = facts(with_classes(policy.hf_config, config.head, labels), length, config.adapter, config.head, config.model.freeze)
+    deepspeed = may_install or importlib.util.find_spec("deepspeed") is not None
+    return Question(config, cluster, replace(own, roles=sizes), data, roles, processes, deepspeed)
 
 
-def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
-    """Its folder, package or cached copy; else the table of known shapes; else the hub. Raises ModelError."""
+def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]) -> dict[str, RolePlan]:
+    """The auxiliary models, by their configs alone (train.roles looks at tokens and weights, too)."""
+    roles = dict[str, RolePlan]()
+    for name, wanted in config.algorithm.auxiliary_models(config).items():
+        role = policy if wanted.model == config.model else find(wanted.model)
+        roles[name] = RolePlan(model=role.model, model_path=role.path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+    return roles
+
+
+def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
+    """Its folder, package or cached copy; else the table of known shapes; else the hub. `weights`: the shape alone will not do. Raises
+    ModelError."""
     from drumline.models import shapes
     from drumline.models.load import load_config
     from drumline.models.package import PREFIX, resolve
@@ -79,11 +108,11 @@ def find_model(model: ModelConfig, on_progress: OnProgress) -> Found:
         return Found(load_config(None, model), model, None)
     known = shapes.find(name)
     local = name.startswith((PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
-    if local or known is None:
+    if weights or local or known is None:
         try:
             path = resolve(model, on_progress)
         except ModelError as error:
-            if local:
+            if weights or local:
                 raise
             raise shapes.unknown(name, error.what) from None
         return Found(load_config(path, model), model, path)
@@ -120,20 +149,6 @@ def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPl
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None
-
-
-def _roles(config: Config, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:
-    """The models besides the policy, by their configs alone (train.roles looks at tokens and weights, too)."""
-    from drumline.models.classes import with_classes
-    from drumline.models.load import facts
-
-    roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
-    for name, wanted in config.algorithm.auxiliary_models(config).items():
-        role = find_model(wanted.model, on_progress)
-        hf_config = with_classes(role.hf_config, wanted.head, ())
-        roles[name] = RolePlan(model=wanted.model, model_path=role.path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
-        sizes[name] = facts(hf_config, config.data.max_length, head=wanted.head)
-    return roles, sizes
 
 
 def _cluster(config: Config) -> Cluster:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from drumline.core.config import BatchConfig, Config
@@ -17,16 +16,14 @@ from drumline.core.resolve import resolve
 from drumline.core.strategies import AutoStrategy
 from drumline.hardware.detect import detect
 from drumline.models import load as models
-from drumline.models.classes import with_classes
-from drumline.models.vision import image_side
+from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
+from drumline.planner.question import Found, assemble
 from drumline.planner.search.advice import nothing_fits
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.fallbacks import changed, lighter
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog
-from drumline.train.auto import cluster_here
-from drumline.train.roles import find_roles
 from drumline.train.setup import predict
 
 MOST_REPLANS = 4
@@ -43,15 +40,10 @@ class Advice:
 
 def question(plan: Plan) -> Question:
     """What the planner knew when it made a plan, found out again: sizes from the model's config, this machine."""
-    config = plan.config
-    hf_config = with_classes(models.load_config(plan.model_path, config.model), config.head, plan.labels)
-    _, role_facts = find_roles(config, plan.model_path, lambda *_: None)
-    length = image_side(config, plan.model_path, hf_config) if config.images_alone else config.data.max_length
-    facts = models.facts(hf_config, length, config.adapter, config.head, config.model.freeze)
-    facts = dataclasses.replace(facts, roles=role_facts)
-    cluster, _ = cluster_here(config, detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank)
-    deepspeed = find_spec("deepspeed") is not None
-    return Question(config, cluster, facts, plan.data, plan.roles, processes=True, deepspeed=deepspeed)
+    model = plan.config.model
+    policy = Found(models.load_config(plan.model_path, model), model, plan.model_path)
+    cluster, _ = cluster_here(plan.config, detect(), plan.device, plan.mesh.world_size * plan.devices_per_rank)
+    return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
 
 
 def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:

@@ -6,34 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.config import Config
-from drumline.core.facts import ModelFacts
 from drumline.core.model import ModelConfig
 from drumline.core.plan import RolePlan
 from drumline.errors import ModelError
 from drumline.models import load as models
 from drumline.models.build import lay_out
-from drumline.models.classes import with_classes
-from drumline.models.package import resolve as resolve_model
+from drumline.planner.question import Found, find_model, roles_of
 from drumline.report.bars import OnProgress
 
 
-def find_roles(config: Config, model_path: str | None, on_progress: OnProgress) -> tuple[dict[str, RolePlan], dict[str, ModelFacts]]:
-    """By name what each role is and where it lies, and its sizes. Raises ModelError for one that reads other tokens than the policy
-    writes, and for one without a trained head that will not learn."""
-    roles, sizes = dict[str, RolePlan](), dict[str, ModelFacts]()
+def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
+    """By name what each role is and where it lies. Raises ModelError for one that reads other tokens than the policy writes, and for one
+    without a trained head that will not learn."""
+    roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
     for name, wanted in config.algorithm.auxiliary_models(config).items():
-        model, same = wanted.model, wanted.model == config.model
-        path = model_path if same else resolve_model(model, on_progress)
-        hf_config = with_classes(models.load_config(path, model), wanted.head, ())
-        if not same:
-            tokenizer = models.load_tokenizer(model_path, config.model)
+        model, path = roles[name].model, roles[name].model_path
+        if model != config.model:
+            tokenizer = models.load_tokenizer(policy.path, config.model)
             require_same_tokens(model, path, tokenizer, wanted.where)
-            models.check_fits(hf_config, tokenizer, config.data.max_length, wanted.where)
-        roles[name] = RolePlan(model=model, model_path=path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+            models.check_fits(models.load_config(path, model), tokenizer, config.data.max_length, wanted.where)
         if not wanted.learns:
             lay_out(path, model, 0, head=wanted.head, draws=False)
-        sizes[name] = models.facts(hf_config, config.data.max_length, head=wanted.head)
-    return roles, sizes
+    return roles
 
 
 def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:

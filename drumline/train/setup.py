@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
@@ -13,7 +13,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.load import Loaded, differences, to_yaml
 from drumline.core.plan import DataIdentity, Plan
 from drumline.core.redact import plain
-from drumline.core.resolve import resolve
+from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.core.secret import write_private
 from drumline.data import prepare as data_prepare
 from drumline.data.describe import describe, prompt_columns
@@ -24,14 +24,14 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
-from drumline.models.classes import with_classes
-from drumline.models.package import resolve as resolve_model
-from drumline.models.vision import image_side, vision_of
+from drumline.models.vision import vision_of
+from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
+from drumline.planner.question import assemble, find_model
+from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.telemetry.trackers import check_installed
-from drumline.train.auto import cluster_here, settle
 from drumline.train.helpers import require_deepspeed
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
@@ -63,17 +63,12 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
         rewards.require(rollout.rewards)
         colocated.require_installed(rollout.generator)
-    model_path = resolve_model(config.model, on_progress)
-    hf_config, length = models.load_config(model_path, config.model), config.data.max_length
-    tokenizer = None
-    if config.images_alone:
-        length = image_side(config, model_path, hf_config)
-    else:
-        tokenizer = models.load_tokenizer(model_path, config.model)
-        models.check_fits(hf_config, tokenizer, length)
-    roles, role_facts = find_roles(config, model_path, on_progress)
-    vision = vision_of(config, model_path, hf_config)
-    tokenizer_path = config.model.tokenizer or model_path or ""
+    policy = find_model(config.model, on_progress, weights=True)
+    if not config.images_alone:
+        models.check_fits(policy.hf_config, models.load_tokenizer(policy.path, config.model), config.data.max_length)
+    roles = find_roles(config, policy, on_progress)
+    vision = vision_of(config, policy.path, policy.hf_config)
+    tokenizer_path = config.model.tokenizer or policy.path or ""
     if dry_run:
         prepared = data_prepare.cached(config, tokenizer_path, base, vision)
     else:
@@ -81,17 +76,23 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if rollout is not None:
         rewards.check(rollout.rewards, base.absolute(), None if prepared is None else prompt_columns(prepared))
     data = None if prepared is None else describe(prepared, config, vision)
-    with_classes(hf_config, config.head, data.labels if data else tuple(getattr(config.algorithm, "labels", None) or ()))
     machine = detect()
-    facts = replace(models.facts(hf_config, length, config.adapter, config.head, config.model.freeze), roles=role_facts)
-    config, why = settle(config, machine, request.world_size, facts, data, roles)
+    device = device_of(config, machine)
+    cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
+    processes = request.world_size is not None or config.launch.nproc is not None
+    question = assemble(config, policy, roles, data, cluster, processes=processes)
+    if config.strategy.kind == "auto":
+        config, reason = choose(question)
+        why = [reason, *why] if reason else why
+    else:
+        why = []
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),
         machine=machine,
         world_size=request.world_size,
-        facts=facts,
-        model_path=model_path,
+        facts=question.facts,
+        model_path=policy.path,
         data=data,
         base_dir=str(base.absolute()),
         roles=roles,
@@ -99,7 +100,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if not dry_run:
         require_deepspeed(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
-    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), facts, cluster)
+    return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
 
 
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:

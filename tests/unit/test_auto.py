@@ -13,8 +13,8 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault, PlanError
 from drumline.hardware.detect import Device, Machine
+from drumline.planner.cluster import cluster_here
 from drumline.train import setup
-from drumline.train.auto import cluster_here
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.harness import write_config
 from tests.tiny import tiny_model_dir

@@ -276,9 +276,8 @@ ROLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROLES)
 def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) -> None:
     from drumline.core.load import load
-    from drumline.models import load as models
     from drumline.strategies.build import build_engine
-    from drumline.train.roles import find_roles
+    from drumline.train.replan import question
     from drumline.train.setup import Request, make_plan
     from tests.harness import write_config
     from tests.tiny import tiny_model_dir
@@ -286,9 +285,6 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
     model = tiny_model_dir(tmp_path / "model")
     path = write_config(tmp_path, model, strategy={"kind": "single"}, **ROLES[name])
     plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
-    _, role_facts = find_roles(plan.config, plan.model_path, lambda *_: None)
-    own = models.load_config(plan.model_path, plan.config.model)
-    facts = models.facts(own, plan.config.data.max_length, plan.config.adapter, plan.config.head)
-    said = memory(plan, replace(facts, roles=role_facts), CLUSTER)
+    said = memory(plan, question(plan).facts, CLUSTER)
     engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.learns)]
     assert [said.parameters, said.optimizer] == [sum(getattr(e.held(), what) for e in engines) for what in ("parameters", "optimizer")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
-from drumline.models.load import facts, load_config
 from drumline.parallel.composite import Several
+from drumline.planner.cluster import cluster_here
+from drumline.planner.question import assemble, find_model
 from drumline.strategies.build import build_engine
 from drumline.train.roles import find_roles
 from tests.fake_engine import FakeEngine
@@ -62,8 +62,9 @@ def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) 
     policy, other = tiny_model_dir(tmp_path / "policy"), tiny_model_dir(tmp_path / "other", layers=6)
     algorithm = {**algorithm, "reference_model" if algorithm["kind"] == "dpo" else "value_model": {"id": str(other)}}
     said = config(algorithm, model={"id": str(policy)}, strategy=strategy)
-    roles, sizes = find_roles(said, str(policy), lambda *_: None)
-    own = replace(facts(load_config(str(policy), said.model), 64), roles=sizes)
+    found = find_model(said.model, lambda *_: None)
+    roles = find_roles(said, found, lambda *_: None)
+    own = assemble(said, found, roles, None, cluster_here(said, CPU, "cpu", world_size)[0]).facts
     told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(policy), "data": None, "facts": own}
     return resolve(said, world_size=world_size, roles=roles, **told)
 
@@ -98,12 +99,12 @@ def test_a_reference_that_reads_other_tokens_is_refused_in_a_line(tmp_path: Path
     policy, other = tiny_model_dir(tmp_path / "policy"), tiny_model_dir(tmp_path / "other", vocab_size=300)
     said = config({"kind": "dpo", "reference_model": {"id": str(other)}}, model={"id": str(policy)})
     with pytest.raises(ModelError, match="its tokenizer is not the policy's") as raised:
-        find_roles(said, str(policy), lambda *_: None)
+        find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
     assert raised.value.where == "algorithm.reference_model" and "\n" not in raised.value.line()
     for file in other.glob("*token*"):  # none of its own: then its embedding has to have a row for each token
         file.unlink()
     with pytest.raises(ModelError, match=f"tokenizer has {len(tiny_tokenizer())} tokens but the embedding only"):
-        find_roles(said, str(policy), lambda *_: None)
+        find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
 
 
 def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_frozen_copy_says_the_same_from_fewer_bytes(tmp_path: Path) -> None:
     Under DeepSpeed the same is asked in processes of its own (tests/distributed/test_roles.py): its groups outlive a process group."""
     model = tiny_model_dir(tmp_path / "model")
     said = config({"kind": "dpo"}, model={"id": str(model)}, strategy="single", precision="bf16")
-    roles, _ = find_roles(said, str(model), lambda *_: None)
+    roles = find_roles(said, find_model(said.model, lambda *_: None), lambda *_: None)
     told: dict[str, Any] = {"run_dir": "r", "machine": CPU, "model_path": str(model), "data": None, "facts": None, "world_size": 1}
     plan = resolve(said, roles=roles, **told)
     policy, reference = build_engine(plan, "cpu"), build_engine(plan, "cpu", role="reference")
