@@ -1,0 +1,47 @@
+"""What is known of one strategy or algorithm lies in its folder: the rest of the house asks the spec, not which kind it is."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.registry import kinds
+from tests.unit.asked import _lines, asked
+
+ASKS = """
+config.algorithm.kind == "sft"
+algorithm.kind in ("reward", "dpo")
+kind = self.algorithm.kind
+if kind != "ppo": TABLE[kind]
+isinstance(config.algorithm, ROLLOUT)
+ROLLOUT = (PPOConfig, GRPOConfig)
+issubclass(spec, a.PPOConfig)
+type(algorithm) is PPOConfig
+RATES.get(config.algorithm.kind, 1)
+algorithm.kind.startswith("p")
+match config.algorithm.kind:
+    case "sft": pass
+match algorithm:
+    case PPOConfig(): pass
+"""
+ASKS_NOTHING = """
+config.strategy.kind == "ddp"
+source.kind in ("file", "hub")
+print(config.algorithm.kind)
+plan.data_parallel == "ppo"
+isinstance(adapter, LoRAConfig)
+algorithm.rollout is None
+"""
+
+
+def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
+    kinds(AlgorithmSpec)  # imports them all
+    found = asked(AlgorithmSpec, ("algorithms/", "core/registry.py"))
+    assert len(found) <= 5, found
+
+
+@pytest.mark.parametrize(("code", "lines"), [(ASKS, [2, 3, 5, 6, 8, 9, 10, 11, 12, 14]), (ASKS_NOTHING, [])])
+def test_what_asks_for_a_kind_is_seen(code: str, lines: list[int]) -> None:
+    assert sorted(set(_lines(ast.parse(code), "algorithm", {"PPOConfig", "GRPOConfig"}))) == lines
