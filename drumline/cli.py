@@ -88,7 +88,7 @@ def plan(
     length: Annotated[int | None, typer.Option(min=2, help="Maximum tokens per training row.")] = None,
     adapter: Annotated[str | None, typer.Option(help="lora, qlora or none.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples per optimizer step.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp32 or auto.")] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the whole run, such as 1e9: gives hours and cost.")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Price of one device per hour, in any currency.")] = None,
@@ -135,7 +135,7 @@ def init(
         Path, typer.Argument(parser=_path, metavar="[NEW.yaml]", help="The file to write; an existing file is never overwritten.")
     ] = Path("drumline.yaml"),
     model: Annotated[str | None, typer.Option(parser=_place, help="A name such as llama-3.1-8b, a folder, or a hub id.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="sft, pretrain, reward, dpo, ppo, grpo or classify.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="What is learned, such as sft, dpo or grpo; `drumline schema` has all.")] = None,
     data: Annotated[str | None, typer.Option(parser=_place, help="A file, a folder, hub:OWNER/NAME, tasks:NAME,NAME or digits.")] = None,
     cluster: Annotated[str | None, typer.Option(metavar="SPEC", help="here, 4x4090, 8xh100-80g, 4x8xa100-80g.")] = None,
     adapter: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,

@@ -34,6 +34,11 @@ class Spec(Section):
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
     kind: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its kind: another process finds the user's class by it, not by the module's name."""
+        base = next(cls for cls in type(self).__mro__ if "group" in vars(cls))
+        return _unpickled, (base, {name: getattr(self, name) for name in self.model_fields_set | {"kind"}})
+
 
 S = TypeVar("S", bound=Spec)
 OWN = {"type": "string", "pattern": ":", "description": "path.py:Name or package.module:Name of your own"}
@@ -57,6 +62,15 @@ def make(base: type[S], kind: str, **values: Any) -> S:
     spec = find(base, kind)
     assert spec is not None, kind
     return spec.model_validate({"kind": kind, **values})
+
+
+def _unpickled(base: type[S], values: dict[str, Any]) -> S:
+    return make(base, **values)
+
+
+def kinds_alone(base: type[S]) -> list[str]:
+    """The kinds that need no further key."""
+    return [kind for kind, spec in kinds(base).items() if not any(field.is_required() for field in spec.model_fields.values())]
 
 
 def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool = True) -> type[S] | None:

@@ -44,7 +44,7 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
         "version": VERSION,
         "sources": [_source(source, base_dir) for source in sources],
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
-        "algorithm": config.algorithm.kind,
+        "algorithm": _algorithm(config.algorithm.kind),
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
@@ -57,6 +57,12 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _algorithm(kind: str) -> str:
+    """The kind; of one that lies in a file of the user's own the code, which may encode rows in another way tomorrow."""
+    place, _, name = kind.rpartition(":")
+    return f"{hash_file(Path(place))}:{name}" if place.endswith(".py") else kind
 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:

