@@ -105,13 +105,13 @@ def plan(work: Path, model: Path, name: str, seed: int, steps: int) -> Path:
 
 
 def figures(run_dir: Path) -> dict[str, float]:
-    from drumline.telemetry.events import read, series
+    from drumline.telemetry.events import Eval, read, series
 
     events = read(run_dir / "events.jsonl")
     sent = [b for b in series(events, "sent_bytes").values() if b is not None]
     return {
-        "held_out_loss": list(series(events, "loss", "eval").values())[-1],
-        "token_accuracy": list(series(events, "token_accuracy", "eval").values())[-1],
+        "held_out_loss": list(series(events, "loss", Eval).values())[-1],
+        "token_accuracy": list(series(events, "token_accuracy", Eval).values())[-1],
         "sent_bytes_a_step": statistics.mean(sent),
         "step_seconds": statistics.median(series(events, "seconds").values()),
     }

@@ -145,6 +145,7 @@ def train(path: Path) -> None:
         watch.built(loop.engine)
         for _, batch in zip(range(STEPS), loop.stream, strict=False):
             loop._train_step(batch, 0.0)
+        loop._land()
         loop.measure.finish(loop.state.step)
     stop()
 

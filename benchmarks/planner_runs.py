@@ -172,8 +172,8 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     pipeline, the fullest; where two are nearly as full, another may have had the highest peak, so states are those of the rank that is
     nearest to the plan's."""
     from drumline.core.plan import Plan
-    from drumline.telemetry.events import read
-    from drumline.telemetry.truth import Measurement, compare
+    from drumline.telemetry.events import last_measurement, read
+    from drumline.telemetry.truth import compare
     from drumline.train.replan import question
     from drumline.train.setup import predict
 
@@ -181,8 +181,8 @@ def held_against(plan_path: Path) -> dict[str, dict[str, float]]:
     known = question(plan)
     estimate = predict(plan, known.facts, known.cluster).predicted.estimate
     assert estimate is not None
-    (event,) = [e for e in read(plan_path.with_name("events.jsonl")) if e["kind"] == "measured" and e["final"]]
-    measured = Measurement.of(event)
+    measured = last_measurement(read(plan_path.with_name("events.jsonl")))
+    assert measured is not None and measured.final
     rows = {row.category: {"predicted": row.predicted, "measured": row.measured} for row in compare(estimate, measured)}
     states = ("parameters", "gradients", "optimizer")
     distance = [sum(abs(measured.by_rank[s][r] - rows[s]["predicted"]) for s in states) for r in range(plan.mesh.world_size)]

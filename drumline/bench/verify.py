@@ -19,6 +19,7 @@ from drumline.core.load import Loaded, override, reader
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.report.bars import OnProgress, aside, bars
+from drumline.telemetry.events import Event, Step
 
 # What is tried where nobody says which; with four processes or more, mixes too.
 USUAL = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp")
@@ -181,9 +182,9 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     plan = make_plan(request, on_progress=on_progress)
     plan_path, _ = claim_run_dir(plan, request)
 
-    def follow(event: dict[str, Any]) -> None:
-        if event["kind"] == "step":
-            on_progress(name, event["step"], plan.steps)
+    def follow(event: Event) -> None:
+        if isinstance(event, Step):
+            on_progress(name, event.step, plan.steps)
 
     on_progress(name, 0, plan.steps)
     code = launch(plan, plan_path, None, follow, trial=True)

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.plan import Plan
@@ -17,10 +16,10 @@ from drumline.hardware.detect import Groups, free_bytes, usable_cores
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launchers.restarts import Restarts
-from drumline.telemetry.events import EventLog, Tail, read
+from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, Tail, read
 
 # Events whose `step` says how far the attempt was that wrote them.
-MILESTONES = ("restore", "step", "eval", "save")
+MILESTONES = (Restore, Step, Eval, Save)
 # (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
 OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
 
@@ -29,7 +28,7 @@ def launch(
     plan: Plan,
     plan_path: Path,
     resume: str | None,
-    on_event: Callable[[dict[str, Any]], None],
+    on_event: Emit,
     worker: str = "drumline.train.entry",
     on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
     trial: bool = False,
@@ -88,9 +87,7 @@ def _next_attempt(run_dir: Path) -> int:
 
 def _progress(events_path: Path, started: float) -> tuple[int, int]:
     """The last step that any attempt finished, and the last one of the attempt that began at `started` (unix seconds); -1 for none."""
-    if not events_path.exists():
-        return -1, -1
-    steps = [(e["step"], e["t"] >= started) for e in read(events_path) if e["kind"] in MILESTONES]
+    steps = [(event.step, event.t >= started) for event in read(events_path) if isinstance(event, MILESTONES)]
     return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
 
 
@@ -143,8 +140,7 @@ def _tell(
         print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
     else:
         print(*([first] if memory_line else []), f"starting again from the newest checkpoint ({again})", sep="\n", file=sys.stderr)
-    EventLog(events_path).emit(
-        "fault",
+    fault = Fault(
         attempt=attempt,
         rank=cause.rank,
         signal=cause.signal,
@@ -154,3 +150,4 @@ def _tell(
         step=step,
         action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
     )
+    EventLog(events_path).emit(fault)

@@ -17,6 +17,23 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from drumline.telemetry.events import (
+    Eval,
+    Event,
+    Export,
+    Fault,
+    Measured,
+    Nonfinite,
+    Preempt,
+    Reference,
+    Restore,
+    Rollout,
+    RunEnd,
+    RunStart,
+    Save,
+    Step,
+)  # fmt: skip
+
 REFRESH_PER_SECOND = 4
 PLAIN_STEP_LINES = 20
 MEAN_STEPS = 6
@@ -53,19 +70,19 @@ def size(bytes_: float) -> str:
 
 
 class Progress:
-    """A consumer of event dicts; use it as a context manager. `on_event` may be called from another thread."""
+    """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
-    def __init__(self, console: Console, past: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, console: Console, past: Iterable[Event] = ()) -> None:
         """`past`: events of the run before this process, so that a resumed run still knows its first evaluation."""
         self.console = console
-        self.start: dict[str, Any] = {}
-        self.step: dict[str, Any] = {}
-        self.save: dict[str, Any] = {}
-        self.export: dict[str, Any] = {}
-        self.end: dict[str, Any] = {}
-        self.fault: dict[str, Any] = {}
-        self.measured: dict[str, Any] = {}
-        self.evals = [event for event in past if event["kind"] == "eval"]
+        self.start: RunStart | None = None
+        self.step: Step | None = None
+        self.save: Save | None = None
+        self.export: Export | None = None
+        self.end: RunEnd | None = None
+        self.fault: Fault | None = None
+        self.measured = False
+        self.evals = [event for event in past if isinstance(event, Eval)]
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
         self.sent: list[float] = []  # bytes, of the steps where they are known
@@ -82,13 +99,13 @@ class Progress:
     def __exit__(self, *arguments: Any) -> None:
         if self.live is not None:
             self.live.__exit__(*arguments)
-        if self.end.get("status") == "finished":
+        if self.end and self.end.status == "finished":
             for line in self.summary():
                 self._say(line)
 
-    def on_event(self, event: dict[str, Any]) -> None:
+    def on_event(self, event: Event) -> None:
         """Take an event in; unknown kinds are left to others."""
-        handler = getattr(self, f"_on_{event['kind']}", None)
+        handler = getattr(self, f"_on_{event.kind}", None)
         if handler is not None:
             handler(event)
 
@@ -98,108 +115,110 @@ class Progress:
 
     # ------------------------------------------------------------------------------------------------------ one an event
 
-    def _on_run_start(self, event: dict[str, Any]) -> None:
+    def _on_run_start(self, event: RunStart) -> None:
         if not self.start:
-            self._say(f"plan: {event['plan_line']}")
-            self.began = event["t"]
+            self._say(f"plan: {event.plan_line}")
+            self.began = event.t
         self.start = event
 
-    def _on_step(self, event: dict[str, Any]) -> None:
-        loss = event["loss"]
+    def _on_step(self, event: Step) -> None:
+        loss = event.loss
         if isinstance(loss, float | int):
-            self.losses[event["step"]] = loss
-        self.recent.append(event["seconds"])
-        if event.get("sent_bytes"):
-            self.sent.append(event["sent_bytes"])
-        self.step, self.fault = event, {}
-        steps = self.start.get("steps") or 0
+            self.losses[event.step] = loss
+        self.recent.append(event.seconds)
+        if event.sent_bytes:
+            self.sent.append(event.sent_bytes)
+        self.step, self.fault = event, None
+        steps = self._steps() or 0
         every = max(1, steps // PLAIN_STEP_LINES)
-        if self.live is None and (event["step"] % every == 0 or event["step"] in (1, steps)):
+        if self.live is None and (event.step % every == 0 or event.step in (1, steps)):
             shown = list(self.losses.values())[-MEAN_STEPS:]
             mean = f" (mean {_mean(shown):.3f})" if shown else ""
             self._say(
-                f"step {event['step']}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event['lr']:.3g}"
-                f"  |g| {_number(event['grad_norm'])}  {event['tokens_per_s']:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
-                + (f"  sent {size(event['sent_bytes'])}" if event.get("sent_bytes") else "")
+                f"step {event.step}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event.lr:.3g}"
+                f"  |g| {_number(event.grad_norm)}  {event.tokens_per_s:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
+                + (f"  sent {size(event.sent_bytes)}" if event.sent_bytes else "")
             )
 
-    def _on_eval(self, event: dict[str, Any]) -> None:
+    def _on_eval(self, event: Eval) -> None:
         self.evals.append(event)
-        self._say(f"held out, step {event['step']}: {_figures(event)}  ({event['samples']} samples)", "cyan")
+        self._say(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
 
-    def _on_rollout(self, event: dict[str, Any]) -> None:
-        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.items() if key.startswith("reward/")]
-        spent = ", ".join(f"{name} {event[f'{name}_s']:.1f}" for name in ("generate", "reward", "infer", "train"))
+    def _on_rollout(self, event: Rollout) -> None:
+        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.figures.items() if key.startswith("reward/")]
+        spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         self._say(
-            f"rollout, to step {event['step']}: reward {_number(event['reward'])} ± {event['reward_std']:.3g}"
+            f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
-            + f" · length {event['length']:.1f} · ended {event['ended']:.0%} · seconds {spent}"
+            + f" · length {event.length:.1f} · ended {event.ended:.0%} · seconds {spent}"
         )
-        for name, reasons in event["failures"].items():
+        for name, reasons in event.failures.items():
             lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
             self._say(f"reward {name} could not be had, and its episodes are left out: {lost}", "yellow")
 
-    def _on_reference(self, event: dict[str, Any]) -> None:
-        if not event["found"]:
-            self._say(f"reference: {event['pairs']} pairs of {event['data']} scored in {event['seconds']:.1f} s")
+    def _on_reference(self, event: Reference) -> None:
+        if not event.found:
+            self._say(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
 
-    def _on_measured(self, event: dict[str, Any]) -> None:
-        if self.measured or not event["memory"]:
+    def _on_measured(self, event: Measured) -> None:
+        memory, seconds = event.figures.get("memory"), event.figures.get("seconds", {})
+        if self.measured or not memory:
             return
-        self.measured = event
-        off = f"off by more than 15%: {', '.join(event['warned'])}" if event["warned"] else "as planned"
-        parts = [f"peak {size(event['memory']['peak'])} a rank"]
-        if "total" in event["seconds"]:
-            parts.append(f"step {event['seconds']['total']:.3g} s")
-        run_dir = shlex.quote(self.start.get("run_dir", "RUN"))
-        self._say(f"measured: {' · '.join(parts)} · {off} (drumline plan --check {run_dir})", "yellow" if event["warned"] else "")
+        self.measured = True
+        off = f"off by more than 15%: {', '.join(event.warned)}" if event.warned else "as planned"
+        parts = [f"peak {size(memory['peak'])} a rank"]
+        if "total" in seconds:
+            parts.append(f"step {seconds['total']:.3g} s")
+        run_dir = shlex.quote(self._run_dir())
+        self._say(f"measured: {' · '.join(parts)} · {off} (drumline plan --check {run_dir})", "yellow" if event.warned else "")
 
-    def _on_save(self, event: dict[str, Any]) -> None:
-        if event["error"]:
-            rest = "" if event["path"] else " — the run goes on"
-            self._say(f"checkpoint of step {event['step']}: {event['error']}{rest}", "yellow")
+    def _on_save(self, event: Save) -> None:
+        if event.error:
+            rest = "" if event.path else " — the run goes on"
+            self._say(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
         elif self.live is None:
-            self._say(f"checkpoint of step {event['step']}: {size(event['bytes'])} in {event['seconds']:.1f} s")
-        if event["path"]:
+            self._say(f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s")
+        if event.path:
             self.save = event
 
-    def _on_restore(self, event: dict[str, Any]) -> None:
-        for skipped in event["skipped"]:
+    def _on_restore(self, event: Restore) -> None:
+        for skipped in event.skipped:
             self._say(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
-        where = f"from {event['path']}" if event["path"] else "no checkpoint yet"
-        self._say(f"going on at step {event['step']}, {where}")
-        self.restored = event["step"]
-        self.losses = {step: loss for step, loss in self.losses.items() if step <= event["step"]}
+        where = f"from {event.path}" if event.path else "no checkpoint yet"
+        self._say(f"going on at step {event.step}, {where}")
+        self.restored = event.step
+        self.losses = {step: loss for step, loss in self.losses.items() if step <= event.step}
         self.recent.clear()
 
-    def _on_nonfinite(self, event: dict[str, Any]) -> None:
+    def _on_nonfinite(self, event: Nonfinite) -> None:
         self._say(
-            f"step {event['step']}: loss {_number(event['loss'])}, gradient norm {_number(event['grad_norm'])} — {event['policy']}"
-            f" (samples {', '.join(map(str, event['sample_ids'][:8]))}{'…' * (len(event['sample_ids']) > 8)})",
+            f"step {event.step}: loss {_number(event.loss)}, gradient norm {_number(event.grad_norm)} — {event.policy}"
+            f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
             "yellow",
         )
 
-    def _on_fault(self, event: dict[str, Any]) -> None:
+    def _on_fault(self, event: Fault) -> None:
         # The launcher has told it at length; the display shows that the run waits for new ranks.
         self.fault = event
-        self.restarts += event["action"] == "restart"
+        self.restarts += event.action == "restart"
 
-    def _on_preempt(self, event: dict[str, Any]) -> None:
-        self._say(f"{event['signal']}: saved at step {event['step']}")
+    def _on_preempt(self, event: Preempt) -> None:
+        self._say(f"{event.signal}: saved at step {event.step}")
 
-    def _on_export(self, event: dict[str, Any]) -> None:
+    def _on_export(self, event: Export) -> None:
         self.export = event
 
-    def _on_run_end(self, event: dict[str, Any]) -> None:
+    def _on_run_end(self, event: RunEnd) -> None:
         self.end = event
 
     # ------------------------------------------------------------------------------------------------------ the pictures
 
     def summary(self) -> list[str]:
         """Before and after, where the result lies, and what to try next."""
-        run_dir = self.start.get("run_dir", "RUN")
-        spent, run = self.end["goodput"], shlex.quote(run_dir)
-        lines = ["", f"finished {self.end['step']} steps in {duration(spent.get('elapsed', 0))}"]
+        assert self.end is not None
+        run_dir = self._run_dir()
+        spent, run = self.end.goodput, shlex.quote(run_dir)
+        lines = ["", f"finished {self.end.step} steps in {duration(spent.get('elapsed', 0))}"]
         if spent.get("productive"):
             lines[-1] += f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps"
         if self.restarts:
@@ -210,12 +229,12 @@ class Progress:
             lines.append(f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)")
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
-            both = [name for name in _names(after) if name in before]
-            lines += [f"  held-out {name:<15} {_number(before[name], '.4f')} → {_number(after[name], '.4f')}" for name in both]
+            both = [(name, before.figures[name], value) for name, value in after.figures.items() if name in before.figures]
+            lines += [f"  held-out {name:<15} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
         if self.sent:
             lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
         if self.export:
-            lines.append(f"  model   {self.export['path']}  (load it with transformers' from_pretrained)")
+            lines.append(f"  model   {self.export.path}  (load it with transformers' from_pretrained)")
         lines += [f"  events  {run_dir}/events.jsonl", "next:"]
         if Path(run_dir, "tensorboard").is_dir():
             lines.append(f"  tensorboard --logdir {run}/tensorboard")
@@ -229,7 +248,7 @@ class Progress:
         width = min(self.console.width, WIDEST)
         if not self.start:
             return Text("starting the ranks …", style="dim")
-        step, steps = self.step.get("step", self.restored), self.start.get("steps") or 1
+        step, steps = self.step.step if self.step else self.restored, self.start.steps or 1
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -238,14 +257,13 @@ class Progress:
         bar.add_row(Text(f"step {step}/{steps}", style="bold"), ProgressBar(total=steps, completed=step), Text(times, style="cyan"))
         parts: list[RenderableType] = [bar]
         if self.step:
-            parts.append(self._table())
+            parts.append(self._table(self.step))
         if waiting := self._waiting(step, steps):
             parts.append(waiting)
-        title = Text(f"drumline · {self.start['run_dir']}", style="bold", overflow="ellipsis", no_wrap=True)
+        title = Text(f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True)
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
-    def _table(self) -> Table:
-        now = self.step
+    def _table(self, now: Step) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         losses = list(self.losses.values())
@@ -253,29 +271,29 @@ class Progress:
             mean = f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}" if len(losses) >= MEAN_STEPS else ""
             table.add_row("loss", Text("  ".join(filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])), style="green"))
         if self.evals:
-            table.add_row("held out", f"{_figures(self.evals[-1])} (step {self.evals[-1]['step']})")
-        mfu = f" · MFU {now['mfu']:.1%}" if now.get("mfu") else ""
-        table.add_row("speed", f"{now['tokens_per_s']:,.0f} tokens/s · {now['samples_per_s']:.2f} samples/s{mfu}")
-        parts = [f"data {now['data_s']:.2f} s", f"compute {now['compute_s']:.2f} s"]
-        if now["comm_s"] is None:
-            parts[1] = f"compute and waiting for others {now['compute_s']:.2f} s"
+            table.add_row("held out", f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
+        mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
+        table.add_row("speed", f"{now.tokens_per_s:,.0f} tokens/s · {now.samples_per_s:.2f} samples/s{mfu}")
+        parts = [f"data {now.data_s:.2f} s", f"compute {now.compute_s:.2f} s"]
+        if now.comm_s is None:
+            parts[1] = f"compute and waiting for others {now.compute_s:.2f} s"
         else:
-            parts.append(f"waiting for others {now['comm_s']:.2f} s")
+            parts.append(f"waiting for others {now.comm_s:.2f} s")
         table.add_row("time", " · ".join(parts))
         if self.sent:
             table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
-        table.add_row("rate", f"lr {now['lr']:.3g} · gradient norm {_number(now['grad_norm'])}")
+        table.add_row("rate", f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}")
         table.add_row("memory", self._memory())
         if self.save:
-            ago, waited = duration(time.time() - self.save["t"]), self.save["blocked_seconds"]
-            table.add_row("saved", f"step {self.save['step']}, {ago} ago, {size(self.save['bytes'])}, training waited {waited:.2f} s")
+            ago, waited = duration(time.time() - self.save.t), self.save.blocked_seconds
+            table.add_row("saved", f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {waited:.2f} s")
         return table
 
     def _waiting(self, step: int, steps: int) -> Text | None:
         """What happens while no step does."""
         if self.fault:
-            then = "starting again …" if self.fault["action"] == "restart" else self.fault["action"]
-            return Text(f"rank {self.fault['rank']}: {self.fault['error']} after step {self.fault['step']} — {then}", style="bold red")
+            then = "starting again …" if self.fault.action == "restart" else self.fault.action
+            return Text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
         if not self.step:
             return Text("loading the model; the first step comes next", style="dim")
         if step == steps and not self.end:
@@ -283,13 +301,17 @@ class Progress:
         return None
 
     def _eta(self) -> str:
-        steps, times = self.start.get("steps"), list(self.recent)
-        if not steps or not times:
-            return "–"
-        return duration((steps - self.step["step"]) * _mean(times))
+        steps, times = self._steps(), list(self.recent)
+        return duration((steps - self.step.step) * _mean(times)) if steps and times and self.step else "–"
+
+    def _steps(self) -> int | None:
+        return self.start.steps if self.start else None
+
+    def _run_dir(self) -> str:
+        return self.start.run_dir if self.start else "RUN"
 
     def _memory(self) -> str:
-        ranks = self.step.get("memory_bytes") or [0]
+        ranks = (self.step and self.step.memory_bytes) or [0]
         if len(ranks) > 4:
             return f"{size(min(ranks))} to {size(max(ranks))} on {len(ranks)} ranks"
         return " · ".join(size(bytes_) for bytes_ in ranks) + (" a rank" if len(ranks) > 1 else "")
@@ -300,12 +322,8 @@ def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _names(event: dict[str, Any]) -> list[str]:
-    return [name for name in event if name not in ("t", "kind", "step", "samples", "seconds")]
-
-
-def _figures(event: dict[str, Any]) -> str:
-    return " · ".join(f"{name} {_number(event[name])}" for name in _names(event))
+def _metrics(event: Eval) -> str:
+    return " · ".join(f"{name} {_number(value)}" for name, value in event.figures.items())
 
 
 def _number(value: Any, form: str = ".4g") -> str:

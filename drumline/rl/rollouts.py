@@ -32,6 +32,7 @@ from drumline.rl.reading import Reading
 from drumline.rl.rewards import Item, Rewards
 from drumline.rl.sampling import Completion, Request
 from drumline.rl.split import score_together
+from drumline.telemetry.events import Emit, Rollout
 
 Score = Callable[[Episodes], torch.Tensor]
 MOST_REASONS = 3  # of failed rewards, in the line that stops a run
@@ -90,7 +91,7 @@ class Rollouts:
     reading: Reading
     readers: Readers
     decode: Callable[[list[int]], str]
-    emit: Callable[..., object]
+    emit: Emit
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}  # of the rollout so far, by what they were spent on
@@ -248,8 +249,8 @@ class Rollouts:
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         drawn_of = Counter(sample.domain for sample in sampled.samples)
         differ = sampled.differ(self.algorithm.group_size)
-        self.emit(
-            "rollout",
+        by_kind = {f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")}
+        event = Rollout(
             step=step,
             prompts=len(differ),
             drawn=drawn,
@@ -260,11 +261,11 @@ class Rollouts:
             rewards=sampled.parts,
             shares={domain: count / len(sampled.samples) for domain, count in sorted(drawn_of.items())},
             failures=sampled.failures,
-            **_means(sampled),
             **_lengths(sampled),
-            **{f"{kind}_s": self.seconds.get(kind, 0.0) for kind in ("generate", "reward", "infer", "train")},
-            **figures,
+            **by_kind,
+            figures=_means(sampled) | figures,
         )
+        self.emit(event)
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:

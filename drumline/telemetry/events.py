@@ -1,4 +1,7 @@
-"""events.jsonl: one JSON object a line, appended and flushed at once. It is the truth of a run; displays and trackers only repeat it."""
+"""events.jsonl: one JSON object a line, appended and flushed at once. It is the truth of a run; displays and trackers only repeat it.
+
+Each kind of event is a class. On disk its fields stand beside `t` (unix seconds), `kind`, and what it has besides (`figures`).
+"""
 
 from __future__ import annotations
 
@@ -6,167 +9,231 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, dataclass_transform
 
 from drumline.core.redact import plain
 from drumline.errors import EnvironmentFault
 from drumline.foreign import read_bytes
+from drumline.telemetry.truth import Measurement
 
 MOST_EVENTS = 2**33  # bytes: some ten million steps
 PERIOD_SECONDS = 0.2  # between two looks at what somebody else has written
-COUNTED = ("step", "eval", "save", "restore", "rollout", "preempt", "run_end")
-# Of `measured`: what telemetry.truth.Measurement describes at more length.
-MEASURED = {
-    "step": "steps done",
-    "final": "true: at the end of the run; false: as soon as a step was counted and some were timed",
-    "by": "what saw the peak: `allocator` (a GPU, the whole run) or `tracker` (a CPU, one step); null where the run was too short",
-    "memory": "bytes on the fullest rank: {parameters, gradients, optimizer, peak, reserved}; what is not known is left out; of a pipeline,"
-    " the most on any rank of the stage with the highest peak",
-    "by_rank": "the same of each rank: category → list",
-    "host": "bytes: largest resident sets of a host's ranks added up, of the fullest host: {load, train, save}; train: until"
-    " the first save, save: from then on",
-    "ranks_per_host": "of the fullest host",
-    "seconds": "of a step, median: {total, data, communication, optimizer, counted}; `total` without waiting for data; `counted`: of the"
-    " one step under the tracker",
-    "timed": "steps that were timed: all but the first two and the counted one",
-    "traffic": "bytes that a rank sends in a step, mean over ranks and over the kinds of steps; null where it was not counted",
-    "grows": "whether what is sent grows with the tokens of a micro-batch",
-    "width": "tokens of the widest micro-batch where the peak was seen, as a part of those planned for",
-}
-# kind → its fields besides `t` (unix seconds) and `kind`, and what they mean. Each such event has them all; an eval has its metrics, too.
-KINDS: dict[str, dict[str, str]] = {
-    "run_start": {
-        "world_size": "processes",
-        "steps": "optimizer steps of the whole run",
-        "parameters": "of the model; null where unknown",
-        "strategy": "how the model is spread",
-        "device": "cpu or cuda",
-        "run_dir": "the run folder",
-        "resumed_from": "what --resume said; null for a fresh start",
-        "plan_line": "the plan in words",
-        "left_out": "lines: how many rows of the data were cut, dropped or skipped",
-    },
-    "planned": {
-        "memory": "bytes predicted by category, on the fullest rank, as plan.figures.Memory has them; `phase`: where its peak lies",
-        "host": "bytes predicted of one host, all its ranks: {load, train, save}",
-        "seconds": "predicted of a step, by category, and their `total`",
-        "traffic": "bytes predicted that a rank sends in a step, by kind of collective, and their `total`",
-        "verdict": "fits, tight or no",
-        "limit": "bytes of a device's memory",
-        "calibrated": "true: seconds are by rates that were measured here",
-    },
-    "measured": {
-        **MEASURED,
-        "off": "category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction",
-        "warned": "categories that are off by more than 15%, of those that count (notes say which do not)",
-        "warnings": "a line for each of them: predicted, measured, by how much",
-        "notes": "lines: what could not be measured or compared, and why",
-    },
-    "step": {
-        "step": "optimizer steps done, from 1; a step that is done again after a restart has a second event, and the last one counts",
-        "loss": "mean over the learned tokens of the global batch; null is NaN",
-        "lr": "learning rate of this step",
-        "grad_norm": "global L2 norm before clipping",
-        "tokens": "real tokens of the global batch, padding not counted",
-        "samples": "samples (packs, where packing is on) of the global batch",
-        "tokens_per_s": "over all ranks",
-        "samples_per_s": "over all ranks",
-        "mfu": "model FLOPs a second over the devices' peak; null where the peak is unknown",
-        "seconds": "of the step, waiting for data included",
-        "data_s": "seconds waiting for data, mean over ranks",
-        "compute_s": "what is left of the seconds, mean over ranks",
-        "comm_s": "seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing",
-        "sent_bytes": "that a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind,"
-        " by the ring algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted",
-        "memory_bytes": "of each rank: the allocator's peak on a GPU, the resident set on a CPU",
-        "epoch": "passes over the training samples so far; an algorithm adds figures of its own, a mixture of experts whose router loss is"
-        " trained `router_loss` (a part of `loss`, without its coefficient) and `expert_load`: each expert's share of all choices",
-    },
-    "eval": {
-        "step": "steps done before it",
-        "samples": "held-out samples, or prompts",
-        "seconds": "it took",
-    },
-    "rollout": {
-        "step": "steps done after those that learned from it",
-        "prompts": "in it",
-        "drawn": "prompts that were rolled out for it; more than `prompts` where dynamic sampling passed over some",
-        "episodes": "in it",
-        "reward": "mean over its episodes; also as reward/DOMAIN; null where all rewards failed",
-        "reward_std": "standard deviation over its episodes",
-        "groups_differ": "part of the groups whose rewards are not all alike",
-        "rewards": "reward → mean of its values, without its weight, as last sampled",
-        "shares": "domain → part of the episodes",
-        "failures": "reward → reason → episodes that it cost, as last sampled",
-        "length": "mean tokens of a completion",
-        "length_max": "tokens of the longest",
-        "ended": "part of the completions that came to their end, and were not cut at max_new_tokens",
-        "generate_s": "seconds that sampling took on rank 0, waiting for others included",
-        "reward_s": "seconds of scoring",
-        "infer_s": "seconds for log-probs, values and the reference's",
-        "train_s": "seconds of the steps that learned from it",
-    },
-    "save": {
-        "step": "of the state saved",
-        "path": "the checkpoint; null where it failed",
-        "seconds": "until it was whole on disk",
-        "bytes": "written by all ranks",
-        "blocked_seconds": "that training stood still for it",
-        "error": "why it failed, or what was lost besides; null",
-    },
-    "reference": {
-        "data": "train or eval",
-        "pairs": "whose answers' log-probabilities under the reference model are known now",
-        "found": "true: they were computed before, and read",
-        "path": "the table of them",
-        "seconds": "it took",
-    },
-    "restore": {
-        "step": "that the run goes on after",
-        "path": "the checkpoint; null where there was none yet",
-        "seconds": "it took",
-        "skipped": "damaged checkpoints passed over: [{path, reason}]",
-    },
-    "nonfinite": {
-        "step": "whose update was not made",
-        "policy": "stop, skip or rescale (fp16)",
-        "loss": "null is NaN",
-        "grad_norm": "null is NaN",
-        "sample_ids": "of its global batch",
-    },
-    "fault": {
-        "attempt": "count of starts before this one",
-        "rank": "that failed first",
-        "signal": "that killed it; null",
-        "exitcode": "of that rank",
-        "error": "in one line",
-        "log": "file with what the rank printed",
-        "step": "the last one done",
-        "action": "restart, replan, or stop and why",
-    },
-    "replan": {
-        "from": "what is left behind, as keys of the YAML",
-        "to": "what the run goes on with, as keys of the YAML",
-        "why": "which memory ran out, and what was wrong of the plan",
-        "predicted_bytes": "of a device: {from, to}, peak of tensors",
-        "plan": "file of the plan that was left; plan.json is the new one",
-        "step": "the last one done",
-    },
-    "preempt": {"step": "saved", "signal": "that asked for it"},
-    "export": {
-        "path": "the Hugging Face folder",
-        "seconds": "it took",
-        "max_logit_difference": "between the trained model and the folder read back",
-    },
-    "run_end": {
-        "status": "finished, preempted, stopped or failed",
-        "exit_code": "see errors.py",
-        "step": "the last one done",
-        "goodput": "seconds of this process by what they went to: {elapsed, productive, startup, save, restore, recompute, eval, other}",
-    },
-}
+KINDS: dict[str, type[Event]] = {}
+Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run. A field is None where an older version of Drumline did not write it."""
+
+    kind: ClassVar[str]
+    t: float = field(default_factory=time.time)  # unix seconds
+    figures: dict[str, Any] = field(default_factory=dict)  # what this one has besides the fields of its kind
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        KINDS[kind] = dataclass(frozen=True, kw_only=True)(cls)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The fields of the kind. On disk `from_` has no underscore."""
+        return [each.name for each in fields(cls) if each.name not in ("t", "figures")]
+
+    def values(self) -> dict[str, Any]:
+        """The event as it stands on disk."""
+        own = {name.removesuffix("_"): getattr(self, name) for name in self.names()}
+        return {"t": self.t, "kind": self.kind, **own, **self.figures}
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> Event:
+        """The event that stands on disk as `values`: of a kind that this version does not know `Unknown`."""
+        cls = KINDS.get(values["kind"], Unknown)
+        known = {name: values.get(name.removesuffix("_")) for name in cls.names()}
+        on_disk = {"t", "kind"} - known.keys() | {name.removesuffix("_") for name in known}
+        return cls(t=values.get("t", 0.0), figures={k: v for k, v in values.items() if k not in on_disk}, **known)
+
+
+class Unknown(Event, kind=""):
+    """Of a newer version."""
+
+    kind: str  # type: ignore[misc]
+
+
+class RunStart(Event, kind="run_start"):
+    world_size: int  # processes
+    steps: int | None  # optimizer steps of the whole run
+    parameters: int | None  # of the model; null where unknown
+    strategy: str  # how the model is spread
+    device: str  # cpu or cuda
+    run_dir: str
+    resumed_from: str | None  # what --resume said; null for a fresh start
+    plan_line: str  # the plan in words
+    left_out: list[str]  # how many rows of the data were cut, dropped or skipped
+
+
+class Planned(Event, kind="planned"):
+    """What was predicted."""
+
+    memory: dict[str, Any]  # bytes by category, on the fullest rank, as core.estimate.Memory has them; `phase`: where its peak lies
+    host: dict[str, int]  # bytes of one host, all its ranks: {load, train, save}
+    seconds: dict[str, float]  # of a step, by category, and their `total`
+    traffic: dict[str, float]  # bytes that a rank sends in a step, by kind of collective, and their `total`
+    verdict: str  # fits, tight or no
+    limit: int | None  # bytes of a device's memory
+    calibrated: bool  # seconds are by rates that were measured here
+
+
+class Measured(Event, kind="measured"):
+    """`figures`: those of a Measurement."""
+
+    off: dict[str, float]  # category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction
+    warned: list[str]  # categories that are off by more than 15%, of those that count (notes say which do not)
+    warnings: list[str]  # a line for each of them: predicted, measured, by how much
+    notes: list[str]  # what could not be measured or compared, and why
+
+    def measurement(self) -> Measurement:
+        """Raises ValueError for an event of another version."""
+        return Measurement.model_validate({name: self.figures[name] for name in Measurement.model_fields if name in self.figures})
+
+
+class Step(Event, kind="step"):
+    """`figures`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a part of `loss`, without its
+    coefficient) and `expert_load`: each expert's share of all choices."""
+
+    step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
+    loss: Number  # mean over the learned tokens of the global batch
+    lr: float  # learning rate of this step
+    grad_norm: Number  # global L2 norm before clipping
+    tokens: int  # real tokens of the global batch, padding not counted
+    samples: int  # samples (packs, where packing is on) of the global batch
+    tokens_per_s: float  # over all ranks
+    samples_per_s: float  # over all ranks
+    mfu: float | None  # model FLOPs a second over the devices' peak; null where the peak is unknown
+    seconds: float  # of the step, waiting for data included
+    data_s: float  # seconds waiting for data, mean over ranks
+    compute_s: float  # what is left of the seconds, mean over ranks
+    comm_s: float | None  # seconds waiting for other ranks, mean over ranks; null where that is not measured and counts as computing
+    # That a rank sends to others in such a step, mean over ranks: counted at the collectives of one step of each kind, by the ring
+    # algorithm's shares (all-reduce of S bytes over n ranks: 2 (n - 1) / n × S); null until one was counted.
+    sent_bytes: int | None
+    memory_bytes: list[int]  # of each rank: the allocator's peak on a GPU, the resident set on a CPU
+    epoch: float  # passes over the training samples so far
+
+
+class Eval(Event, kind="eval"):
+    """`figures`: its metrics."""
+
+    step: int  # steps done before it
+    samples: int  # held-out samples, or prompts
+    seconds: float  # it took
+
+
+class Rollout(Event, kind="rollout"):
+    """`figures`: reward/DOMAIN, and those of the KL penalty."""
+
+    step: int  # steps done after those that learned from it
+    prompts: int
+    drawn: int  # prompts that were rolled out for it; more than `prompts` where dynamic sampling passed over some
+    episodes: int
+    reward: Number  # mean over its episodes; null where all rewards failed
+    reward_std: float  # standard deviation over its episodes
+    groups_differ: float  # part of the groups whose rewards are not all alike
+    rewards: Mapping[str, Number]  # reward → mean of its values, without its weight, as last sampled
+    shares: dict[str, float]  # domain → part of the episodes
+    failures: Mapping[str, Mapping[str, int]]  # reward → reason → episodes that it cost, as last sampled
+    length: float  # mean tokens of a completion
+    length_max: float  # tokens of the longest
+    ended: float  # part of the completions that came to their end, and were not cut at max_new_tokens
+    generate_s: float  # seconds that sampling took on rank 0, waiting for others included
+    reward_s: float  # seconds of scoring
+    infer_s: float  # seconds for log-probs, values and the reference's
+    train_s: float  # seconds of the steps that learned from it
+
+
+class Save(Event, kind="save"):
+    step: int  # of the state saved
+    path: str | None  # the checkpoint; null where it failed
+    seconds: float  # until it was whole on disk
+    bytes: int  # written by all ranks
+    blocked_seconds: float  # that training stood still for it
+    error: str | None  # why it failed, or what was lost besides
+
+
+class Reference(Event, kind="reference"):
+    """The reference model's log-probabilities of the pairs' answers are known now."""
+
+    data: str  # train or eval
+    pairs: int
+    found: bool  # they were computed before, and read
+    path: str  # the table of them
+    seconds: float  # it took
+
+
+class Restore(Event, kind="restore"):
+    step: int  # that the run goes on after
+    path: str | None  # the checkpoint; null where there was none yet
+    seconds: float  # it took
+    skipped: list[dict[str, str]]  # damaged checkpoints passed over: [{path, reason}]
+
+
+class Nonfinite(Event, kind="nonfinite"):
+    step: int  # whose update was not made
+    policy: str  # stop, skip or rescale (fp16)
+    loss: Number
+    grad_norm: Number
+    sample_ids: list[int]  # of its global batch
+
+
+class Fault(Event, kind="fault"):
+    attempt: int  # count of starts before this one
+    rank: int  # that failed first
+    signal: str | None  # that killed it
+    exitcode: int | None  # of that rank
+    error: str  # in one line
+    log: str  # file with what the rank printed
+    step: int  # the last one done
+    action: str  # restart, replan, or stop and why
+
+
+class Replan(Event, kind="replan"):
+    from_: str  # what is left behind, as keys of the YAML
+    to: str  # what the run goes on with, as keys of the YAML
+    why: str  # which memory ran out, and what was wrong of the plan
+    predicted_bytes: dict[str, int]  # of a device: {from, to}, peak of tensors
+    plan: str  # file of the plan that was left; plan.json is the new one
+    step: int  # the last one done
+
+
+class Preempt(Event, kind="preempt"):
+    step: int  # saved
+    signal: str  # that asked for it
+
+
+class Export(Event, kind="export"):
+    path: str  # the Hugging Face folder
+    seconds: float  # it took
+    max_logit_difference: Number  # between the trained model and the folder read back
+
+
+class RunEnd(Event, kind="run_end"):
+    status: str  # finished, preempted, stopped or failed
+    exit_code: int  # see errors.py
+    step: int  # the last one done
+    goodput: dict[str, float]  # seconds of this process by purpose: {elapsed, productive, startup, save, restore, recompute, eval, other}
+
+
+COUNTED = tuple(each.kind for each in (Step, Eval, Save, Restore, Rollout, Preempt, RunEnd))
+Emit = Callable[[Event], object]
+
+
+def last_measurement(events: list[Event]) -> Measurement | None:
+    """The newest of a run that knows of memory; None where the run was too short. Raises ValueError for a run of another version."""
+    found = [event for event in events if isinstance(event, Measured) and event.figures.get("memory")]
+    return found[-1].measurement() if found else None
 
 
 class EventLog:
@@ -184,15 +251,12 @@ class EventLog:
         self._file = path.open("ab", buffering=0)
         self._waiting = b"\n" if torn else b""
 
-    def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def emit(self, event: Event) -> Event:
         """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
-        assert kind in KINDS, f"unknown kind of event {kind!r}"
-        missing = set(KINDS[kind]) - set(fields)
-        assert not missing, f"event {kind} lacks {missing}"
-        event: dict[str, Any] = plain({"t": time.time(), "kind": kind, **fields})
-        self._waiting += json.dumps(event, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+        values: dict[str, Any] = plain(event.values())
+        self._waiting += json.dumps(values, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         self._write()
-        return event
+        return Event.of(values)
 
     def _write(self) -> None:
         while self._waiting:
@@ -205,37 +269,38 @@ class EventLog:
             self._waiting = self._waiting[written or 0 :]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All whole events of a file, in order; a line torn by a kill is passed over."""
-    events = []
+def read(path: Path) -> list[Event]:
+    """All whole events of a file, in order; a line torn by a kill is passed over. None where there is no file."""
+    if not path.exists():
+        return []
     fix = "move it away: a run writes its events there"
-    for line in read_bytes(path, EnvironmentFault, fix, MOST_EVENTS).decode("utf-8", errors="replace").split("\n"):
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and _usable(event):
-            events.append(event)
-    return events
+    lines = read_bytes(path, EnvironmentFault, fix, MOST_EVENTS).decode("utf-8", errors="replace").split("\n")
+    return [event for event in map(_parsed, lines) if event is not None]
 
 
-def _usable(event: dict[str, Any]) -> bool:
-    """Whether what readers count with is there: a kind, a time and, where readers count with it, a step."""
-    if not isinstance(event.get("kind"), str) or not isinstance(event.get("t", 0), int | float):
-        return False
-    return type(event.get("step")) is int or ("step" not in event and event["kind"] not in COUNTED)
+def _parsed(line: str | bytes) -> Event | None:
+    """None where it is torn, or what readers count with is not there: a kind, a time and, of most kinds, a step."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str) or not isinstance(values.get("t", 0), int | float):
+        return None
+    counts = type(values.get("step")) is int or ("step" not in values and values["kind"] not in COUNTED)
+    return Event.of(values) if counts else None
 
 
-def series(events: list[dict[str, Any]], field: str, kind: str = "step") -> dict[int, Any]:
+def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int, Any]:
     """Step → value, the last word on each step: one that was done again after a restart counts once."""
-    return {e["step"]: e[field] for e in events if e["kind"] == kind and field in e}
+    found = [event.values() for event in events if isinstance(event, kind)]
+    return {values["step"]: values[name] for values in found if name in values}
 
 
 class Tail:
     """Follows a file while somebody else writes it: hands each whole line that is appended from now on to `on_event`; what is left is
     handed over at the end."""
 
-    def __init__(self, path: Path, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, path: Path, on_event: Emit) -> None:
         self.path, self.on_event = path, on_event
         self._offset = path.stat().st_size if path.exists() else 0
         self._done = threading.Event()
@@ -262,8 +327,5 @@ class Tail:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill; the next line is whole again
-            self.on_event(event)
+            if (event := _parsed(line)) is not None:  # torn by a kill: the next line is whole again
+                self.on_event(event)

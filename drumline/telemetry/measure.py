@@ -24,6 +24,7 @@ from drumline.core.communication import shares
 from drumline.core.estimate import Estimate
 from drumline.core.plan import Plan
 from drumline.dist.reduce import Gather
+from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.host import HostPeak
 from drumline.telemetry.memory_tracker import Held, LiveBytes, Phase
 from drumline.telemetry.traffic import Traffic
@@ -36,23 +37,23 @@ HELD = ("parameters", "gradients", "optimizer")
 log = logging.getLogger(__name__)
 
 
-def planned(estimate: Estimate) -> dict[str, Any]:
-    """The fields of the event `planned`."""
-    return {
-        "memory": estimate.memory.model_dump(),
-        "host": estimate.host.model_dump(),
-        "seconds": estimate.seconds.model_dump() | {"total": estimate.seconds.total},
-        "traffic": estimate.traffic.model_dump() | {"total": estimate.traffic.total},
-        "verdict": estimate.verdict,
-        "limit": estimate.limit,
-        "calibrated": estimate.calibrated,
-    }
+def planned(estimate: Estimate) -> Planned:
+    """The event that says it."""
+    return Planned(
+        memory=estimate.memory.model_dump(),
+        host=estimate.host.model_dump(),
+        seconds=estimate.seconds.model_dump() | {"total": estimate.seconds.total},
+        traffic=estimate.traffic.model_dump() | {"total": estimate.traffic.total},
+        verdict=estimate.verdict,
+        limit=estimate.limit,
+        calibrated=estimate.calibrated,
+    )
 
 
 class Measure:
     """One rank's measuring. All ranks call the same methods at the same steps; what a step is, is for `traffic` to say."""
 
-    def __init__(self, plan: Plan, held_now: Callable[[], Held], gather: Gather, emit: Callable[..., object], traffic: Traffic) -> None:
+    def __init__(self, plan: Plan, held_now: Callable[[], Held], gather: Gather, emit: Emit, traffic: Traffic) -> None:
         self.plan, self.held_now, self.gather, self.emit, self.traffic = plan, held_now, gather, emit, traffic
         self.host = HostPeak()
         self.held: dict[str, int] = {}  # bytes, of the counted step
@@ -121,14 +122,14 @@ class Measure:
         rows = compare(estimate, found) if estimate is not None else []
         wrong = [row for row in rows if row.warns]
         reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
-        self.emit(
-            "measured",
-            **found.model_dump(),
+        event = Measured(
+            figures=found.model_dump(),
             off={row.category: row.off for row in rows},
             warned=[row.category for row in wrong],
             warnings=[row.line() for row in wrong],
             notes=notes(found) + reasons,
         )
+        self.emit(event)
         if self.gather.rank == 0 and not self.told:
             for row in wrong:
                 log.warning("the plan was wrong: %s", row.line())

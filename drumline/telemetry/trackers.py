@@ -16,9 +16,10 @@ from typing import Any
 
 from drumline.core.redact import plain, redact
 from drumline.errors import EnvironmentFault
+from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 
-# Event kinds that have figures → the group that they are shown in.
-GROUPS = {"step": "train", "eval": "eval", "save": "save", "rollout": "rollout"}
+# Events that have figures → the group that they are shown in.
+GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout"}
 # run.report_to → its library, how to get that, and what to look at when it does not start.
 LIBRARIES = {
     "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
@@ -56,14 +57,14 @@ class Sink:
     def __init__(self, name: str, tracker: Tracker | None) -> None:
         self.name, self._tracker = name, tracker
 
-    def event(self, event: dict[str, Any]) -> None:
+    def event(self, event: Event) -> None:
         """Hand over the figures of a step, eval or save event, under its group; go back where a checkpoint is loaded."""
-        if event["kind"] == "restore":
-            self._guard(lambda tracker: tracker.rewind(event["step"]))
-        elif event["kind"] in GROUPS:
-            group = GROUPS[event["kind"]]
+        if isinstance(event, Restore):
+            self._guard(lambda tracker: tracker.rewind(event.step))
+        elif isinstance(event, Step | Eval | Save | Rollout):
+            group = GROUPS[type(event)]
             named = {f"{group}/{key}": value for key, value in figures(event).items()}
-            self._guard(lambda tracker: tracker.write(group, named, event["step"]))
+            self._guard(lambda tracker: tracker.write(group, named, event.step))
 
     def close(self) -> None:
         self._guard(lambda tracker: tracker.close())
@@ -78,13 +79,14 @@ class Sink:
             _warn(self.name, error)
 
 
-def figures(event: dict[str, Any]) -> dict[str, float]:
+def figures(event: Event) -> dict[str, float]:
     """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
     ranks, each of a few, or the least and the most."""
-    numbers = {k: float(v) for k, v in event.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
-    if loads := event.get("expert_load"):
+    values = event.values()
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool) and k not in ("t", "step")}
+    if loads := values.get("expert_load"):
         numbers |= {"expert_load/least": float(min(loads)), "expert_load/most": float(max(loads))}
-    ranks = event.get("memory_bytes", [])
+    ranks = values.get("memory_bytes") or []
     if len(ranks) <= MOST_RANKS:
         return numbers | {f"memory_bytes/rank_{rank}": float(bytes_) for rank, bytes_ in enumerate(ranks)}
     return numbers | {"memory_bytes/least": float(min(ranks)), "memory_bytes/most": float(max(ranks))}

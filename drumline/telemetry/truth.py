@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -48,17 +47,6 @@ class Measurement(Frozen):
     traffic: float | None = Field(description="Bytes that a rank sends in a step, mean over ranks and over the steps of a long run.")
     grows: bool = Field(False, description="What is sent grows with the tokens of a micro-batch.")
     width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
-
-    @classmethod
-    def of(cls, event: Mapping[str, Any]) -> Measurement:
-        """From an event `measured`."""
-        return cls.model_validate({name: value for name, value in event.items() if name in cls.model_fields})
-
-    @classmethod
-    def last(cls, events: Iterable[Mapping[str, Any]]) -> Measurement | None:
-        """The newest among a run's events that knows of memory; None where the run was too short."""
-        found = [event for event in events if event["kind"] == "measured" and event.get("memory")]
-        return cls.of(found[-1]) if found else None
 
 
 class Row(Frozen):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from drumline.dist.start import Ranks, gpu
 from drumline.errors import CheckpointError, DataError
 from drumline.parallel.engine import OPTIONAL, Engine
 from drumline.strategies.build import build_engine, held_with_frozen
-from drumline.telemetry.events import series
+from drumline.telemetry.events import Emit, Event, Restore, series
 from drumline.telemetry.host import process_bytes
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
@@ -38,11 +37,10 @@ from drumline.train.references import Reference
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
-Emit = Callable[..., object]
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
-def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopFlag, past: list[dict[str, Any]], goodput: Goodput) -> Loop:
+def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopFlag, past: list[Event], goodput: Goodput) -> Loop:
     """Everything of one rank, wired. `past`: the events of the run so far."""
     config = plan.config
     if config.run.deterministic:
@@ -155,7 +153,7 @@ class Start:
             if state.step < 0 or state.position < 0:
                 raise CheckpointError(f"state.json says step {state.step}, position {state.position}", where=str(self.path))
         path = None if self.path is None else str(self.path)
-        emit("restore", step=state.step, path=path, seconds=time.time() - began, skipped=self.skipped)
+        emit(Restore(step=state.step, path=path, seconds=time.time() - began, skipped=self.skipped))
         return state
 
 

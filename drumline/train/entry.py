@@ -5,22 +5,17 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from drumline.core.explain import plan_line, strategy_name
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
-from drumline.telemetry.events import EventLog, read
+from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
 from drumline.train.state import Goodput
-
-Emit = Callable[..., object]
-Listener = Callable[[dict[str, Any]], None]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,13 +28,13 @@ def main(arguments: list[str] | None = None) -> None:
         run(Plan.load(options.plan), options.resume)
 
 
-def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> None:
+def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
     with StopFlag() as asked:
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
-        past = read(events_path) if events_path.exists() else []
+        past = read(events_path)
         speaker = Speaker(plan, listener) if ranks.rank == 0 else None
         emit = speaker.emit if speaker else silent
         goodput = Goodput(started)
@@ -60,15 +55,12 @@ def run(plan: Plan, resume: str | None, listener: Listener | None = None) -> Non
                 speaker.close(error, goodput)
 
 
-def train_on(
-    plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: StopFlag, past: list[dict[str, Any]], goodput: Goodput
-) -> None:
+def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: StopFlag, past: list[Event], goodput: Goodput) -> None:
     """Build and run one plan in the process group that is there."""
     from drumline.telemetry.measure import planned
     from drumline.train.build import build
 
-    emit(
-        "run_start",
+    start = RunStart(
         world_size=ranks.world_size,
         steps=plan.steps,
         parameters=plan.predicted.parameters,
@@ -79,22 +71,23 @@ def train_on(
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
     )
+    emit(start)
     if plan.predicted.estimate is not None:
-        emit("planned", **planned(plan.predicted.estimate))
+        emit(planned(plan.predicted.estimate))
     with watched(plan, ranks.rank) as watch:
         loop = build(plan, ranks, resume, emit, asked, past, goodput)
         watch.built(loop.engine)
         loop.run()
 
 
-def silent(kind: str, **fields: Any) -> None:
+def silent(event: Event) -> None:
     """The emit of every rank but the first."""
 
 
 class Speaker:
     """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, and a listener."""
 
-    def __init__(self, plan: Plan, listener: Listener | None) -> None:
+    def __init__(self, plan: Plan, listener: Emit | None) -> None:
         from drumline.telemetry.trackers import open_sinks
 
         run_dir = Path(plan.run_dir)
@@ -103,9 +96,9 @@ class Speaker:
         self.sinks = open_sinks(plan.config.run.report_to, run_dir, plan.config.model_dump(mode="json"), run_dir.name)
         self.last_step = 0
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        event = self.log.emit(kind, **fields)
-        self.last_step = fields.get("step") or self.last_step
+    def emit(self, event: Event) -> None:
+        event = self.log.emit(event)
+        self.last_step = getattr(event, "step", 0) or self.last_step
         for sink in self.sinks:
             sink.event(event)
         if self.listener:
@@ -122,14 +115,14 @@ class Speaker:
         gc.collect()  # the engine's circles
         run_dir = Path(self.plan.run_dir)
         result = export(run_dir, run_dir / "export", which, adapter=config.checkpoint.export_adapter, trust=config.model.trust_remote_code)
-        self.emit("export", path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference)
+        self.emit(Export(path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference))
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         """The last event of this process: how it ended."""
         kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
         status = kinds.get(type(error), "failed")
         code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
-        self.emit("run_end", status=status, exit_code=code, step=self.last_step, goodput=goodput.report())
+        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, goodput=goodput.report()))
         for sink in self.sinks:
             sink.close()
 

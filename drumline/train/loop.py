@@ -22,6 +22,7 @@ from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
 from drumline.models.router import router_figures
 from drumline.parallel.engine import Engine
+from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
 from drumline.telemetry.measure import Measure
 from drumline.train.flight import Flight
 from drumline.train.state import Goodput, Patience, TrainState, fallback_folder
@@ -43,7 +44,7 @@ class Loop:
     stream: Iterable[GlobalBatch]
     held_out: Callable[[], Iterable[GlobalBatch]] | None
     checkpointer: Checkpointer
-    emit: Callable[..., object]
+    emit: Emit
     gather: Gather
     asked: StopFlag
     memory_bytes: Callable[[], int]
@@ -174,16 +175,14 @@ class Loop:
             mfu = rate * predicted.flops_per_token / (predicted.peak_flops_per_device * world * self.plan.devices_per_rank)
         data_s, comm_s = sum(data) / world, sum(comm) / world
         total = self.plan.data.train_samples if self.plan.data else 0
-        self.emit(
-            "step",
+        event = Step(
             step=flight.step,
             loss=flight.loss,
             lr=flight.lr,
             grad_norm=flight.grad_norm,
             tokens=flight.tokens,
             sent_bytes=flight.sent,
-            **self.algorithm.figures(flight.total),
-            **router_figures(flight.total, flight.denominator),
+            figures=self.algorithm.figures(flight.total) | router_figures(flight.total, flight.denominator),
             samples=len(flight.sample_ids),
             tokens_per_s=rate,
             samples_per_s=len(flight.sample_ids) / seconds,
@@ -195,6 +194,7 @@ class Loop:
             memory_bytes=[int(m) for m in memory],
             epoch=flight.position / total if total else 0.0,
         )
+        self.emit(event)
 
     def _not_finite(self, flight: Flight) -> None:
         """The weights were not touched. Skip, rescale (fp16) or stop; always with an event that names the samples."""
@@ -203,7 +203,7 @@ class Loop:
         policy = "rescale" if rescale else health.on_nan
         self.state.skips += 1
         ids = flight.sample_ids.tolist()
-        self.emit("nonfinite", step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=ids)
+        self.emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=ids))
         limit = MAX_RESCALES if rescale else health.max_skips
         if policy == "stop" or self.state.skips > limit:
             what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
@@ -226,7 +226,7 @@ class Loop:
         if options.metric not in figures:
             raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(figures)}")
         self.metric = figures[options.metric]
-        self.emit("eval", step=self.state.step, **figures, samples=samples, seconds=time.time() - started)
+        self.emit(Eval(step=self.state.step, samples=samples, seconds=time.time() - started, figures=figures))
         best, sign = self.state.best, 1.0 if options.mode == "min" else -1.0
         # The untrained weights are the base line, not a candidate: a run exports something that it trained.
         better = self.state.step > 0 and (best is None or sign * self.metric < sign * best)
@@ -278,7 +278,7 @@ class Loop:
         if self.stop and self.settled:
             self._save_last()
             name = signal.Signals(self.stop).name
-            self.emit("preempt", step=self.state.step, signal=name)
+            self.emit(Preempt(step=self.state.step, signal=name))
             raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
 
     def _save_last(self) -> None:
@@ -327,8 +327,7 @@ class Loop:
                 self.retry_at = result.step + (2**self.failed_saves if result.begun else 0)
                 if self.failed_saves > 1 and not result.begun:
                     continue  # it was said
-            self.emit(
-                "save",
+            event = Save(
                 step=result.step,
                 path=str(result.path) if result.path else None,
                 seconds=result.seconds,
@@ -336,6 +335,7 @@ class Loop:
                 blocked_seconds=result.blocked_seconds,
                 error=result.error,
             )
+            self.emit(event)
 
 
 def _due(every: int | None, before: int, now: int) -> bool:

@@ -19,8 +19,7 @@ from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, corrected_answer
 from drumline.planner.search.probe import Probe, require_here
 from drumline.report.bars import OnProgress
-from drumline.telemetry.events import read
-from drumline.telemetry.truth import Measurement
+from drumline.telemetry.events import Event, Step, last_measurement, read
 
 STEPS = 5  # two to settle, one that is counted, two that are timed
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -77,17 +76,16 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
         plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
         plan_path = _write(plan, run_dir)
 
-        def follow(event: dict[str, Any]) -> None:
-            if event["kind"] == "step":
-                on_progress(f"probe {name}", event["step"], plan.steps)
+        def follow(event: Event) -> None:
+            if isinstance(event, Step):
+                on_progress(f"probe {name}", event.step, plan.steps)
 
         on_progress(f"probe {name}", 0, plan.steps)
         code = launch(plan, plan_path, None, follow, trial=True)
     finally:
         os.environ.pop("OMP_NUM_THREADS", None)  # the launcher's choice was for this candidate's processes
         os.environ.update(threads)
-    events = read(run_dir / "events.jsonl") if (run_dir / "events.jsonl").exists() else []
-    measured = Measurement.last(events)
+    measured = last_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
         return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
     return Probe.of(name, predicted, measured)

@@ -28,6 +28,7 @@ from drumline.dist.start import Ranks
 from drumline.errors import Preempted
 from drumline.parallel.engine import Engine
 from drumline.strategies.build import build_engine
+from drumline.telemetry import events
 from drumline.train.streams import Streams
 
 ScoreBatches = Callable[[list[Any]], list[torch.Tensor]]  # micro-batches → fp64[B] of each
@@ -45,7 +46,7 @@ class Reference:
     algorithm: Referenced
     streams: Streams
     fresh: bool
-    emit: Callable[..., object]
+    emit: events.Emit
     asked: StopFlag
 
     def prepared(self) -> Streams:
@@ -90,7 +91,7 @@ class Reference:
                 tables[folder] = self._score(scorer, folder, pairs, rows)
                 if self.ranks.rank == 0:
                     write_table(path, tables[folder].cpu().numpy())
-            self.emit("reference", data=role, pairs=pairs, found=bool(found), path=str(path), seconds=time.time() - began)
+            self.emit(events.Reference(data=role, pairs=pairs, found=bool(found), path=str(path), seconds=time.time() - began))
         return tables
 
     def _scorer(self) -> Engine:

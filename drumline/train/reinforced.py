@@ -32,12 +32,13 @@ from drumline.rl.rollouts import Readers, Rollouts
 from drumline.rl.sampling import Completion, Request
 from drumline.rl.split import generate_together
 from drumline.strategies.build import build_engine
+from drumline.telemetry.events import Emit
 from drumline.train.state import TrainState
 from drumline.train.streams import fixed_width
 
 
 def reinforced(
-    plan: Plan, algorithm: RolloutSpec, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Callable[..., object]
+    plan: Plan, algorithm: RolloutSpec, ranks: Ranks, engine: Engine, state: TrainState, device: str, emit: Emit
 ) -> tuple[Algorithm, Rollouts, Iterator[GlobalBatch]]:
     """The objective, the rollouts, and their stream from `state` on. Collective: models besides the policy are built here."""
     config, data = plan.config, plan.data

@@ -23,7 +23,7 @@ from drumline.planner.search.advice import nothing_fits
 from drumline.planner.search.answer import Candidate, Question
 from drumline.planner.search.fallbacks import changed, lighter
 from drumline.planner.search.search import search
-from drumline.telemetry.events import EventLog
+from drumline.telemetry.events import EventLog, Replan
 from drumline.train.setup import predict
 
 MOST_REPLANS = 4
@@ -120,14 +120,15 @@ class Replanner:
         self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
         kept = self._keep()
         self.plan.save(self.plan_path)
-        EventLog(Path(old.run_dir) / "events.jsonl").emit(
-            "replan",
-            **{"from": changed(taken.config, batched(old)), "to": taken.name},
+        event = Replan(
+            from_=changed(taken.config, batched(old)),
+            to=taken.name,
             why=f"rank {out.rank} {out.describe()}; {verdict(out, advice.predicted.memory)}",
             predicted_bytes={"from": advice.predicted.memory.peak, "to": taken.estimate.memory.peak},
             plan=str(kept),
             step=step,
         )
+        EventLog(Path(old.run_dir) / "events.jsonl").emit(event)
 
     def _resolved(self, taken: Candidate) -> Plan:
         old = self.plan

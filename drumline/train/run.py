@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from drumline.core.load import override
 from drumline.errors import Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by, require_rendezvous
+from drumline.telemetry.events import Eval, Event, Step, read
 
 if TYPE_CHECKING:
     from drumline.train.setup import Request
@@ -30,26 +30,23 @@ class Run:
     exit_code: int = 0
 
     @property
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Each event of the run so far, in order, read line by line; docs/events.md describes them."""
-        with (self.dir / "events.jsonl").open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue  # torn by a kill
-                yield event
+    def events(self) -> list[dict[str, Any]]:
+        """Each event of the run so far, in order; docs/events.md describes them."""
+        return [event.values() for event in self._read()]
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last number of each name: of steps as `loss`, of evaluations as `eval/loss`."""
         found: dict[str, float] = {}
-        for event in self.events:
-            if event.get("kind") in ("step", "eval"):
-                prefix = "eval/" if event["kind"] == "eval" else ""
-                numbers = {key: value for key, value in event.items() if isinstance(value, int | float) and key != "t"}
+        for event in self._read():
+            if isinstance(event, Step | Eval):
+                prefix = "eval/" if isinstance(event, Eval) else ""
+                numbers = {key: value for key, value in event.values().items() if isinstance(value, int | float) and key != "t"}
                 found |= {f"{prefix}{key}": float(value) for key, value in numbers.items()}
         return found
+
+    def _read(self) -> list[Event]:
+        return read(self.dir / "events.jsonl")
 
     @property
     def best(self) -> Path | None:

@@ -25,9 +25,9 @@ from drumline.foreign import read_object
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
 from drumline.report.bars import bars
+from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 
-NOT_METRICS = {"t", "kind", "step", "samples", "seconds"}  # of an eval event
 # An evaluation is over or not: nothing is started again, and nobody is told but the caller.
 ALONE = ["launch.max_restarts=0", "run.report_to=[]"]
 
@@ -110,10 +110,10 @@ def of_run(run_dir: Path) -> Path | None:
 def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
     """(exit code, step, samples and metrics) of ranks that leave the run folder alone: theirs is a temporary one, kept if they fail."""
     scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    found: list[dict[str, Any]] = []
+    found: list[Eval] = []
 
-    def follow(event: dict[str, Any]) -> None:
-        if event["kind"] == "eval":
+    def follow(event: Event) -> None:
+        if isinstance(event, Eval):
             found.append(event)
 
     (scratch / "checkpoints").mkdir()
@@ -128,8 +128,8 @@ def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
             return code, {}
     if not found:
         raise DrumlineError("the ranks ended without a figure", where=str(scratch))
-    metrics = {name: value for name, value in found[-1].items() if name not in NOT_METRICS}
-    return 0, {"step": found[-1]["step"] if weights.checkpoint else None, "samples": found[-1]["samples"], "metrics": metrics}
+    step = found[-1].step if weights.checkpoint else None
+    return 0, {"step": step, "samples": found[-1].samples, "metrics": found[-1].figures}
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:

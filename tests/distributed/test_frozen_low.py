@@ -15,7 +15,7 @@ from drumline.core.plan import Plan
 from drumline.models import load as models
 from drumline.planner.cost.states import part_of, state_of
 from drumline.planner.cost.traffic import flows
-from drumline.telemetry.truth import Measurement
+from drumline.telemetry.events import last_measurement, read
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
 from tests.harness import events, write_config
@@ -90,7 +90,7 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     config = plan.config
     hf = models.load_config(plan.model_path, config.model)
     facts = models.facts(hf, config.data.max_length, config.adapter, config.head, config.model.freeze)
-    measured = Measurement.last(events(runs[name]))
+    measured = last_measurement(read(runs[name] / "events.jsonl"))
     assert measured is not None
     layers = plan.pipeline.layers if plan.pipeline else ()
     states = [state_of(plan, facts, part_of(facts, layers, plan.mesh.pp, stage)) for stage in range(plan.mesh.pp)]
@@ -101,7 +101,7 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
 
 def test_two_bytes_fall_away_for_each_frozen_entry(runs: dict[str, Path]) -> None:
     """Of matrices: vectors are one entry in hundreds of this model, in thousands of others."""
-    low, full = (Measurement.last(events(runs[name])) for name in ("one process", "fp32, lora"))
+    low, full = (last_measurement(read(runs[name] / "events.jsonl")) for name in ("one process", "fp32, lora"))
     assert low is not None and full is not None
     frozen = sum(p.numel() for p in models_weights(runs["one process"]) if p.ndim >= 2)
     assert full.memory["parameters"] - low.memory["parameters"] == 2 * frozen

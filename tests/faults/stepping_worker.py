@@ -29,7 +29,7 @@ from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.errors import Preempted
-from drumline.telemetry.events import EventLog
+from drumline.telemetry.events import Eval, EventLog, Restore, Save
 from drumline.train.failure import note, recording
 
 SAVE_EVERY = 5
@@ -50,7 +50,7 @@ class Walk:
         saved = [int(path.name.removeprefix("step-")) for path in (self.run / "checkpoints").glob("step-*")]
         step = max(saved, default=0) if resume == "newest" else 0
         if self.log and resume:
-            self.log.emit("restore", step=step, path="", seconds=0.0, skipped=[])
+            self.log.emit(Restore(step=step, path="", seconds=0.0, skipped=[]))
         while step < self.behave["steps"]:
             signals = torch.zeros(2)
             signals[self.rank] = self.asked.requested
@@ -59,7 +59,7 @@ class Walk:
                 self.stopped(step, int(signals.max()))
             step += 1
             if self.log:
-                self.log.emit("eval", step=step, loss=0.0, samples=1, seconds=0.0)
+                self.log.emit(Eval(step=step, samples=1, seconds=0.0))
             if [self.rank, step] in self.behave.get("kills", [])[self.attempt : self.attempt + 1]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == self.behave.get("at") and self.attempt < self.behave.get("attempts", 1):
@@ -79,7 +79,7 @@ class Walk:
         if self.log:
             folder = self.run / "checkpoints" / f"step-{step}"
             folder.mkdir(parents=True, exist_ok=True)
-            self.log.emit("save", step=step, path=str(folder), seconds=0.0, bytes=0, blocked_seconds=0.0, error=None)
+            self.log.emit(Save(step=step, path=str(folder), seconds=0.0, bytes=0, blocked_seconds=0.0, error=None))
 
     def misbehave(self, step: int) -> None:
         how, mine = self.behave["how"], self.rank == self.behave["rank"]

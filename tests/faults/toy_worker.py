@@ -18,7 +18,7 @@ from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.errors import TrainingStopped
-from drumline.telemetry.events import EventLog
+from drumline.telemetry.events import Eval, EventLog
 from drumline.train.failure import note, recording
 
 
@@ -48,7 +48,7 @@ def walk(run: Path, rank: int) -> None:
     for step in range(1, 200):
         dist.all_reduce(torch.ones(()))
         if log:
-            log.emit("eval", step=step, loss=0.0, samples=1, seconds=0.0)
+            log.emit(Eval(step=step, samples=1, seconds=0.0))
         if word in ("raise", "exit", "once") and (rank, step) == tuple(map(int, arguments[:2])):
             if word == "exit":
                 os._exit(7)

@@ -21,7 +21,7 @@ from drumline.core.registry import Spec, kinds
 from drumline.core.rollouts import RolloutSpec
 from drumline.data.fingerprint import hash_file
 from drumline.errors import ConfigError, DataError, EnvironmentFault
-from drumline.telemetry.events import EventLog, read
+from drumline.telemetry.events import EventLog, Preempt, read
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
 
@@ -195,7 +195,7 @@ def test_events_in_a_folder_are_one_line_and_odd_ones_are_passed_over(tmp_path: 
     with pytest.raises(EnvironmentFault, match="folder"):
         read(tmp_path / "folder")
     path = tmp_path / "events.jsonl"
-    EventLog(path).emit("preempt", step=3, signal="SIGTERM")
+    EventLog(path).emit(Preempt(step=3, signal="SIGTERM"))
     odd = [
         '{"kind": 5}',
         '{"kind": "step"}',
@@ -205,7 +205,7 @@ def test_events_in_a_folder_are_one_line_and_odd_ones_are_passed_over(tmp_path: 
         "[" * DEEP,
     ]
     path.write_text("\n".join([*odd, path.read_text()]))
-    assert [(event["kind"], event["step"]) for event in read(path)] == [("preempt", 3)]
+    assert [(event.kind, event.values()["step"]) for event in read(path)] == [("preempt", 3)]
 
 
 def test_what_nobody_foresaw_is_one_line_and_its_traceback_is_kept(

@@ -11,7 +11,7 @@ import pytest
 from drumline.launchers.local import _code, _next_attempt, _progress, newest_or
 from drumline.launchers.postmortem import RankEnd, exhausted, read_error, report, root_cause
 from drumline.launchers.restarts import Restarts
-from drumline.telemetry.events import EventLog
+from drumline.telemetry.events import Eval, EventLog, Restore
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -107,12 +107,11 @@ def test_how_far_the_attempt_came(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert _progress(path, 0.0) == (-1, -1)
     log = EventLog(path)
-    figures = {"loss": 0.0, "samples": 1, "seconds": 0.0}
     for step in (1, 2, 3):
-        last = log.emit("eval", step=step, **figures)
+        last = log.emit(Eval(step=step, samples=1, seconds=0.0))
     assert _progress(path, 0.0) == (3, 3)
-    assert _progress(path, last["t"] + 1) == (3, -1), "the next attempt has done nothing yet"
-    started = log.emit("restore", step=1, path="x", seconds=0.0, skipped=[])["t"]
+    assert _progress(path, last.t + 1) == (3, -1), "the next attempt has done nothing yet"
+    started = log.emit(Restore(step=1, path="x", seconds=0.0, skipped=[])).t
     assert _progress(path, started) == (3, 1)
     with path.open("a") as torn:
         torn.write(json.dumps({"kind": "eval", "step": 9})[:-3])

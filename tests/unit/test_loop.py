@@ -25,6 +25,7 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, seed_step
 from drumline.errors import ConfigError, Preempted, TrainingStopped
+from drumline.telemetry.events import Event
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
@@ -62,8 +63,8 @@ def loop(
     said: list[dict] = []
     made, engine, gather = plan(tmp_path, **sections), engine or FakeEngine(), Gather(0, 1, "cpu")
 
-    def emit(kind: str, **fields: Any) -> None:
-        said.append({"kind": kind, **fields})
+    def emit(event: Event) -> None:
+        said.append(event.values())
 
     built = Loop(
         plan=made,
@@ -163,7 +164,7 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
     with pytest.raises(Preempted, match="SIGTERM"):
         built.run()
     assert [e["step"] for e in of(said, "save")] == [4]  # the step under way is finished
-    assert of(said, "preempt") == [{"kind": "preempt", "step": 4, "signal": "SIGTERM"}]
+    assert [(e["step"], e["signal"]) for e in of(said, "preempt")] == [(4, "SIGTERM")]
     found = newest(tmp_path / "checkpoints", verify=True)
     assert found.path and read_state(found.path)["trainer"]["position"] == 8
 

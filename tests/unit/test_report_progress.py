@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from drumline.report.progress import Progress, trend
+from drumline.telemetry.events import Event
 
 FIGURES: dict[str, Any] = {
     "t": 0.0, "lr": 1e-4, "grad_norm": 1.5, "tokens": 100, "samples": 4, "tokens_per_s": 1234.5, "samples_per_s": 2.0, "mfu": 0.4321,
@@ -52,12 +53,16 @@ def picture(progress: Progress, width: int = 120) -> str:
     return out.getvalue()
 
 
+def see(progress: Progress, values: dict[str, Any]) -> None:
+    progress.on_event(Event.of(values))
+
+
 def told(*events: dict[str, Any], width: int = 200) -> tuple[Progress, str]:
     """A display without a terminal that has seen these events, and what it printed."""
     out = io.StringIO()
     with Progress(Console(file=out, width=width)) as progress:
         for event in events:
-            progress.on_event(event)
+            see(progress, event)
     return progress, out.getvalue()
 
 
@@ -73,12 +78,12 @@ def test_a_fault_is_shown_until_steps_come_again() -> None:
     progress, _ = told(now, step(1, 5.0), step(2, 4.0), step(3, 3.0), FAULT)
     assert "rank 1: killed by SIGKILL after step 3 — starting again" in picture(progress)
     for event in ({**START, "t": time.time() + 500}, RESTORE):
-        progress.on_event(event)
+        see(progress, event)
     assert " 0:0" in picture(progress), "the clock goes on over restarts"
     assert progress.losses == {1: 5.0, 2: 4.0}, "what is done again counts once"
-    progress.on_event(step(3, 2.5))
+    see(progress, step(3, 2.5))
     assert "SIGKILL" not in picture(progress)
-    progress.on_event(END)
+    see(progress, END)
     assert "finished 40 steps in 0:10, 90% of it in training steps, after 1 restart" in progress.summary()
 
 
@@ -94,12 +99,12 @@ def test_losses_that_are_no_numbers_break_nothing() -> None:
     progress, text = told(START, step(1, None), step(2, "inf"))
     assert "loss NaN" in text and "loss inf" in text
     assert "tokens/s" in picture(progress)
-    progress.on_event(step(3, 2.0))
+    see(progress, step(3, 2.0))
     assert "2.0000" in picture(progress)
     held_out = {"kind": "eval", "step": 0, "loss": None, "samples": 1, "seconds": 1.0}
-    progress.on_event(held_out)
-    progress.on_event({**held_out, "step": 40, "loss": 1.0})
-    progress.on_event(END)
+    see(progress, held_out)
+    see(progress, {**held_out, "step": 40, "loss": 1.0})
+    see(progress, END)
     assert "  held-out loss            NaN → 1.0000" in progress.summary()
 
 
@@ -125,8 +130,8 @@ def test_many_ranks_have_one_line_of_memory() -> None:
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     out = io.StringIO()
     with Progress(Console(file=out, force_terminal=True, width=200, _environ={"TERM": "dumb"})) as progress:
-        progress.on_event(START)
-        progress.on_event(step(1))
+        see(progress, START)
+        see(progress, step(1))
     assert "step 1/40  loss 1.0000" in out.getvalue()
 
 
@@ -136,9 +141,9 @@ def test_events_come_from_another_thread() -> None:
 
     def feed() -> None:
         for number in range(2, 3000):
-            progress.on_event(step(number, 1.0 + number % 7))
+            see(progress, step(number, 1.0 + number % 7))
             if number % 100 == 0:
-                progress.on_event({**RESTORE, "step": number - 10, "skipped": []})
+                see(progress, {**RESTORE, "step": number - 10, "skipped": []})
         done.set()
 
     feeder = threading.Thread(target=feed)
@@ -147,7 +152,7 @@ def test_events_come_from_another_thread() -> None:
     while not done.is_set() and time.monotonic() < deadline:
         progress.render()
     feeder.join()
-    assert done.is_set() and progress.step["step"] == 2999
+    assert done.is_set() and progress.step and progress.step.step == 2999
 
 
 def test_the_arrow_follows_the_mean() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.errors import EnvironmentFault
+from drumline.telemetry.events import Event
 from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, figures, open_sinks
 
 STEP: dict[str, Any] = {
@@ -32,18 +33,18 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_figures_of_an_event() -> None:
-    assert figures(step(3)) == {
+    assert figures(Event.of(step(3))) == {
         "loss": 1.0, "lr": 1e-4, "tokens": 100.0, "epoch": 0.5, "memory_bytes/rank_0": 1.0, "memory_bytes/rank_1": 2.0,
     }  # fmt: skip
-    many = figures({**step(3), "memory_bytes": list(range(5, 69))})
+    many = figures(Event.of({**step(3), "memory_bytes": list(range(5, 69))}))
     assert (many["memory_bytes/least"], many["memory_bytes/most"]) == (5, 68) and len(many) == 6
-    assert "path" not in figures({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None})
+    assert "path" not in figures(Event.of({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None}))
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
     for event in (step(1, 5.0), step(2, None), EVAL, {"t": 0.0, "kind": "preempt", "step": 2, "signal": "SIGTERM"}):
-        sink.event(event)
+        sink.event(Event.of(event))
     sink.close()
     read = tensorboard_scalars(tmp_path / "tensorboard")
     assert read["train/loss"] == [(1, 5.0)] and read["eval/exact_match"] == [(2, 0.5)]
@@ -55,7 +56,7 @@ def test_steps_done_again_are_shown_once(tmp_path: Path) -> None:
     for events in ([step(s, 10.0 - s) for s in range(1, 6)], [{"kind": "restore", "step": 3}, step(4, 6.5), step(5, 5.5)]):
         (sink,) = open_sinks(["tensorboard"], tmp_path, CONFIG, "r")
         for event in events:
-            sink.event(event)
+            sink.event(Event.of(event))
         sink.close()
     assert tensorboard_scalars(tmp_path / "tensorboard")["train/loss"] == [(1, 9.0), (2, 8.0), (3, 7.0), (4, 6.5), (5, 5.5)]
 
@@ -84,7 +85,7 @@ def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], 
 
     sink = Sink("wandb", Tracker("x", write, close))
     for number in range(1, 5):
-        sink.event(step(number))
+        sink.event(Event.of(step(number)))
     sink.close()
     assert written == [1, 2]
     (line,) = capsys.readouterr().err.splitlines()
@@ -98,7 +99,7 @@ def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFix
     # A run that has begun is worth more than its tracker.
     (tmp_path / "trackers.json").write_text(json.dumps({"tensorboard": "x"}))
     (sink,) = open_sinks(["tensorboard"], tmp_path, {}, "r")
-    sink.event(step(1))
+    sink.event(Event.of(step(1)))
     sink.close()
     assert capsys.readouterr().err.count("tensorboard gets no more figures") == 1
 
@@ -112,7 +113,7 @@ def two_attempts(name: str, folder: Path) -> str:
     for events in ([step(1, 5.0), step(2, 4.0), {**EVAL, "step": 1}], [{"kind": "restore", "step": 2}, step(3, 3.0)]):
         (sink,) = open_sinks([name], folder, CONFIG, "my run")
         for event in events:
-            sink.event(event)
+            sink.event(Event.of(event))
         assert sink._tracker is not None, "a figure could not be written"
         sink.close()
         ids.append(json.loads((folder / "trackers.json").read_text())[name])

@@ -14,7 +14,7 @@ from drumline.core.estimate import Estimate, HostMemory, Memory, Seconds, Traffi
 from drumline.core.plan import Plan, Predicted
 from drumline.errors import UserError
 from drumline.planner.report.check import check, only_shown
-from drumline.telemetry.events import EventLog
+from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.host import HostPeak
 from drumline.telemetry.measure import planned
 from drumline.telemetry.truth import Measurement, Row, compare, notes
@@ -190,9 +190,9 @@ def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any
     made: Plan = plan(folder).model_copy(update={"predicted": Predicted(estimate=estimate)})
     made.save(folder / "plan.json")
     log = EventLog(folder / "events.jsonl")
-    log.emit("planned", **planned(ESTIMATE))
+    log.emit(planned(ESTIMATE))
     for changes in measured:
-        log.emit("measured", **{**MEASURED.model_dump(), "off": {}, "warned": [], "warnings": [], "notes": [], **changes})
+        log.emit(Measured(off={}, warned=[], warnings=[], notes=[], figures=MEASURED.model_dump() | changes))
     return folder
 
 

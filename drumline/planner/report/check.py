@@ -15,7 +15,7 @@ from drumline.core.plan import Plan
 from drumline.errors import UserError
 from drumline.planner.report.metrics import grouped
 from drumline.planner.search.probe import Factors, Probe
-from drumline.telemetry.events import read
+from drumline.telemetry.events import Step, last_measurement, read
 from drumline.telemetry.truth import OFF, Measurement, Row, compare, notes
 
 TRAIN = "train with this version: drumline train CONFIG.yaml"
@@ -45,14 +45,14 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
     """The plan of a run folder, with its estimate, and the last that was measured. Raises UserError."""
     try:
         plan = Plan.load(run / "plan.json")
-        events = read(run / "events.jsonl") if (run / "events.jsonl").exists() else []
-        measured = Measurement.last(events)
+        events = read(run / "events.jsonl")
+        measured = last_measurement(events)
     except ValueError:
         raise UserError("events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
     if plan.predicted.estimate is None:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
     if measured is None:
-        steps = max((event["step"] for event in events if event["kind"] == "step"), default=0)
+        steps = max((event.step for event in events if isinstance(event, Step)), default=0)
         raise UserError(
             f"the run measured nothing in {steps} steps", where=str(run), fix="train for four steps or more: a step is counted after two"
         )
