@@ -16,15 +16,15 @@ from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.question import PlanRequest, ask
-from drumline.planner.report import extra as further
+from drumline.planner.report import extra
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.flags import FLAGS, Flags, asked
 from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
-from drumline.planner.search.advice import nothing_fits, refusal, what_if
-from drumline.planner.search.answer import Answer, Candidate, Question, Refused, in_order, why_not
+from drumline.planner.search.advice import nothing_fits, refusal
+from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, why_not
 from drumline.planner.search.heuristics import asked_first
 from drumline.planner.search.probe import require_here
 from drumline.planner.search.search import search
@@ -50,7 +50,7 @@ class Options:
     explain: str | None = None
     devices: bool = False
     figure: Path | None = None
-    most: further.Kind | None = None
+    most: extra.Kind | None = None
     what_if: str | None = None
     probe: Trial | None = None  # what tries the best for real: `train.probe.probe`
     trace: bool = False
@@ -60,21 +60,21 @@ def plan(options: Options) -> int:
     """`drumline plan`. Returns the exit code. Raises PlanError, after the answer was shown, where nothing fits."""
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if options.devices:
-        print(json.dumps(catalog(), indent=2)) if options.as_json else further.show_devices(console)
+        print(json.dumps(catalog(), indent=2)) if options.as_json else extra.show_devices(console)
         return 0
     _one_question(options)
     if options.tokens is not None and not math.isfinite(options.tokens):
         raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
-    hosts = None if options.what_if is None else further.parse_what_if(options.what_if)
+    hosts = None if options.what_if is None else extra.parse_what_if(options.what_if)
     loaded = asked(options.config, options.overrides, options.flags)
     made = _asked(loaded, aside)
     question = made.question
     if options.most is not None:
-        _most(question, options.most, options, console)
+        extra.report_most(question, options.most, console, options.top, options.as_json)
     elif hosts is not None:
         if question.cluster.nodes == 1:  # else it was told already
             _tell(network_assumed(question.config.cluster, max(hosts)), aside)
-        _what_if(question, hosts, options, console)
+        extra.report_what_if(question, hosts, console, options.tokens, options.as_json)
     else:
         _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
     return 0
@@ -82,9 +82,9 @@ def plan(options: Options) -> int:
 
 def _one_question(options: Options) -> None:
     """Raises UserError for flags of which one would be ignored."""
-    further_ones = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
+    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
     shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
-    asked_ = [name for name, value in further_ones.items() if value]
+    asked_ = [name for name, value in alone.items() if value]
     beside = [name for name, value in shown.items() if value]
     if len(asked_) > 1 or (asked_ and beside):
         raise UserError(f"{' and '.join([*asked_, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
@@ -157,30 +157,14 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         if answer.probes:
             show_probes(answer.probes, console)
         show(answer, console, top=options.top, tokens=options.tokens)
-        further.show_guides(answer, console)
-        further.show_changes(changes, console)
+        extra.show_guides(answer, console)
+        extra.show_changes(changes, console)
         if answer.ranked:
-            further.show_tight(answer, console)
-            further.show_host(answer, console)
-            further.show_lighter(answer, console)
+            extra.show_tight(answer, console)
+            extra.show_host(answer, console)
+            extra.show_lighter(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
             said = [*options.flags.overrides(), *options.overrides]
             console.print(to_use(answer.question.config, answer.ranked[0], config, said), soft_wrap=True, markup=False)
     if not answer.ranked:
         raise refusal(answer, changes)
-
-
-def _most(question: Question, kind: further.Kind, options: Options, console: Console) -> None:
-    found = further.most(question, kind)
-    if options.as_json:
-        print(json.dumps(further.most_json(question, found, kind), indent=2))
-    else:
-        further.show_most(question, found, kind, console, options.top)
-
-
-def _what_if(question: Question, hosts: list[int], options: Options, console: Console) -> None:
-    answers = what_if(question, hosts)
-    if options.as_json:
-        print(json.dumps(further.what_if_json(answers, options.tokens), indent=2))
-    else:
-        further.show_what_if(answers, console, options.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +17,16 @@ from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.planner.report.as_json import VERSION, candidate
 from drumline.planner.report.metrics import GB, grouped, hours, overrides
-from drumline.planner.report.table import number, plain_table, show_headline
-from drumline.planner.search.advice import Change, Most, max_batch, max_length
+from drumline.planner.report.table import main_cells, number, plain_table, show_headline
+from drumline.planner.search.advice import Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import Answer, Question
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.heuristics import disagreements
 from drumline.planner.search.search import search
 
 Kind = Literal["max_length", "max_batch"]
-WORDS: dict[Kind, tuple[str, str]] = {
+SHOWN = ("verdict", "needs\nGB", "tokens/s")
+TITLES: dict[Kind, tuple[str, str]] = {
     "max_length": ("longest row\nin tokens", "data.max_length"),
     "max_batch": ("largest\nmicro-batch", "batch.micro_batch"),
 }
@@ -81,27 +83,25 @@ def show_host(answer: Answer, console: Console) -> None:
 # ------------------------------------------------------------------------------------------------------------------ most
 
 
-def most(question: Question, kind: Kind) -> tuple[Most, ...]:
+def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
     """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
     found = max_length(question) if kind == "max_length" else max_batch(question)
     if not found:
         raise PlanError(
             "nothing fits, however small", where=f"--{kind.replace('_', '-')}", fix="see `drumline plan` for what comes nearest"
         )
-    return found
-
-
-def show_most(question: Question, found: Sequence[Most], kind: Kind, console: Console, top: int) -> None:
-    words, key = WORDS[kind]
+    if as_json:
+        sizes = [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]
+        print(json.dumps({"version": VERSION, kind: sizes}, indent=2))
+        return
+    title, key = TITLES[kind]
     show_headline(question, console)
     rows = []
     for each in found[:top]:
-        estimate, layout = each.found.estimate, each.found.layout
-        needs = f"{estimate.memory.reserved / GB:.1f}"
-        speed = f"{estimate.tokens_per_s:,.0f}"
-        rows.append([each.found.name, f"{each.number:,}", estimate.verdict, needs, speed, layout.activation_checkpointing])
-    heads = ("strategy", words, "verdict", "needs\nGB", "tokens/s", "checkpointing")
-    console.print(plain_table(console, heads, rows, left=(0, 2, 5), spare=(2, 5)))
+        cells = main_cells(each.found)
+        layout = each.found.layout
+        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), layout.activation_checkpointing])
+    console.print(plain_table(console, ("strategy", title, *SHOWN, "checkpointing"), rows, left=(0, 2, 5), spare=(2, 5)))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
 
 
@@ -120,47 +120,38 @@ def parse_what_if(said: str) -> list[int]:
     return numbers
 
 
-def show_what_if(answers: Sequence[Answer], console: Console, tokens: float | None) -> None:
+def report_what_if(question: Question, hosts: Sequence[int], console: Console, tokens: float | None, as_json: bool) -> None:
     """The first plan on each number of hosts, and what the further devices bring."""
+    answers = what_if(question, hosts)
+    if as_json:
+        print(json.dumps({"version": VERSION, "what_if": [_what_if_json(answer, tokens) for answer in answers]}, indent=2))
+        return
     show_headline(answers[0].question, console)
     base = next((a for a in answers if a.ranked), None)
     rows = []
     for answer in answers:
         cluster = answer.question.cluster
-        head = [str(cluster.nodes), str(cluster.world_size)]
-        if not answer.ranked:
-            near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
-            needs = "–" if near is None else f"{near.estimate.memory.reserved / GB:.1f}"
-            rows.append([*head, near.name if near else "–", "no", needs, "–", "–", "–", "–"])
-            continue
-        first = answer.ranked[0]
-        estimate = first.estimate
-        assert base is not None
-        speed = estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
-        each = speed * base.question.cluster.world_size / cluster.world_size
-        needs = f"{estimate.memory.reserved / GB:.1f}"
-        time = number(hours(first, tokens) if tokens or first.layout.steps else hours(first, 1e9))
-        rows.append([*head, first.name, estimate.verdict, needs, f"{estimate.tokens_per_s:,.0f}", f"{speed:.2f}", f"{each:.0%}", time])
+        near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
+        first = answer.ranked[0] if answer.ranked else near
+        cells = [main_cells(first)[head] for head in SHOWN] if first else ["no", "–", "–"]
+        bring = ["–", "–", "–"]
+        if answer.ranked and first and base:
+            speed = first.estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
+            each = speed * base.question.cluster.world_size / cluster.world_size
+            time = number(hours(first, tokens) if tokens or first.layout.steps else hours(first, 1e9))
+            bring = [f"{speed:.2f}", f"{each:.0%}", time]
+        else:
+            cells[2] = "–"
+        rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *bring])
     known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
-    length = "hours" if known else "hours /\n1B tokens"
-    heads = ("hosts", "devices", "strategy", "verdict", "needs\nGB", "tokens/s", "speed", "of\nlinear", length)
+    heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
     console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))
 
 
-# ------------------------------------------------------------------------------------------------------------------ JSON
-
-
-def most_json(question: Question, found: Sequence[Most], kind: Kind) -> dict[str, Any]:
-    return {"version": VERSION, kind: [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]}
-
-
-def what_if_json(answers: Sequence[Answer], tokens: float | None) -> dict[str, Any]:
-    rows = []
-    for answer in answers:
-        cluster, first = answer.question.cluster, answer.ranked[0] if answer.ranked else None
-        best = None if first is None else candidate(answer.question, first, tokens)
-        rows.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
-    return {"version": VERSION, "what_if": rows}
+def _what_if_json(answer: Answer, tokens: float | None) -> dict[str, Any]:
+    cluster = answer.question.cluster
+    best = candidate(answer.question, answer.ranked[0], tokens) if answer.ranked else None
+    return {"nodes": cluster.nodes, "devices": cluster.world_size, "best": best}
 
 
 # --------------------------------------------------------------------------------------------------------------- devices

@@ -12,7 +12,7 @@ from typing import Any
 from drumline.core.estimate import FITS, TIGHT
 from drumline.errors import EnvironmentFault, UserError
 from drumline.planner.report.metrics import CATEGORIES, GB, gradients_at_peak
-from drumline.planner.report.table import headline, number
+from drumline.planner.report.table import headline, main_cells, number
 from drumline.planner.search.answer import Answer, Candidate
 
 KINDS = (".png", ".svg", ".html")
@@ -200,8 +200,16 @@ def _name(axes: Any, candidates: Sequence[Candidate]) -> None:
 def page(answer: Answer, svg: str) -> str:
     """A page of its own: the picture as SVG, and the figures as tables."""
     title = html.escape(" · ".join(headline(answer.question)))
-    heads = ("strategy", "verdict", "needs GB", *(f"{part} GB" for part in CATEGORIES), "step s", "tokens/s", "MFU", "sent GB")
-    rows = [_cells(c) for c in answer.ranked]
+    heads = ("strategy", "verdict", "needs GB", "step s", "tokens/s", "MFU", *(f"{part} GB" for part in CATEGORIES), "sent GB")
+    rows = [
+        (
+            c.name,
+            *main_cells(c).values(),
+            *(f"{getattr(c.estimate.memory, part) / GB:.1f}" for part in CATEGORIES),
+            number(c.estimate.traffic.total / GB),
+        )
+        for c in answer.ranked
+    ]
     out = [(r.name, r.reason) for r in answer.refused]
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{title}</title><style>body{{font:14px system-ui;margin:2em;max-width:1300px}}"
@@ -213,22 +221,6 @@ def page(answer: Answer, svg: str) -> str:
         "<h2 style='font-size:16px'>Out</h2>" + _html_table(("family", "reason"), out, "out") if out else "",
     ]
     return "\n".join(parts) + "\n"
-
-
-def _cells(candidate: Candidate) -> tuple[str, ...]:
-    estimate = candidate.estimate
-    memory = [f"{getattr(estimate.memory, part) / GB:.1f}" for part in CATEGORIES]
-    mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.0%}"
-    return (
-        candidate.name,
-        estimate.verdict,
-        f"{estimate.memory.reserved / GB:.1f}",
-        *memory,
-        number(estimate.seconds.total),
-        f"{estimate.tokens_per_s:,.0f}",
-        mfu,
-        number(estimate.traffic.total / GB),
-    )
 
 
 def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

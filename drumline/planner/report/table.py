@@ -70,37 +70,31 @@ def headline(question: Question) -> tuple[str, str, str]:
     return f"{name} ({count(facts.parameters)} parameters{learns})", rows, where
 
 
-def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
-    """As few tables as the width allows, each with the rows' numbers; the first one with their names."""
-    name = ("strategy", [c.name for c in ranked])
-    made: list[Table] = []
-    waiting: list[Group] = []
-    for group in groups(question, ranked, tokens):
-        more = [*waiting, group]
-        if waiting and not _fits(_table(len(ranked), name, more), console):
-            made.append(_named(len(ranked), name, waiting, console, always=not made))
-            more = [group]
-        waiting = more
-    return [*made, _named(len(ranked), name, waiting, console, always=not made)]
-
-
 Column = tuple[str, Sequence[str | Text]]
 
 
-def _named(rows: int, name: Column, groups: list[Group], console: Console, always: bool) -> Table:
-    """A table with the column of names, where there is room for it."""
-    table = _table(rows, name, groups)
-    return table if always or _fits(table, console) else _table(rows, None, groups)
+def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
+    """As few tables as the width allows, each with the rows' numbers; the first one with their names, the others where there is room."""
+    name = ("strategy", [c.name for c in ranked])
+    shared: list[list[Group]] = [[]]
+    for group in groups(question, ranked, tokens):
+        if shared[-1] and not _fits(_table(len(ranked), name, [*shared[-1], group]), console):
+            shared.append([])
+        shared[-1].append(group)
+    named = [_table(len(ranked), name, each) for each in shared]
+    return [table if not n or _fits(table, console) else _table(len(ranked), None, shared[n]) for n, table in enumerate(named)]
 
 
 def _fits(table: Table, console: Console) -> bool:
     return Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width
 
 
+def _empty(title: str | None = None) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+
+
 def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
-    about = "; ".join(group.about for group in groups if group.about)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-    table.title = about or None
+    table = _empty("; ".join(group.about for group in groups if group.about) or None)
     table.add_column("#", justify="right", no_wrap=True, style="dim")
     columns = [*([name] if name else []), *(column for group in groups for column in group.columns)]
     for head, _ in columns:
@@ -116,16 +110,21 @@ def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None
     return [_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
 
 
+def main_cells(candidate: Candidate) -> dict[str, str]:
+    """Head → cell of what matters most."""
+    estimate = candidate.estimate
+    return {
+        "verdict": estimate.verdict,
+        "needs\nGB": f"{estimate.memory.reserved / GB:.1f}",
+        "step\ns": number(estimate.seconds.total),
+        "tokens/s": f"{estimate.tokens_per_s:,.0f}",
+        "MFU": "–" if estimate.mfu is None else f"{estimate.mfu:.0%}",
+    }
+
+
 def _main(ranked: Sequence[Candidate]) -> Group:
-    estimates = [c.estimate for c in ranked]
-    columns: list[Column] = [
-        ("verdict", [Text(e.verdict, style=VERDICTS[e.verdict]) for e in estimates]),
-        ("needs\nGB", [f"{e.memory.reserved / GB:.1f}" for e in estimates]),
-        ("step\ns", [number(e.seconds.total) for e in estimates]),
-        ("tokens/s", [f"{e.tokens_per_s:,.0f}" for e in estimates]),
-        ("MFU", ["–" if e.mfu is None else f"{e.mfu:.0%}" for e in estimates]),
-    ]
-    return Group("", tuple(columns))
+    rows = [main_cells(c) for c in ranked]
+    return Group("", tuple((head, [Text(row[head], style=VERDICTS.get(row[head], "")) for row in rows]) for head in rows[0]))
 
 
 def _run(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
@@ -192,7 +191,7 @@ def plain_table(
 ) -> Table:
     """A table in the same dress. `left`: columns of words; `spare`: those that go first where the terminal is narrow, in that order."""
     for dropped in range(len(spare) + 1):
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+        table = _empty()
         kept = [index for index in range(len(heads)) if index not in spare[:dropped]]
         for index in kept:
             table.add_column(heads[index], justify="left" if index in left else "right", no_wrap=True)
