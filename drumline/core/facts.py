@@ -63,9 +63,9 @@ class ModelFacts:
     embedding_parameters: int = 0  # of everything before the first block
     head_parameters: int = 0  # tied to the embedding, they are counted here too
     attention_flops: float = 0.0  # of one block's attention, besides its matrices
-    looks_ahead: bool = False  # a token sees those behind it too, as in BERT: batches carry an attention mask
+    bidirectional: bool = False  # a token sees those behind it too, as in BERT: batches carry an attention mask
     first_position: int | None = 0  # the id of the first token's position, None where the model takes none
-    sees: bool = False  # images stand among its tokens
+    vision_language: bool = False  # images stand among its tokens
     flops_per_image_token: float = 0.0  # of the vision tower, for each token that stands for a part of an image
     block_weights: tuple[tuple[Weight, ...], ...] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
     end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
@@ -118,7 +118,7 @@ def with_length(facts: ModelFacts, old: int, new: int) -> ModelFacts:
 def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     """An adapter over all linear layers in the blocks, as PEFT lays it, everything else frozen. None for a model that has adapters or
     frozen parts already, or whose weights are not known one by one."""
-    if facts.frozen or not facts.block_weights or facts.sees:
+    if facts.frozen or not facts.block_weights or facts.vision_language:
         return None
     blocks = tuple(tuple(part for weight in block for part in _adapted(weight, adapter.r)) for block in facts.block_weights)
     added = sum(weight.numel for block in blocks for weight in block if weight.learned)

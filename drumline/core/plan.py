@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
@@ -187,7 +187,11 @@ class Plan(Layout):
     lr: float = Field(description="Peak rate after lr_scaling.")
     warmup_steps: int = 0
     model_path: str | None = Field(description="Local folder or hub id that ranks load from; null: built from config.")
-    looks_ahead: bool = Field(False, description="Text classifiers: tokens see those behind them, so batches carry an attention mask.")
+    bidirectional: bool = Field(
+        False,
+        validation_alias=AliasChoices("bidirectional", "looks_ahead"),
+        description="Text classifiers: tokens see those behind them, so batches carry an attention mask.",
+    )
     first_position: int = Field(0, description="Of those texts: the id of the first token's position.")
     predicted: Predicted
     saves: bool = Field(True, description="False: a few steps to be measured, whose weights nobody wants.")

@@ -65,7 +65,7 @@ def resolve(
         lr=_learning_rate(config.optimizer, mesh, batch, why),
         warmup_steps=warmup_steps(config.schedule, layout.steps),
         model_path=model_path,
-        looks_ahead=facts is not None and facts.looks_ahead,
+        bidirectional=facts is not None and facts.bidirectional,
         first_position=(facts.first_position or 0) if facts is not None else 0,
         predicted=_predict(machine, device, precision, facts, data),
         why=why,

@@ -108,7 +108,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ring × tokens that see those behind them",
-        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ring" and c.facts is not None and c.facts.looks_ahead,
+        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ring" and c.facts is not None and c.facts.bidirectional,
         "torch's ring attention takes no mask, and padding is kept out by one",
         "use ulysses",
     ),
@@ -116,4 +116,4 @@ MODEL_RULES: tuple[Rule, ...] = (
 
 
 def _sees(case: Case) -> bool:
-    return case.facts is not None and case.facts.sees
+    return case.facts is not None and case.facts.vision_language

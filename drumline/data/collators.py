@@ -40,7 +40,7 @@ def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> 
     config, labels = plan.config, plan.labels
     if not config.images_alone:
         pad = padding(plan)
-        return lambda cache: TextCollator(cache, labels, pad, plan.looks_ahead, plan.first_position, width)
+        return lambda cache: TextCollator(cache, labels, pad, plan.bidirectional, plan.first_position, width)
     hf_config = load_config(plan.model_path, config.model)
     processor = load_processor(plan.model_path, config.model, hf_config, image_size)
     channels = int(getattr(hf_config, "num_channels", 3))

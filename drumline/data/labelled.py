@@ -148,7 +148,7 @@ class TextCollator:
     cache: TokenCache
     labels: tuple[str, ...]
     pad_id: int
-    looks_ahead: bool
+    bidirectional: bool
     first_position: int
     width: int | None
 
@@ -163,7 +163,7 @@ class TextCollator:
         return LabelledBatch(
             torch.from_numpy(tokens),
             torch.arange(self.first_position, self.first_position + width).repeat(len(rows), 1),
-            torch.from_numpy(mask.astype(np.int64)) if self.looks_ahead else None,
+            torch.from_numpy(mask.astype(np.int64)) if self.bidirectional else None,
             torch.from_numpy(lengths - 1),
             *_labels(self.cache, ids, self.labels),
         )
@@ -198,7 +198,7 @@ def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Texts of `length` tokens, all of the first class."""
     ids_BT, first = torch.zeros(rows, length, dtype=torch.int64), plan.first_position
     positions_BT, last_B = torch.arange(first, first + length).repeat(rows, 1), torch.full((rows,), length - 1)
-    mask_BT = torch.ones_like(ids_BT) if plan.looks_ahead else None
+    mask_BT = torch.ones_like(ids_BT) if plan.bidirectional else None
     return LabelledBatch(ids_BT, positions_BT, mask_BT, last_B, torch.zeros(rows, dtype=torch.int64), rows)
 
 

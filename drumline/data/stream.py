@@ -98,7 +98,7 @@ class GlobalBatch:
 
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
     `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, which the order and the cache tell;
-    None where they do not, and the ranks have to be asked. `settled`: a run may be saved after this step and go on from `position`
+    None where they do not, and the ranks have to be asked. `checkpointable`: a run may be saved after this step and go on from `position`
     and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout. `places`
     int64[micro-batches, samples]: where the samples of this rank's micro-batches stand in `sample_ids`; empty where nobody asks.
     """
@@ -107,7 +107,7 @@ class GlobalBatch:
     sample_ids: Ints
     position: int
     tokens: int
-    settled: bool = True
+    checkpointable: bool = True
     state: dict[str, Any] = field(default_factory=dict)
     of_all: tuple[float, int] | None = None
     places: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))

@@ -81,7 +81,7 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
     return Image(torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device))
 
 
-def looks_ahead(model: Any) -> bool:
+def is_bidirectional(model: Any) -> bool:
     """Whether a token of a text classifier sees those behind it, so that batches need an attention mask. `model` may be on meta.
 
     Tried on a small copy. A model that looks ahead must not see what the mask covers; one that does not must read its class off the

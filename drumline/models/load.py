@@ -17,7 +17,7 @@ from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
-from drumline.models.classifier import first_position, image_facts, looks_ahead
+from drumline.models.classifier import first_position, image_facts, is_bidirectional
 from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
 from drumline.models.package import tokenizer_folder
@@ -195,7 +195,7 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
     width = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
-    ahead = head == "text" and looks_ahead(model)
+    ahead = head == "text" and is_bidirectional(model)
     return ModelFacts(
         **counts,
         name=str(text.model_type),
@@ -212,9 +212,9 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
         embedding_parameters=outside - sum(p.numel() for p in at_end if p is not embedding),
         head_parameters=sum(p.numel() for p in at_end),
         attention_flops=float(12 * width * length),
-        looks_ahead=ahead,
+        bidirectional=ahead,
         first_position=first_position(model) if ahead else 0,
-        sees=bool(tower),
+        vision_language=bool(tower),
         trains_router=head in LM and trains_router(model),
         flops_per_image_token=tower_flops(model) if tower else 0.0,
         changes_logits=any(getattr(text, key, None) not in (None, 1.0) for key in LOGIT_KEYS),

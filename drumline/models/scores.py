@@ -15,7 +15,7 @@ from torch import nn
 from drumline.core.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.classifier import head_weights, looks_ahead
+from drumline.models.classifier import head_weights, is_bidirectional
 
 VALUE = "value_head"
 
@@ -55,7 +55,7 @@ def score_head(model: Any) -> nn.Linear | None:
 def with_head(model: Any, head: Head) -> Any:
     """A fresh model, with what transformers has no class for. Raises ModelError for one that cannot end in `head`, such as a sequence
     classifier that does not score each token by the hidden state of what comes up to it."""
-    if head == "score" and (score_parts(model) is None or looks_ahead(model)):
+    if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
     if head == "valued":

@@ -100,7 +100,7 @@ class Rollouts:
     # ---------------------------------------------------------------------------------------------------------- the stream
 
     def stream(self, step: int, position: int, state: Mapping[str, Any]) -> Iterator[GlobalBatch]:
-        """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a settled batch's."""
+        """Batches of the steps after `step`, to the end of the run. `position`: prompts drawn so far; `state`: a checkpointable batch's."""
         if state:
             self.curriculum.load(state["curriculum"])
             self.kl.coefficient = state["kl"]
@@ -131,7 +131,7 @@ class Rollouts:
                 micro_batches, tokens = self.reading.micro_batches(episodes, picks.tolist(), batch.accumulation, batch.micro_batch)
                 last = epoch == algorithm.epochs - 1 and number == algorithm.minibatches - 1
                 of_all = float(episodes.weight_N[picks].double().sum()), int(episodes.lengths[picks].sum())
-                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, settled=last, state=state, of_all=of_all)
+                yield GlobalBatch(list(micro_batches), ids[picks], position, tokens, checkpointable=last, state=state, of_all=of_all)
 
     def _check_rewards(self, step: int, sampled: Sampled, drawn: int) -> None:
         """Raises TrainingStopped where rewards have failed in too many rollouts in a row. All ranks know the same rewards."""

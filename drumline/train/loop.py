@@ -63,7 +63,7 @@ class Loop:
     evaluated_step: int = -1
     metric: float | None = None  # of the weights as they are now; a step makes it unknown
     rollouts: Rollouts | None = None
-    settled: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
+    checkpointable: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
 
     def run(self) -> None:
         """Train from `state` to the end of the stream. Raises Preempted when asked to stop, TrainingStopped by policy."""
@@ -83,14 +83,14 @@ class Loop:
         batches = iter(self.stream)
         rested = self.state.step  # the last step that the run could go on from
         while True:
-            if self.rollouts is not None and self.settled:
+            if self.rollouts is not None and self.checkpointable:
                 self._heed()  # before a rollout, which takes long, and not after it
             drawn = time.time()
             batch = next(batches, None)
             if batch is None:
                 break
             self._train_step(batch, time.time() - drawn)
-            if self.settled:
+            if self.checkpointable:
                 self._leave_if_asked()
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
                 if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
@@ -128,7 +128,7 @@ class Loop:
             self.engine.step(lr, grad_norm, finite)
         gathered.fetch(grad_norm)
         self.state.step, self.state.position, self.state.stream = step + 1, batch.position, batch.state
-        self.settled = batch.settled
+        self.checkpointable = batch.checkpointable
         self.state.tokens += int(tokens)
         ids = batch.sample_ids[batch.sample_ids >= 0]
         flight = Flight(gathered, step + 1, batch.position, ids, int(tokens), denominator, lr, started - data_s, data_s)
@@ -275,7 +275,7 @@ class Loop:
         self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        if self.stop and self.settled:
+        if self.stop and self.checkpointable:
             self._save_last()
             name = signal.Signals(self.stop).name
             self.emit(Preempt(step=self.state.step, signal=name))

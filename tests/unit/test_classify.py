@@ -90,15 +90,15 @@ def test_smoothing_is_the_formula() -> None:
     assert {name: int(value) for name, value in out.sums.items()} == {"samples": 1, "correct": 1}
 
 
-@pytest.mark.parametrize("looks_ahead", [False, True], ids=["llama", "bert"])
-def test_batches_of_text(tmp_path: Path, model: Path, looks_ahead: bool) -> None:
-    sections: dict[str, Any] = {"model": {"id": None, "tokenizer": str(model), "config": BERT}} if looks_ahead else {}
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["llama", "bert"])
+def test_batches_of_text(tmp_path: Path, model: Path, bidirectional: bool) -> None:
+    sections: dict[str, Any] = {"model": {"id": None, "tokenizer": str(model), "config": BERT}} if bidirectional else {}
     plan = planned(tmp_path, model, labelled_rows(12), **sections)
-    assert plan.data is not None and plan.data.labels == ("music", "number", "work") and plan.looks_ahead is looks_ahead
+    assert plan.data is not None and plan.data.labels == ("music", "number", "work") and plan.bidirectional is bidirectional
     batch = plan.config.algorithm.collator(plan, None)(TokenCache.open(plan.data.train_cache))([0, 1, -1])
     assert batch.labels_B[2] == -100 and batch.weight == 2 and (batch.labels_B[:2] >= 0).all()
-    assert (batch.attention_mask_BT is not None) is looks_ahead
-    if looks_ahead:
+    assert (batch.attention_mask_BT is not None) is bidirectional
+    if bidirectional:
         assert batch.attention_mask_BT.sum(1).tolist() == [*(batch.last_B[:2] + 1).tolist(), 1]
 
 

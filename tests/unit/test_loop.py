@@ -172,7 +172,7 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
 def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None:
     """Rollouts of two steps: what falls due within one waits for its end, and the stream's state is saved with it."""
     built, said = loop(tmp_path, checkpoint={"every": 3}, eval={"every": 3}, schedule="constant")
-    built.stream = (replace(batch(s), settled=s % 2 == 1, state={"drawn": s}) for s in range(STEPS))
+    built.stream = (replace(batch(s), checkpointable=s % 2 == 1, state={"drawn": s}) for s in range(STEPS))
     step = built._train_step
 
     def then_ask(*arguments: Any) -> None:

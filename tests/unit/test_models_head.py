@@ -103,7 +103,7 @@ def test_an_encoder_is_no_model_of_next_tokens(kind: str) -> None:
         with pytest.raises(ModelError, match="reads in both directions"):
             require_next_token(build_model(None, config, seed=0), "cpu", packed)
     decoder = ModelConfig(id=None, config={"model_type": kind, **BERT, "is_decoder": True})
-    assert not facts(load_config(None, decoder), 16).looks_ahead
+    assert not facts(load_config(None, decoder), 16).bidirectional
     if kind != "big_bird":  # transformers 5.17's looks ahead as a decoder, too, and is refused there
         require_next_token(build_model(None, decoder, seed=0), "cpu", packed=False)
 

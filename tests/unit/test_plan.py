@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,11 @@ def test_schedules() -> None:
     assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(0 < rate <= 1 for kind in ("linear", "cosine", "wsd", "constant") for rate in course(kind, warmup=3))
     assert course("constant", warmup=4, warmup_from_zero=True)[:5] == [0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_keys_of_older_plans_are_read() -> None:
+    """A plan.json keeps its version where only names changed."""
+    resolved = plan()
+    old = json.loads(resolved.model_dump_json())
+    old["looks_ahead"] = not old.pop("bidirectional")
+    assert Plan.model_validate(old) == resolved.model_copy(update={"bidirectional": True})

@@ -141,7 +141,7 @@ def test_what_cannot_be_traced_says_why(made: Made, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tracing, "traces", refuse)
     with caplog.at_level(logging.WARNING):
         assert tracing.trace(plan.config, plan.model_path, plan, known) is None
-        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, sees=True)) is None
+        assert tracing.trace(plan.config, plan.model_path, plan, replace(known, vision_language=True)) is None
         assert tracing.trace(plan.config, plan.model_path, plan, replace(known, layers=1)) is None
     said = [record.message for record in caplog.records]
     assert [line.rpartition(": ")[2] for line in said] == [

@@ -107,7 +107,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     """Of a rank of the layout, as operators are counted; figures.Activations says of what."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
-    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.looks_ahead else 0
+    mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
     repeats = bool(mask) or (layout.mesh.cp > 1 and cp_method(layout.strategy) == "ring")
     drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
     kept = Attention(mask, repeats, _score_bytes(layout, facts), drops)
@@ -168,7 +168,7 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     as much again. An estimate."""
     main = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))[0]
     total = 0.0
-    for weights, number in facts.kinds_of_blocks if facts.sees else ():
+    for weights, number in facts.kinds_of_blocks if facts.vision_language else ():
         if weights is not main and any(w.learned for w in weights):
             total += number * sum(sum(w.shape) for w in weights if len(w.shape) == 2)
     return 4 * 1.5 * (2 if low else 4) * total

@@ -125,7 +125,7 @@ def _phases(
     else:
         in_flight, number = flying(layout, rank, blocks)
         saved = tokens * (kept.saved_block * in_flight + kept.saved_ends * (number - 1)) + _in_pipes(layout, facts, rank, tokens, number)
-        if mine.first and facts.sees:
+        if mine.first and facts.vision_language:
             saved += IMAGE_SHARE * tokens * tower_bytes(facts, layout.precision != "fp32")
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
         ends = tokens * kept.saved_ends

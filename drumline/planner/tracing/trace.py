@@ -60,7 +60,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
 
 def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
     """All that a trace hangs on, as JSON. `layers`: the two numbers of layers."""
-    if facts.sees:
+    if facts.vision_language:
         raise Untraceable("it sees images of many sizes")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
@@ -82,7 +82,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         steps=None,
         data=DataPlan(train_cache="", labels=("0", "1")) if config.head in ("text", "image") else None,
         model_path=model_path,
-        looks_ahead=facts.looks_ahead,
+        bidirectional=facts.bidirectional,
         first_position=facts.first_position or 0,
         predicted=Predicted(),
     )
