@@ -1,0 +1,54 @@
+"""Makes kto_trl.json: what TRL's KTOTrainer makes of eight answers in one batch. Needs trl (made with 1.16.0).
+
+    PYTHONPATH=. python tests/reference/kto_trl.py
+
+TRL does all of it: it tokenises the rows, pairs prompts with other answers for the KL, runs both models, and gives the loss.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import LlamaForCausalLM
+from trl import KTOConfig, KTOTrainer
+
+from tests.reference.pairs import gradients, model, tokenizer, unpaired
+from tests.reference.pairs_trl import POLICY, REFERENCE, batches, common
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"beta": 0.1},
+    "weighted": {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    # The models change sides: a KL that is below 0 is clipped in one of the two.
+    "other_way": {"beta": 0.1, "seeds": [REFERENCE, POLICY]},
+}
+FIGURES = {"kl": "kl", "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins"}
+
+
+def kto(options: dict[str, Any]) -> dict[str, Any]:
+    (policy_seed, reference_seed), rows = options.pop("seeds", (POLICY, REFERENCE)), unpaired()
+    policy, reference = (model(LlamaForCausalLM, seed) for seed in (policy_seed, reference_seed))
+    settings = KTOConfig(**common(len(rows)), **options)
+    trainer = KTOTrainer(policy, ref_model=reference, args=settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    policy.zero_grad()
+    policy.train()
+    (batch,) = batches(trainer)
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    metrics = trainer._metrics["train"]
+    figures = {mine: metrics[theirs][-1] for mine, theirs in FIGURES.items()}
+    return {"seeds": [policy_seed, reference_seed], "loss": float(loss.detach()), "figures": figures, "gradients": gradients(policy)}
+
+
+def main() -> None:
+    content = {
+        "trl": __import__("trl").__version__,
+        "cases": {name: {"options": {k: v for k, v in o.items() if k != "seeds"}, **kto(dict(o))} for name, o in CASES.items()},
+    }
+    Path(__file__).with_suffix(".json").write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    main()
