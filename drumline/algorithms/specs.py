@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
+from drumline.core.algorithm import AlgorithmSpec, Asked, ChunkedSpec
 from drumline.core.data import PAIR_FORMS, DataConfig, Forms
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
@@ -67,6 +67,13 @@ class PairSpec(AlgorithmSpec):
         from drumline.data.batches import learned_pairs
 
         return learned_pairs(rows, length)
+
+
+class AnswerPairSpec(PairSpec, ChunkedSpec):
+    """Pairs that are compared by their answers' log-probabilities."""
+
+    metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+    asks: ClassVar[frozenset[Asked]] = frozenset({"log_probs"})
 
 
 class PromptSpec(RolloutSpec):

@@ -217,7 +217,6 @@ TABLE: dict[str, Rule] = by_word(
         "optim_args": only(why="no optimizer here takes others", fix="remove it"),
         "model_init_kwargs": only({}, why="values of the model's config go one by one", fix="write config_overrides: {key: value}"),
         "dataset_kwargs": only({}, why="each has a key of its own", fix="write it as a key under data"),
-        "loss_type": only("nll", why="the loss is the cross-entropy", fix="set it to nll"),
         "validation_split_percentage": only(
             0, why="rows are held out by number", fix="write data.holdout=N as an override, or a validation_file"
         ),

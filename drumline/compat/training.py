@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.compat import accelerate as acc
-from drumline.compat import groups
+from drumline.compat import groups, preferences
 from drumline.compat.arguments import TABLE
 from drumline.compat.sheet import Old, Sheet, read
 
@@ -47,8 +47,9 @@ SECTIONS |= {"eval": SECTIONS["evaluation"], "checkpointing": SECTIONS["checkpoi
 def training_arguments(sheet: Sheet, olds: list[Old]) -> None:
     """Put training arguments on the sheet. Raises ConfigError by the old file's line."""
     flat = [each for old in olds for each in flatten(old)]
-    known = {**acc.TABLE, **TABLE}
+    known = {**acc.TABLE, **TABLE, **preferences.TABLE}
     read(known, sheet, flat, WHAT)
+    preferences.combine(sheet)
     groups.combine(sheet)
     acc.combine(sheet)
     groups.defaults(sheet, flat[0])

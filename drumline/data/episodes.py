@@ -25,6 +25,7 @@ class Episodes:
 
     `log_probs` (of the policy that sampled, as the engine computes them) and `sampler_log_probs` (as the generator said), `reference`,
     `values`, `advantages`, `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in what the loss is divided by.
+    `ended_N` bool: the completion was not cut before its end.
     """
 
     prompts: list[Tokens]
@@ -38,15 +39,17 @@ class Episodes:
     returns_NM: torch.Tensor
     weights_NM: torch.Tensor
     weight_N: torch.Tensor
+    ended_N: torch.Tensor
 
     @classmethod
-    def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> Episodes:
-        """Tokens alone: all numbers 0. A prompt has at least one token; a completion may have none."""
+    def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens], ended: Sequence[bool] | None = None) -> Episodes:
+        """Tokens alone: all numbers 0. `ended`: see `ended_N`; None: all did. A prompt has at least one token; a completion may have none."""
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
         mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
         zeros = {name: torch.zeros(mask_NM.shape) for name in _NUMBERS.values()}
-        return cls(list(prompts), list(completions), mask_NM, weight_N=torch.zeros(len(completions)), **zeros)
+        ended_N = torch.tensor([True] * len(completions) if ended is None else list(ended))
+        return cls(list(prompts), list(completions), mask_NM, weight_N=torch.zeros(len(completions)), ended_N=ended_N, **zeros)
 
     def __len__(self) -> int:
         return len(self.completions)

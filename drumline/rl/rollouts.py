@@ -269,7 +269,8 @@ class Rollouts:
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
-    episodes = Episodes.start([np.asarray(prompt, np.int64) for prompt, _ in made], [np.asarray(said.tokens, np.int64) for _, said in made])
+    prompts, completions = [np.asarray(prompt, np.int64) for prompt, _ in made], [np.asarray(said.tokens, np.int64) for _, said in made]
+    episodes = Episodes.start(prompts, completions, [said.ended for _, said in made])
     said_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, (_, said) in enumerate(made):
         said_NM[row, : len(said.tokens)] = torch.tensor(said.log_probs)

@@ -133,6 +133,13 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
      "scheduler: {type: cosine, warmup_steps: 5}\nlora: {r: 4}\ntraining: {num_epochs: 2}\n",
      {"model.id": "m", "data.max_length": 64, "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "schedule.warmup_steps": 5,
       "adapter.r": 4, "run.epochs": 2}),
+    (DATA + "loss_type: nll\n", {"optimizer.lr": 5e-5}),
+    (DATA + "loss_type: robust\nbeta: 0.2\nlabel_smoothing: 0.1\n",
+     {"algorithm": {"kind": "dpo", "loss": "robust", "beta": 0.2, "label_smoothing": 0.1}, "optimizer.lr": 1e-6}),
+    (DATA + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\nlearning_rate: 1e-5\n",
+     {"algorithm": {"kind": "dpo", "loss_weights": {"sigmoid": 0.8, "bco_pair": 0.2}, "sft_weight": 1.0}, "optimizer.lr": 1e-5}),
+    (DATA + "loss_type: simpo\nbeta: 2.5\nsimpo_gamma: 0.5\ncpo_alpha: 0.0\n", {"algorithm": {"kind": "simpo", "beta": 2.5, "gamma": 0.5}}),
+    (DATA + "pref_loss: orpo\npref_beta: 0.2\n", {"algorithm": {"kind": "orpo", "beta": 0.2}}),
 ]  # fmt: skip
 
 

@@ -75,8 +75,7 @@ def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", TRL["dpo"])
 def test_dpo(name: str, cuts: list[list[int]]) -> None:
     case = TRL["dpo"][name]
-    renamed = {"f_divergence": "divergence", "f_alpha": "divergence_alpha"}
-    check(DPO(chunk=4, **{renamed.get(key, key): value for key, value in case["options"].items()}), case, cuts)
+    check(DPO(chunk=4, **case["options"]), case, cuts)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])

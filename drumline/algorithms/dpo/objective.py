@@ -26,8 +26,8 @@ class DPO(AnswerPairs):
     loss: Mapping[str, float]
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
-    divergence: str = "reverse_kl"
-    divergence_alpha: float = 0.5
+    f_divergence: str = "reverse_kl"
+    f_alpha: float = 0.5
     discopop_tau: float = 0.05
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
@@ -41,7 +41,7 @@ class DPO(AnswerPairs):
         return self.out(loss_P, log_probs_B, self.beta * score_B, batch)
 
     def _pairs(self, score_B: torch.Tensor, tokens_B: torch.Tensor, matched_P3: torch.Tensor | None) -> Pairs:
-        moved_B = transform(score_B, self.divergence, self.divergence_alpha)
+        moved_B = transform(score_B, self.f_divergence, self.f_alpha)
         (chosen_P, rejected_P), (won_P, lost_P), (mean_won_P, mean_lost_P) = map(sides, (score_B, moved_B, moved_B / tokens_B))
         return Pairs(
             chosen_P=chosen_P,

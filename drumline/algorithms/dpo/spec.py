@@ -6,28 +6,47 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from drumline.algorithms.specs import PairSpec
-from drumline.core.algorithm import Asked, ChunkedSpec, ReferencedSpec
+from drumline.algorithms.specs import AnswerPairSpec
+from drumline.core.algorithm import ReferencedSpec
 from drumline.core.model import ModelConfig
-from drumline.core.section import Above0, Weight
+from drumline.core.section import MOST_WEIGHT, Above0, Weight
 
 if TYPE_CHECKING:
     from drumline.algorithms.dpo.objective import DPO
 
+Loss = Literal[
+    "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+    "discopop", "aot", "aot_unpaired",
+]  # fmt: skip
+SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+# Those of a difference of scores, which another divergence than the reverse KL may transform first.
+OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
-class DPOConfig(PairSpec, ReferencedSpec, ChunkedSpec):
+
+class DPOConfig(AnswerPairSpec, ReferencedSpec):
     """Direct preference optimisation (Rafailov et al. 2023) and its kin."""
 
     position: ClassVar[int] = 3
     rate: ClassVar[float] = 5e-7
-    metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
-    asks: ClassVar[frozenset[Asked]] = frozenset({"log_probs"})
     kind: Literal["dpo"] = "dpo"
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
-    loss: Literal["sigmoid", "ipo", "hinge"] = Field(
-        "sigmoid", description="sigmoid: DPO; ipo: (Δ − 1/2β)² (Azar et al. 2023); hinge: max(0, 1 − βΔ) (SLiC, Zhao et al. 2023)."
+    loss: Loss = Field(
+        "sigmoid",
+        description="sigmoid: DPO; hinge: SLiC; ipo, sigmoid_norm: of scores divided by the answers' tokens; robust: to swapped pairs; exo_pair:"
+        " EXO; nca_pair: NCA; bco_pair: BCO without its shift; sppo_hard: SPPO; apo_zero, apo_down: APO; discopop: DiscoPOP; aot, aot_unpaired:"
+        " the i-th smallest against the i-th smallest of the global batch. Formulas and papers: drumline/algorithms/pair_losses.py.",
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="sigmoid: assumed share of swapped pairs (conservative DPO).")
+    loss_weights: dict[Loss, Above0] | None = Field(
+        None, min_length=1, description="A weighted sum of losses in place of `loss`: {sigmoid: 0.8, bco_pair: 0.2}."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description=f"{', '.join(SMOOTHED)}: assumed share of swapped pairs (conservative DPO)."
+    )
+    f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
+        "reverse_kl", description="What the policy is held to the reference by (f-DPO, Wang et al. 2024), in losses of a difference of scores."
+    )
+    f_alpha: float = Field(0.5, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="f_divergence: alpha_divergence: its α.")
+    discopop_tau: Above0 = Field(0.05, description="loss: discopop: its temperature τ.")
     sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood.")
     reference: Literal["auto", "precomputed", "live", "adapter"] = Field(
         "auto",
@@ -36,10 +55,22 @@ class DPOConfig(PairSpec, ReferencedSpec, ChunkedSpec):
     )
     reference_model: ModelConfig | None = Field(None, description="Another reference than the model that training starts from.")
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Loss → its weight."""
+        return {**self.loss_weights} if self.loss_weights else {self.loss: 1.0}
+
     @model_validator(mode="after")
-    def _smooths_sigmoid(self) -> DPOConfig:
-        if self.label_smoothing and self.loss != "sigmoid":
-            raise ValueError("label_smoothing is of loss: sigmoid")
+    def _losses_take_it(self) -> DPOConfig:
+        losses = self.weights
+        if self.loss_weights and self.loss != "sigmoid":
+            raise ValueError("loss_weights names the losses: leave out loss")
+        if self.label_smoothing and not losses.keys() & set(SMOOTHED):
+            raise ValueError(f"label_smoothing requires loss: {' or '.join(SMOOTHED)}")
+        if "exo_pair" in losses and not self.label_smoothing:
+            raise ValueError("loss: exo_pair requires label_smoothing above 0; its authors take 0.001")
+        if self.f_divergence != "reverse_kl" and not losses.keys() <= set(OF_DIFFERENCES):
+            raise ValueError(f"f_divergence requires loss: {' or '.join(OF_DIFFERENCES)}")
         return self
 
     def build(self) -> DPO:
@@ -47,8 +78,11 @@ class DPOConfig(PairSpec, ReferencedSpec, ChunkedSpec):
 
         return DPO(
             beta=self.beta,
-            loss={self.loss: 1.0},
+            loss=self.weights,
             label_smoothing=self.label_smoothing,
+            f_divergence=self.f_divergence,
+            f_alpha=self.f_alpha,
+            discopop_tau=self.discopop_tau,
             sft_weight=self.sft_weight,
             chunk=self.loss_chunk,
         )

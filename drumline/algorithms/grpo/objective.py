@@ -64,9 +64,11 @@ class GRPO(PolicyGradient):
         return figures
 
 
-def credited(episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"]) -> Episodes:
+def credited(
+    episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"]
+) -> Episodes:
     """With the advantage that an episode has in its group of `size` at every token of its completion."""
-    advantages_N = group_advantages(rewards_N.reshape(-1, size), scale).reshape(-1)
+    advantages_N = group_advantages(rewards_N.reshape(-1, size), scale, estimator).reshape(-1)
     return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
 
 

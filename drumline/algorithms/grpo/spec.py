@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from drumline.algorithms.specs import PromptSpec
-from drumline.core.section import MOST_WEIGHT, Above0
+from drumline.core.section import MOST_WEIGHT, Above0, Weight
 
 if TYPE_CHECKING:
     from drumline.algorithms.grpo.objective import GRPO
 
 
 class GRPOConfig(PromptSpec):
-    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025)."""
+    """Group-relative policy optimisation (Shao et al. 2024), and its kin: Dr. GRPO (Liu et al. 2025), DAPO (Yu et al. 2025), GSPO (Zheng et
+    al. 2025), CISPO (MiniMax-M1, 2025), RLOO (Ahmadian et al. 2024)."""
 
     position: ClassVar[int] = 5
     kind: Literal["grpo"] = "grpo"
     group_size: int = Field(
         8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
+    )
+    estimator: Literal["grpo", "rloo"] = Field(
+        "grpo",
+        description="An advantage is a reward minus the mean of its group, or (rloo) of the others of its group. rloo also has other"
+        " defaults: scale none, ratio product, normalize sequence.",
     )
     scale: Literal["group", "batch", "none"] = Field(
         "group", description="Advantages are divided by the rewards' standard deviation in the group, in the rollout, or not (Dr. GRPO)."
@@ -28,7 +34,22 @@ class GRPOConfig(PromptSpec):
         "token",
         description="A token's weight: 1/its completion's length (GRPO), 1/all tokens of the batch (DAPO), or 1/max_new_tokens (Dr. GRPO).",
     )
+    ratio: Literal["token", "sequence", "product"] = Field(
+        "token",
+        description="The probability ratio that is clipped: of each token; the geometric mean over the completion (GSPO); or of the"
+        " completion as a whole (RLOO). TRL's importance_sampling_level.",
+    )
+    surrogate: Literal["clip", "cispo"] = Field(
+        "clip", description="clip: PPO's. cispo: log-probabilities weighted by the ratio, which is cut at 1 + clip_high and has no gradient."
+    )
     clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
+    delta: Above0 | None = Field(
+        None, description="Two-sided clip (INTELLECT-2): the ratio is at most this for negative advantages too; above 1 + clip_high. null: off."
+    )
+    entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
+    mask_truncated: bool = Field(
+        False, description="A completion that was cut before its end is not learned from, and counts in no mean over tokens or episodes (DAPO)."
+    )
     dynamic_sampling: int = Field(
         0,
         ge=0,
@@ -47,6 +68,22 @@ class GRPOConfig(PromptSpec):
             raise ValueError("the only episode of a prompt is its group's mean, and learns nothing: take 2 or more, or algorithm.kind: ppo")
         return size
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rloo_defaults(cls, values: Any) -> Any:
+        rloo = isinstance(values, dict) and values.get("estimator") == "rloo"
+        return {"scale": "none", "ratio": "product", "normalize": "sequence", **values} if rloo else values
+
+    @model_validator(mode="after")
+    def _cuts_above_the_clip(self) -> GRPOConfig:
+        if self.delta is not None and (self.surrogate == "cispo" or self.delta <= 1 + self.upper_clip):
+            raise ValueError("delta requires surrogate: clip, and is above 1 + clip_high")
+        return self
+
+    @property
+    def upper_clip(self) -> float:
+        return self.clip if self.clip_high is None else self.clip_high
+
     @property
     def on_policy(self) -> bool:
         return super().on_policy and self.importance == "none"
@@ -58,7 +95,9 @@ class GRPOConfig(PromptSpec):
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
         from drumline.algorithms.grpo.objective import credited
 
-        return credited(episodes, rewards_N, self.group_size, self.scale).weighted(self.normalize, self.new_tokens, ~rewards_N.isnan())
+        counts_N = ~rewards_N.isnan() & (episodes.ended_N | (not self.mask_truncated))
+        credits = credited(episodes, rewards_N, self.group_size, self.scale, self.estimator)
+        return credits.weighted(self.normalize, self.new_tokens, counts_N)
 
     def build(self) -> GRPO:
         from drumline.algorithms.grpo.objective import GRPO
@@ -66,7 +105,11 @@ class GRPOConfig(PromptSpec):
 
         return GRPO(
             clip_low=self.clip,
-            clip_high=self.clip if self.clip_high is None else self.clip_high,
+            clip_high=self.upper_clip,
+            delta=self.delta,
+            surrogate=self.surrogate,
+            ratio=self.ratio,
+            entropy_weight=self.entropy_weight,
             importance=self.importance,
             importance_cap=self.importance_cap,
             **policy_options(self),
