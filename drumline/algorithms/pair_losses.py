@@ -118,19 +118,21 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 }
 
 
-def match(log_probs_2N: Tensor, reference_2N: Tensor, real_N: Tensor) -> Tensor:
-    """fp64[N, 3], what the losses that sort need of each pair of a global batch, from the answers' log-probabilities under the policy and
-    the reference (chosen answers first): by how much the reference's log π_w / π_l of the same rank lies above the pair's own; the score
-    of the rejected answer of the same rank as the chosen one; and that of the chosen answer of the same rank as the rejected one.
+def match(numbers_N4: Tensor) -> Tensor:
+    """fp64[N, 3], what the losses that sort need of each pair of a global batch: by how much the reference's log π_w / π_l of the same rank
+    lies above the pair's own; the score of the rejected answer of the same rank as the chosen one; and that of the chosen answer of the
+    same rank as the rejected one.
 
-    `real_N` bool: the pairs that are sorted; the others get 0. Equal numbers keep their order.
+    `numbers_N4`: log-probabilities of the chosen and the rejected answers under the policy, then under the reference. Equal numbers keep
+    their order.
     """
-    places = real_N.nonzero().squeeze(1)
-    chosen_N, rejected_N = (log_probs_2N - reference_2N).chunk(2)
-    ratio_N, reference_N = (sides[0] - sides[1] for sides in (log_probs_2N.chunk(2), reference_2N.chunk(2)))
-    matched_N3 = torch.zeros(len(real_N), 3, dtype=log_probs_2N.dtype, device=log_probs_2N.device)
-    for column, (of_N, partner_N) in enumerate(((ratio_N, reference_N), (chosen_N, rejected_N), (rejected_N, chosen_N))):
-        ranked = places[of_N[places].argsort(stable=True)]
-        matched_N3[ranked, column] = partner_N[places].sort(stable=True).values
-    matched_N3[places, 0] -= reference_N[places]
-    return matched_N3
+    chosen_N, rejected_N, reference_chosen_N, reference_rejected_N = numbers_N4.unbind(1)
+    won_N, lost_N, reference_N = chosen_N - reference_chosen_N, rejected_N - reference_rejected_N, reference_chosen_N - reference_rejected_N
+    matched_3N = torch.stack([_of_same_rank(*each) for each in ((chosen_N - rejected_N, reference_N), (won_N, lost_N), (lost_N, won_N))])
+    matched_3N[0] -= reference_N
+    return matched_3N.T
+
+
+def _of_same_rank(values_N: Tensor, others_N: Tensor) -> Tensor:
+    """For each of `values_N` the one of `others_N` that has its rank."""
+    return torch.empty_like(others_N).scatter_(0, values_N.argsort(stable=True), others_N.sort(stable=True).values)

@@ -1,15 +1,24 @@
-"""What TRL's and LLaMA-Factory's arguments for pairs become: DPO and its kinds, CPO's SimPO, ORPO. Names by TRL 1.16 and LLaMA-Factory 0.9."""
+"""What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
-from drumline.algorithms.dpo.spec import Loss
 from drumline.compat.sheet import Old, Rule, Sheet, contradiction, flag, later, name_list, number, pop, refuse, to
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.registry import find
 from drumline.core.suggest import by_word
 
+
+def _choices(field: str) -> tuple[str, ...]:
+    """What a field of DPO may be."""
+    dpo = find(AlgorithmSpec, "dpo")
+    assert dpo is not None
+    return get_args(dpo.model_fields[field].annotation)
+
+
 # A loss of theirs → the kind of algorithm. All but two are losses of DPO, under the names that it has them by.
-LOSSES = {**dict.fromkeys((*get_args(Loss), "sft"), "dpo"), "simpo": "simpo", "orpo": "orpo"}
+LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*_choices("loss"), "sft"), "dpo")}
 USUAL_RATE = 1e-6  # what TRL's trainers for pairs take
 TABLE: dict[str, Rule] = by_word(
     {

@@ -120,16 +120,14 @@ class PairBatch(TokenBatch):
     """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
 
     Targets are the answers' tokens. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the
-    data says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `matched_P3`:
-    fp64, of `pair_losses.match`; None where no loss sorts the global batch. `samples_P`: int64, numbers of the pairs in their cache, −1 for
-    fillers. `weight`: how many pairs are real.
+    data says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
+    int64, numbers of the pairs in their cache, −1 for fillers. `weight`: how many pairs are real.
     """
 
     real_P: torch.Tensor
     samples_P: torch.Tensor
     margin_P: torch.Tensor
     reference_B: torch.Tensor | None = None
-    matched_P3: torch.Tensor | None = None
 
     weigh = staticmethod(Batch.weigh)
 

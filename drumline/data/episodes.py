@@ -43,7 +43,7 @@ class Episodes:
 
     @classmethod
     def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens], ended: Sequence[bool] | None = None) -> Episodes:
-        """Tokens alone: all numbers 0. `ended`: see `ended_N`; None: all did. A prompt has at least one token; a completion may have none."""
+        """Tokens alone: numbers are 0. `ended`: see `ended_N`; None: all. A prompt has at least one token, a completion may have none."""
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
         mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]

@@ -269,6 +269,48 @@ CASES += [
         rows=("one process, accumulation 4", "ddp 2, accumulation 4", "fsdp2 2", "tp 2", "cp 2", "pp 2, gpipe", "zero2 2", "zero3 2"),
     ),
 ]
+# A loss that is summed pair by pair spreads as DPO's does; those that sort the global batch take a pass over it first.
+KINDS = ("ddp 2, accumulation 4",)
+SORTS = ("one process, accumulation 4", "ddp 2, accumulation 4", "fsdp2 2", "tp 2", "cp 2", "pp 2, gpipe", "zero2 2, accumulation 4")
+OF_PAIRS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm")
+CASES += [
+    Case(
+        "orpo", {"algorithm": {"kind": "orpo", "loss_chunk": 32}, **TWO_STEPS}, rows=(*SORTS, "zero3 2, nothing kept whole, accumulation 4")
+    ),
+    Case("simpo", {"algorithm": {"kind": "simpo", "loss_chunk": 32, "label_smoothing": 0.1}, **TWO_STEPS}, rows=SORTS),
+    Case(
+        "dpo, aot",
+        {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss_weights": {"aot": 1.0, "aot_unpaired": 0.5}}, **TWO_STEPS},
+        rows=SORTS,
+    ),
+    *(Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss": loss}, **TWO_STEPS}, rows=KINDS) for loss in OF_PAIRS),
+    *(
+        Case(f"dpo, {loss}", {"algorithm": {"kind": "dpo", "loss": loss, "label_smoothing": 0.1}, **TWO_STEPS}, rows=KINDS)
+        for loss in ("robust", "exo_pair")
+    ),
+    *(
+        Case(f"dpo, {divergence}", {"algorithm": {"kind": "dpo", "f_divergence": divergence}, **TWO_STEPS}, rows=KINDS)
+        for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
+    ),
+    *(
+        Case(
+            f"grpo, {name}",
+            {
+                "algorithm": {"kind": "grpo", "group_size": 4, "minibatches": 2, **options, **ROLLOUT},
+                **NO_SIGNS,
+                "run": {"steps": 2, "seed": 2},
+            },
+            rows=KINDS,
+        )
+        for name, options in {
+            "gspo": {"ratio": "sequence", "normalize": "sequence"},
+            "cispo": {"surrogate": "cispo", "clip_high": 1.0},
+            "two-sided clip and entropy": {"delta": 1.5, "entropy_weight": 0.01},
+            "truncated completions masked": {"mask_truncated": True},
+            "rloo": {"estimator": "rloo"},
+        }.items()
+    ),
+]
 ENGINES = ("ddp 2, accumulation 4", "fsdp2 2, accumulation 4", "zero2 2, accumulation 4", "zero3 2, nothing kept whole, accumulation 4")
 PACKED: dict[str, Any] = {"data": {"packing": True, "max_length": 96}, "rows": 120, "optimizer": {"eps": 1e-6}}
 CASES += [

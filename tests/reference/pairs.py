@@ -64,7 +64,9 @@ def rows() -> list[dict[str, Any]]:
 
 def unpaired() -> list[dict[str, Any]]:
     """The answers one by one, each with what is thought of it: all that were chosen, then all that were rejected."""
-    return [{"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for side in ("chosen", "rejected") for row in rows()]
+    return [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for side in ("chosen", "rejected") for row in rows()
+    ]
 
 
 def gradients(learner: Any) -> dict[str, Any]:

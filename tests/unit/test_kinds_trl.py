@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from drumline.algorithms.dpo.objective import DPO
-from drumline.algorithms.pair_losses import match
-from drumline.algorithms.reference_free import ReferenceFree, odds_ratio, simple_margin
-from drumline.data.batches import PairBatch, pair_batch
+from drumline.algorithms.dpo.spec import DPOConfig, Loss
+from drumline.algorithms.orpo.spec import ORPOConfig
+from drumline.algorithms.pair_losses import LOSSES
+from drumline.algorithms.reference_free import odds_ratio
+from drumline.algorithms.simpo.spec import SimPOConfig
+from drumline.data.batches import First, PairBatch, pair_batch
 from drumline.models.head import Outputs
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text())
@@ -46,11 +48,14 @@ def rows_of(picks: list[int]) -> list[int]:
 
 
 def first_pass(algorithm: DPO, pairs: PairBatch, picks: list[int]) -> PairBatch:
-    """With what the reference says, and the ranks in the global batch."""
+    """With what the reference gives, and the numbers of the whole batch where the algorithm asks for them."""
     reference_2N, logits_BTV = torch.tensor(TRL["reference_B"]).double(), torch.tensor(TRL["logits_BTV"])
-    log_probs_2N = algorithm.score(Outputs(logits_BTV=logits_BTV), batch([0, 1, 2, 3]))
-    matched_N3 = match(log_probs_2N, reference_2N, torch.ones(PAIRS, dtype=torch.bool))
-    return replace(pairs, reference_B=reference_2N[rows_of(picks)], matched_P3=matched_N3[picks])
+    pairs = replace(pairs, reference_B=reference_2N[rows_of(picks)])
+    if algorithm.first_pass is None:
+        return pairs
+    whole = replace(batch(list(range(PAIRS))), reference_B=reference_2N)
+    numbers_N4 = algorithm.first_pass(Outputs(logits_BTV=logits_BTV), whole)
+    return replace(pairs, first=First(numbers_N4), places_P=torch.tensor(picks))
 
 
 def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:
@@ -75,23 +80,28 @@ def check(algorithm: Any, case: dict[str, Any], cuts: list[list[int]]) -> None:
 @pytest.mark.parametrize("name", TRL["dpo"])
 def test_dpo(name: str, cuts: list[list[int]]) -> None:
     case = TRL["dpo"][name]
-    check(DPO(chunk=4, **case["options"]), case, cuts)
+    options = dict(case["options"])
+    weights = options.pop("loss")
+    section = {"kind": "dpo", "loss_chunk": 4, "loss_weights": weights, **options}
+    check(DPOConfig.model_validate(section).build(), case, cuts)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])
 @pytest.mark.parametrize("name", TRL["orpo"])
 def test_orpo(name: str, cuts: list[list[int]]) -> None:
-    case, beta = TRL["orpo"][name], TRL["orpo"][name]["options"]["beta"]
-    check(ReferenceFree(loss=partial(odds_ratio, beta=beta), beta=beta, sft_weight=1.0, chunk=0), case, cuts)
+    case = TRL["orpo"][name]
+    check(ORPOConfig(**case["options"]).build(), case, cuts)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=["whole", "halves", "pairs"])
 @pytest.mark.parametrize("name", TRL["simpo"])
 def test_simpo(name: str, cuts: list[list[int]]) -> None:
     case = TRL["simpo"][name]
-    o = case["options"]
-    loss = partial(simple_margin, beta=o["beta"], gamma=o["gamma"], smoothing=o.get("label_smoothing", 0.0))
-    check(ReferenceFree(loss=loss, beta=o["beta"], sft_weight=o.get("sft_weight", 0.0), chunk=0), case, cuts)
+    check(SimPOConfig(**case["options"]).build(), case, cuts)
+
+
+def test_the_yaml_knows_every_loss() -> None:
+    assert get_args(Loss) == tuple(LOSSES)
 
 
 def test_what_is_certain_has_finite_odds_and_gradients() -> None:
@@ -99,12 +109,3 @@ def test_what_is_certain_has_finite_odds_and_gradients() -> None:
     loss_P = odds_ratio(chosen_P, rejected_P, beta=0.1)
     loss_P.sum().backward()
     assert loss_P.isfinite().all() and chosen_P.grad is not None and chosen_P.grad.isfinite().all()
-
-
-def test_a_filler_is_not_sorted() -> None:
-    log_probs_2N = torch.tensor([-3.0, -9.0, -1.0, -2.0, -9.0, -5.0], dtype=torch.float64)
-    reference_2N = torch.tensor([-2.0, -9.0, -4.0, -1.0, -9.0, -4.0], dtype=torch.float64)
-    matched_N3 = match(log_probs_2N, reference_2N, torch.tensor([True, False, True]))
-    alone_N3 = match(log_probs_2N[[0, 2, 3, 5]], reference_2N[[0, 2, 3, 5]], torch.ones(2, dtype=torch.bool))
-    torch.testing.assert_close(matched_N3[[0, 2]], alone_N3)
-    assert not matched_N3[1].any()

@@ -49,7 +49,7 @@ def sums(algorithm: Any, cuts: list[np.ndarray[Any, Any]]) -> dict[str, float]:
             real_P=torch.from_numpy(REAL_P[pairs]).float(),
             margin_P=torch.from_numpy(MARGIN_P[pairs]).float(),
             reference_B=torch.from_numpy(REFERENCE_B[rows]),
-            matched_P3=None,
+            first=None,
         )
         told = algorithm.eval_objective(Told(rows), batch)
         assert told.loss_sum.dtype == torch.float32

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.pair_losses import LOSSES, Pairs, transform
+from drumline.algorithms.pair_losses import LOSSES, Pairs, match, transform
 from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
 
 
@@ -34,7 +34,7 @@ class DPO(AnswerPairs):
         assert batch.reference_B is not None, "the stream adds what the reference says"
         log_probs_B, tokens_B = self.score(outputs, batch), answer_tokens(batch)
         score_B = log_probs_B - batch.reference_B
-        pairs = self._pairs(score_B, tokens_B, batch.matched_P3)
+        pairs = self._pairs(score_B, tokens_B, None if batch.first is None else match(batch.first.numbers_NK)[batch.places_P])
         loss_P = torch.stack([weight * LOSSES[kind](pairs) for kind, weight in self.loss.items()]).sum(0)
         if self.sft_weight:
             loss_P = loss_P - self.sft_weight * sides(log_probs_B / tokens_B)[0]
@@ -53,3 +53,11 @@ class DPO(AnswerPairs):
             tau=self.discopop_tau,
             matched_P3=matched_P3,
         )
+
+
+class SortingDPO(DPO):
+    """With losses that sort the pairs of the global batch. Ranks are those of a pass without gradients, and without dropout."""
+
+    def first_pass(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """fp64[P, 4], see `match`."""
+        return torch.cat((self.score(outputs, batch), batch.reference_B)).view(4, -1).T

@@ -19,6 +19,7 @@ Loss = Literal[
     "discopop", "aot", "aot_unpaired",
 ]  # fmt: skip
 SMOOTHED = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
+SORTED = ("aot", "aot_unpaired")
 # Those of a difference of scores, which another divergence than the reverse KL may transform first.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")
 
@@ -32,9 +33,9 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
     loss: Loss = Field(
         "sigmoid",
-        description="sigmoid: DPO; hinge: SLiC; ipo, sigmoid_norm: of scores divided by the answers' tokens; robust: to swapped pairs; exo_pair:"
-        " EXO; nca_pair: NCA; bco_pair: BCO without its shift; sppo_hard: SPPO; apo_zero, apo_down: APO; discopop: DiscoPOP; aot, aot_unpaired:"
-        " the i-th smallest against the i-th smallest of the global batch. Formulas and papers: drumline/algorithms/pair_losses.py.",
+        description="sigmoid: DPO; hinge: SLiC; ipo, sigmoid_norm: of scores divided by the answers' tokens; robust: to swapped pairs;"
+        " exo_pair: EXO; nca_pair: NCA; bco_pair: BCO without its shift; sppo_hard: SPPO; apo_zero, apo_down: APO; discopop: DiscoPOP; aot,"
+        " aot_unpaired: by rank in the global batch. Formulas and papers: drumline/algorithms/pair_losses.py.",
     )
     loss_weights: dict[Loss, Above0] | None = Field(
         None, min_length=1, description="A weighted sum of losses in place of `loss`: {sigmoid: 0.8, bco_pair: 0.2}."
@@ -43,7 +44,8 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         0.0, ge=0, lt=0.5, description=f"{', '.join(SMOOTHED)}: assumed share of swapped pairs (conservative DPO)."
     )
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
-        "reverse_kl", description="What the policy is held to the reference by (f-DPO, Wang et al. 2024), in losses of a difference of scores."
+        "reverse_kl",
+        description="What the policy is held to the reference by (f-DPO, Wang et al. 2024), in losses of a difference of scores.",
     )
     f_alpha: float = Field(0.5, ge=-MOST_WEIGHT, le=MOST_WEIGHT, description="f_divergence: alpha_divergence: its α.")
     discopop_tau: Above0 = Field(0.05, description="loss: discopop: its temperature τ.")
@@ -74,9 +76,9 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
         return self
 
     def build(self) -> DPO:
-        from drumline.algorithms.dpo.objective import DPO
+        from drumline.algorithms.dpo.objective import DPO, SortingDPO
 
-        return DPO(
+        return (SortingDPO if self.weights.keys() & set(SORTED) else DPO)(
             beta=self.beta,
             loss=self.weights,
             label_smoothing=self.label_smoothing,

@@ -40,15 +40,18 @@ class GRPOConfig(PromptSpec):
         " completion as a whole (RLOO). TRL's importance_sampling_level.",
     )
     surrogate: Literal["clip", "cispo"] = Field(
-        "clip", description="clip: PPO's. cispo: log-probabilities weighted by the ratio, which is cut at 1 + clip_high and has no gradient."
+        "clip",
+        description="clip: PPO's. cispo: log-probabilities weighted by the ratio, which is cut at 1 + clip_high and has no gradient.",
     )
     clip_high: Above0 | None = Field(None, description="Upper clip (DAPO's clip-higher: 0.28); null: as `clip`.")
     delta: Above0 | None = Field(
-        None, description="Two-sided clip (INTELLECT-2): the ratio is at most this for negative advantages too; above 1 + clip_high. null: off."
+        None,
+        description="Two-sided clip (INTELLECT-2): the ratio is at most this for negative advantages too; above 1 + clip_high. null: off.",
     )
     entropy_weight: Weight = Field(0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(
-        False, description="A completion that was cut before its end is not learned from, and counts in no mean over tokens or episodes (DAPO)."
+        False,
+        description="A completion that was cut before its end is not learned from, and counts in no mean over tokens or episodes (DAPO).",
     )
     dynamic_sampling: int = Field(
         0,
