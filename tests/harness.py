@@ -91,7 +91,7 @@ def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
     return completion.count(letter) / max(1, len(completion))
 
 
-ROWS = {"reward": pair_rows, "dpo": pair_rows, "ppo": prompt_rows, "grpo": prompt_rows}
+ROWS = {**dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows), "ppo": prompt_rows, "grpo": prompt_rows}
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}
 
 

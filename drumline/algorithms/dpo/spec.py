@@ -60,7 +60,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     @property
     def weights(self) -> dict[str, float]:
         """Loss → its weight."""
-        return {**self.loss_weights} if self.loss_weights else {self.loss: 1.0}
+        return dict[str, float](self.loss_weights or {self.loss: 1.0})
 
     @model_validator(mode="after")
     def _losses_take_it(self) -> DPOConfig:
