@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drumline.parallel.engine import DeviceSums, Read, Sums
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 
 
 class FakeEngine:
@@ -42,7 +42,7 @@ class FakeEngine:
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", self.weight
 
-    def live(self) -> None:
+    def unsharded_model(self) -> None:
         return None
 
     def grad_norm(self) -> torch.Tensor:
@@ -64,8 +64,8 @@ class FakeEngine:
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.calls = state["calls"]
 
-    def held(self) -> Held:
-        return Held(self.weight.nbytes, 0, 0)
+    def memory_stats(self) -> MemoryStats:
+        return MemoryStats(self.weight.nbytes, 0, 0)
 
     def exposed_communication(self) -> float | None:
         return 0.0

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from drumline.parallel.engine import DeviceSums, Engine, Read, Sums
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 
 POLICY = "policy"
 T = TypeVar("T")
 N = TypeVar("N", float, torch.Tensor)
 
 
-class Several:
+class CompositeEngine:
     """An Engine over the engines of several roles. Objectives are by role (role → objective), sums are added up, the norm is that of all
     gradients together, and so clipping is.
 
@@ -46,8 +46,8 @@ class Several:
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.policy.whole_weights()
 
-    def live(self) -> nn.Module | None:
-        return self.policy.live()
+    def unsharded_model(self) -> nn.Module | None:
+        return self.policy.unsharded_model()
 
     def grad_norm(self) -> torch.Tensor:
         return torch.stack([engine.grad_norm() for engine in self.engines.values()]).square().sum().sqrt()
@@ -74,8 +74,8 @@ class Several:
             own = state if role == POLICY else {**state.get("roles", {}).get(role, {}), "step": state["step"]}
             engine.load_state(own, of_role(tensors, role))
 
-    def held(self) -> Held:
-        return sum((engine.held() for engine in self.engines.values()), Held(0, 0, 0))
+    def memory_stats(self) -> MemoryStats:
+        return sum((engine.memory_stats() for engine in self.engines.values()), MemoryStats(0, 0, 0))
 
     def exposed_communication(self) -> float | None:
         waits = [engine.exposed_communication() for engine in self.engines.values()]

@@ -39,7 +39,7 @@ class Spread:
         return None
 
 
-class Alone(Spread):
+class Unreplicated(Spread):
     """One process."""
 
     def exposed_communication(self) -> float:
@@ -94,7 +94,7 @@ class Sharded(Spread):
             unit.reshard()
 
 
-class Averaged(Spread):
+class BucketedAllReduce(Spread):
     """Copies whose parameters are themselves spread (tensor parallel, a pipeline's stage), which DDP does not take: this rank's parts
     of the gradients are averaged over `group`, the ranks that hold the same parts and see other tokens, after the last micro-batch."""
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 
 Sums = dict[str, float]
 DeviceSums = dict[str, torch.Tensor]  # fp64 scalars on this rank's device
@@ -54,7 +54,7 @@ class Engine(Protocol):
         """
         ...
 
-    def live(self) -> nn.Module | None:
+    def unsharded_model(self) -> nn.Module | None:
         """The whole Hugging Face model of this rank where it has one that can be called as it is, and None where the model is cut or
         sharded. Put back what is changed on it (mode, cache); never its weights. Collective."""
         ...
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """
         ...
 
-    def held(self) -> Held:
+    def memory_stats(self) -> MemoryStats:
         """Bytes of parameters, gradients and optimizer state that this rank holds now; ask between `forward_backward` and `step`, or
         there are no gradients."""
         ...

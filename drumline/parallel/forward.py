@@ -15,9 +15,9 @@ from drumline.errors import ModelError
 from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.parallel.batchnorm import agree_on_statistics, batch_norms
-from drumline.parallel.data_parallel import Alone, Replicated, Sharded, Spread
+from drumline.parallel.data_parallel import Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import Read, Sums, reader, total
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 from drumline.vendor.torch import tree_map_only
 
 
@@ -54,7 +54,7 @@ class ForwardEngine:
         # FSDP2 casts weights as it gathers them; elsewhere autocast does it op by op.
         self.autocast_dtype = None if isinstance(spread, Sharded) and spread.casts else LOW_PRECISION.get(plan.precision)
         self.batch_norms = batch_norms(model)
-        self.is_whole = isinstance(spread, Alone | Replicated) and plan.mesh.tp * plan.mesh.cp * plan.mesh.pp == 1
+        self.is_whole = isinstance(spread, Unreplicated | Replicated) and plan.mesh.tp * plan.mesh.cp * plan.mesh.pp == 1
         self.model.eval()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
@@ -71,15 +71,15 @@ class ForwardEngine:
         for name, tensor in all_tensors(self.model).items():
             yield name, whole(name, tensor, self.device)
 
-    def live(self) -> nn.Module | None:
+    def unsharded_model(self) -> nn.Module | None:
         if not self.is_whole:
             return None
         self._come_together()
         return self.model
 
-    def held(self) -> Held:
+    def memory_stats(self) -> MemoryStats:
         """Bytes of the weights that this rank holds."""
-        return Held.of(self.model.parameters(), (), ())
+        return MemoryStats.of(self.model.parameters(), (), ())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; floating-point tensors of it in fp32 or more, since a loss is made of them outside of autocast."""

@@ -20,14 +20,14 @@ from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
-from drumline.parallel.data_parallel import Alone, Averaged, Replicated, Sharded, Spread
+from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.forward import Around, ForwardEngine, Plain
 from drumline.parallel.norms import LossScale, global_norm, local
 from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, optimizer_tensors
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_dp, apply_fsdp2, gathered_in
-from drumline.telemetry.memory_tracker import Held, tensors_in
+from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound=ForwardEngine)
@@ -68,12 +68,12 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
         return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
     values.fill(model)
     if plan.data_parallel == "dp":
-        return Alone(apply_dp(module, plan.device), reads=module)
+        return Unreplicated(apply_dp(module, plan.device), reads=module)
     if whole is None or plan.data_parallel != "ddp":
-        return Alone(module)
+        return Unreplicated(module)
     options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
     if plan.mesh.tp > 1 or not overlaps:
-        return Averaged(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
+        return BucketedAllReduce(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
     ddp = apply_ddp(module, options, gradient_group(whole))
     return Replicated(ddp, compress_ddp(ddp, options.compression, derive(plan.config.run.seed, "compression")))
 
@@ -164,8 +164,8 @@ class NativeEngine(ForwardEngine):
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]
 
-    def held(self) -> Held:
-        return Held.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
+    def memory_stats(self) -> MemoryStats:
+        return MemoryStats.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
 
     def exposed_communication(self) -> float | None:
         return self.spread.exposed_communication()

@@ -24,7 +24,7 @@ from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
 from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.models.shards import Values
-from drumline.parallel.data_parallel import Alone, Averaged, Sharded, Spread
+from drumline.parallel.data_parallel import BucketedAllReduce, Sharded, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import ForwardEngine, whole
 from drumline.parallel.native import NativeEngine
@@ -95,8 +95,8 @@ def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whol
     values.fill(model)
     if plan.mesh.data_ranks * plan.mesh.cp > 1:
         buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
-        return Averaged(model, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
-    return Alone(model)
+        return BucketedAllReduce(model, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
+    return Unreplicated(model)
 
 
 class StageWithObjective(nn.Module):

@@ -18,26 +18,26 @@ from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token
 from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
-from drumline.parallel.composite import POLICY, Several, of_role
+from drumline.parallel.composite import POLICY, CompositeEngine, of_role
 from drumline.parallel.engine import Engine, OpenEngine
 from drumline.parallel.forward import LOW_PRECISION, ForwardEngine
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import casts
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 
 # Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
-def held_with_frozen(engine: Engine) -> Held:
+def stats_with_frozen(engine: Engine) -> MemoryStats:
     """Bytes that this rank holds of the model that learns, and of the frozen ones beside it."""
-    held = engine.held()
-    return held._replace(parameters=held.parameters + sum(frozen.held().parameters for frozen in frozen_engines))
+    stats = engine.memory_stats()
+    return stats._replace(parameters=stats.parameters + sum(frozen.memory_stats().parameters for frozen in frozen_engines))
 
 
 def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
     """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles learn beside
-    the policy it is a `Several` of them.
+    the policy it is a `CompositeEngine` of them.
 
     `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so nothing else does; a role's are ROLE/NAME.
     `role`: one of `plan.roles` by itself; the engine of a frozen one can only evaluate, infer, and return its weights. Collective.
@@ -55,7 +55,7 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     if not learning:
         return policy
     engines = {n: _learning(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in learning.items()}
-    return Several({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in learning.items()})
+    return CompositeEngine({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in learning.items()})
 
 
 def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head) -> Engine:
@@ -92,14 +92,14 @@ def build_module(
     plan: Plan,
     build: Build,
     device: str,
-    held: frozenset[str] = frozenset(),
+    checkpoint_keys: frozenset[str] = frozenset(),
     *,
     make_optimizer: MakeOptimizer | None = None,
     units: Units | None = None,
     tp_plan: dict[str, str] | None = None,
     overlaps: bool = True,
 ) -> OpenEngine:
-    """Any module, spread as planned, then filled: each rank draws what it holds. `device`, `held` as in `build_engine`.
+    """Any module, spread as planned, then filled: each rank draws what it holds. `device`, `checkpoint_keys` as in `build_engine`.
 
     `make_optimizer`: in place of the plan's. `units`: what FSDP2 gathers by itself, ZeRO-3 fills at once and checkpointing computes
     again (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise. `overlaps`: see native.prepare.
@@ -107,12 +107,12 @@ def build_module(
     """
     require_spreadable(plan, tp_plan)
     whole = plan.engine == "deepspeed"  # as in `_learning`
-    device, held = ("cpu", frozenset()) if whole else (device, held)
+    device, checkpoint_keys = ("cpu", frozenset()) if whole else (device, checkpoint_keys)
     seed = plan.config.run.seed
     model, source = lay_out_module(build, derive(seed, "weights"), device)
     set_blocks(model, units)
     freeze(model, plan.config.model.freeze)
-    values = Values(source, device, seed, held)
+    values = Values(source, device, seed, checkpoint_keys)
     if whole:
         from drumline.strategies import deepspeed
 

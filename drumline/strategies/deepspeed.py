@@ -40,7 +40,7 @@ from drumline.parallel.forward import LOW_PRECISION, Plain, precise
 from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero_fill import InTurn, filled, part, require_slots, share
-from drumline.telemetry.memory_tracker import Held, tensors_in
+from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 
 ADAM, SGD = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)  # what their optimizers keep of a parameter
@@ -197,7 +197,7 @@ class DeepSpeedEngine:
                     full = tensor.detach().to(self.engine.device, copy=self.sharded)
                 yield name, full
 
-    def live(self) -> nn.Module | None:
+    def unsharded_model(self) -> nn.Module | None:
         return None if self.sharded else self.model
 
     def grad_norm(self) -> torch.Tensor:
@@ -282,14 +282,14 @@ class DeepSpeedEngine:
             self.zero.loss_scale = saved["scale"]
             self.zero.loss_scaler.cur_iter, self.zero.loss_scaler.last_overflow_iter = saved["good_steps"], -1
 
-    def held(self) -> Held:
+    def memory_stats(self) -> MemoryStats:
         """ZeRO 3 counts what it has cut, not what it has gathered."""
         weights = [getattr(p, "ds_tensor", p) for p in self.model.parameters()]
         # Outside of its step, ZeRO 3 hides its masters from the optimizer; in fp32 they are the weights themselves.
         masters = tensors_in(getattr(self.zero, "fp32_partitioned_groups_flat", None) or [g["params"] for g in self.zero.param_groups])
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
         kept = tensors_in(*(_plain(getattr(self.zero, name, None)) for name in GRADIENTS))
-        return Held.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
+        return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
     def exposed_communication(self) -> float | None:
         return None  # DeepSpeed's clocks do not tell it

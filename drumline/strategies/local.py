@@ -29,7 +29,7 @@ from drumline.parallel.data_parallel import Spread, buckets
 from drumline.parallel.forward import Around
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.optimizer import MakeOptimizer
-from drumline.telemetry.memory_tracker import Held
+from drumline.telemetry.memory_tracker import MemoryStats
 from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
 
 CHUNK = 2**26  # bytes averaged by one collective
@@ -107,9 +107,9 @@ class LocalEngine(NativeEngine):
         if self.outer and not state.get("outer"):
             self.outer.start_from_here()
 
-    def held(self) -> Held:
+    def memory_stats(self) -> MemoryStats:
         outer = [*self.outer.anchors, *self.outer.moments] if self.outer else []
-        return super().held() + Held.of((), (), outer)
+        return super().memory_stats() + MemoryStats.of((), (), outer)
 
     def exposed_communication(self) -> float:
         """Seconds of the last averaging, told with the step that follows it."""
@@ -138,21 +138,21 @@ class Outer:
 
     def __init__(self, strategy: DiLoCoStrategy, weights: dict[str, torch.Tensor]) -> None:
         self.rate, self.momentum = strategy.outer_lr, strategy.outer_momentum
-        self.names, self.live = [n.removeprefix("model.") for n in weights], list(weights.values())
-        self.anchors = [weight.clone() for weight in self.live]
-        self.moments = [torch.zeros_like(weight) for weight in self.live]
+        self.names, self.weights = [n.removeprefix("model.") for n in weights], list(weights.values())
+        self.anchors = [weight.clone() for weight in self.weights]
+        self.moments = [torch.zeros_like(weight) for weight in self.weights]
 
     def step(self) -> None:
         """The live weights are the mean of the copies; afterwards they are the new θ."""
-        deltas = foreach_sub(self.anchors, self.live)
+        deltas = foreach_sub(self.anchors, self.weights)
         foreach_mul_(self.moments, self.momentum)
         foreach_add_(self.moments, deltas)
         foreach_add_(deltas, self.moments, alpha=self.momentum)
         foreach_sub_(self.anchors, deltas, alpha=self.rate)
-        foreach_copy_(self.live, self.anchors)
+        foreach_copy_(self.weights, self.anchors)
 
     def start_from_here(self) -> None:
-        foreach_copy_(self.anchors, self.live)
+        foreach_copy_(self.anchors, self.weights)
         foreach_zero_(self.moments)
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -26,14 +26,14 @@ from drumline.core.plan import Plan
 from drumline.dist.reduce import Gather
 from drumline.telemetry.events import Emit, Measured, Planned
 from drumline.telemetry.host import HostPeak
-from drumline.telemetry.memory_tracker import Held, LiveBytes, Phase
+from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic
 from drumline.telemetry.truth import Measurement, compare, notes
 
 # Steps that are timed before the first word; the median of three passes over one that something else disturbed.
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
-HELD = ("parameters", "gradients", "optimizer")
+STATES = ("parameters", "gradients", "optimizer")
 log = logging.getLogger(__name__)
 
 
@@ -53,10 +53,10 @@ def planned(estimate: Estimate) -> Planned:
 class Measure:
     """One rank's measuring. All ranks call the same methods at the same steps; what a step is, is for `traffic` to say."""
 
-    def __init__(self, plan: Plan, held_now: Callable[[], Held], gather: Gather, emit: Emit, traffic: Traffic) -> None:
-        self.plan, self.held_now, self.gather, self.emit, self.traffic = plan, held_now, gather, emit, traffic
+    def __init__(self, plan: Plan, memory_stats: Callable[[], MemoryStats], gather: Gather, emit: Emit, traffic: Traffic) -> None:
+        self.plan, self.memory_stats, self.gather, self.emit, self.traffic = plan, memory_stats, gather, emit, traffic
         self.host = HostPeak()
-        self.held: dict[str, int] = {}  # bytes, of the counted step
+        self.stats: dict[str, int] = {}  # bytes, of the counted step
         self.peak = self.reserved = 0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
         self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -71,7 +71,7 @@ class Measure:
         """Around the parts of a step: None for forward and backward, then `clip` for the norm, and `step`."""
         counts, began = self.traffic.due(step), time.time()
         if counts and phase == "clip":
-            self.held = self.held_now()._asdict()  # at the end of backward
+            self.stats = self.memory_stats()._asdict()  # at the end of backward
         if self.plan.device == "cuda" and phase is None:  # what came between steps is none of theirs: loading, evaluation, rollouts
             torch.cuda.reset_peak_memory_stats()
         if counts and self.plan.device == "cpu":
@@ -106,7 +106,7 @@ class Measure:
         """The step that makes `step` of them took `seconds`, without waiting for data. `name`: as `end_step` gave it. Collective."""
         if name is not None:
             self.seconds[name].append(seconds)
-        if not self.told and self.held and len(self.seconds["total"]) == TIMED:
+        if not self.told and self.stats and len(self.seconds["total"]) == TIMED:
             self._tell(step, final=False)
 
     def finish(self, step: int) -> None:
@@ -141,7 +141,7 @@ class Measure:
         _, values = self.gather({}, *mine.values())
         ranks = dict(zip(mine, values, strict=True))
         seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
-        memory = {name: [int(v) for v in ranks[name]] for name in (*HELD, "peak", "reserved") if _known(ranks[name])}
+        memory = {name: [int(v) for v in ranks[name]] for name in (*STATES, "peak", "reserved") if _known(ranks[name])}
         world = self.gather.world_size
         fullest = max(range(world), key=lambda rank: memory["peak"][rank]) if "peak" in memory else 0
         stages = [self.plan.mesh.place(rank)["pp"] for rank in range(world)]
@@ -170,7 +170,7 @@ class Measure:
         """This rank's; None is not known."""
         medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
         return {
-            **{name: self.held.get(name) for name in HELD},
+            **{name: self.stats.get(name) for name in STATES},
             "peak": self.peak or None,
             "reserved": self.reserved or None,
             "width": self.width,

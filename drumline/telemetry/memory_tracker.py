@@ -161,7 +161,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [] if tensor.is_meta else [tensor]
 
 
-class Held(NamedTuple):
+class MemoryStats(NamedTuple):
     """Bytes that a rank holds of a model, wherever they lie: storages, so what a buffer is padded with counts. `optimizer`: moments, and
     fp32 copies of weights that are kept in a lower precision. An optimizer's counts of steps (4 bytes a tensor) are left out."""
 
@@ -170,7 +170,7 @@ class Held(NamedTuple):
     optimizer: int
 
     @classmethod
-    def of(cls, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor], optimizer: Iterable[torch.Tensor]) -> Held:
+    def of(cls, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor], optimizer: Iterable[torch.Tensor]) -> MemoryStats:
         """Each storage counts once, under the first name that it has."""
         seen: set[int] = set()
 
@@ -184,8 +184,8 @@ class Held(NamedTuple):
 
         return cls(new(parameters), new(gradients), new(tensor for tensor in optimizer if tensor.ndim))
 
-    def __add__(self, other: Any) -> Held:
-        return Held(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def __add__(self, other: Any) -> MemoryStats:
+        return MemoryStats(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def tensors_in(*things: Any) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
 from drumline.errors import CheckpointError, DataError
 from drumline.parallel.engine import OPTIONAL, Engine
-from drumline.strategies.build import build_engine, held_with_frozen
+from drumline.strategies.build import build_engine, stats_with_frozen
 from drumline.telemetry.events import Emit, Event, Restore, series
 from drumline.telemetry.host import process_bytes
 from drumline.telemetry.measure import Measure
@@ -96,7 +96,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         state=state,
         goodput=goodput,
         random_stream=plan.mesh.stream(ranks.rank),
-        measure=Measure(plan, lambda: held_with_frozen(engine), gather, emit, traffic),
+        measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic),
         seen_step=max(series(past, "loss"), default=0),
         saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )

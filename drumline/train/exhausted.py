@@ -63,15 +63,15 @@ class Watched:
     def built(self, engine: Engine) -> None:
         """The model is there. What the process has besides it is counted from here: building it has imported a lot."""
         self.engine = engine
-        held = sum(engine.held())
-        self.before = {name: bytes_ - held for name, bytes_ in process_bytes().items()}
+        states = sum(engine.memory_stats())
+        self.before = {name: bytes_ - states for name, bytes_ in process_bytes().items()}
 
     def measured(self, error: BaseException) -> Exhausted:
         """Bytes at the moment of `error`, as far as anything tells them."""
-        held = {} if self.engine is None else self.engine.held()._asdict()
+        stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
         during = doing(error.__traceback__)
         known = said_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
-        return Exhausted(rank=self.rank, during=during, held=held, **known)
+        return Exhausted(rank=self.rank, during=during, held=stats, **known)
 
     def _on_cpu(self, message: str) -> dict[str, int]:
         """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""

@@ -20,7 +20,7 @@ from drumline.models.build import lay_out
 from drumline.models.load import load_tokenizer, pad_token_id
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
-from drumline.parallel.composite import Several
+from drumline.parallel.composite import CompositeEngine
 from drumline.parallel.engine import Engine
 from drumline.parallel.forward import LOW_PRECISION
 from drumline.rl.build import generator, greedy
@@ -78,7 +78,7 @@ def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: R
         reference = partial(reading.read, build_engine(plan, device, role="reference"), read=log_probs)
     elif referenced:
         reference = partial(reading.read, engine, read=log_probs, adapter=False)
-    value = partial(reading.read, engine.engines["value"], read=values_of) if isinstance(engine, Several) else None
+    value = partial(reading.read, engine.engines["value"], read=values_of) if isinstance(engine, CompositeEngine) else None
     of_models = [name for name, reward in zip(reward_names(algorithm.rewards), algorithm.rewards, strict=True) if reward.kind == "model"]
     roles = [role for role in plan.roles if role.startswith("reward")]
     engines = {name: build_engine(plan, device, role=role) for name, role in zip(of_models, roles, strict=True)}
@@ -106,7 +106,7 @@ class Sampling:
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""
-        unsharded = self.engine.live()
+        unsharded = self.engine.unsharded_model()
         if self._generator is None:
             self._generator, self._refresh = self._make(unsharded)
         if self._refresh is not None:

@@ -30,7 +30,7 @@ def steps(plan: Any) -> dict[str, Any]:
     live = LiveBytes()
     with SentBytes(), live:
         engine.forward_backward(batches, objective, 100.0)
-        held = engine.held()
+        held = engine.memory_stats()
         live.phase = "clip"
         norm = engine.grad_norm()
         live.phase = "step"

@@ -42,7 +42,7 @@ def measure(plan: Any, rank: int) -> dict[str, Any]:
     for live in watched:
         with live:
             engine.forward_backward(batches, objective, 100.0)
-        held = engine.held()
+        held = engine.memory_stats()
         with live:
             live.phase = "clip"
             norm = engine.grad_norm()

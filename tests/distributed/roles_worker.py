@@ -75,7 +75,7 @@ def look(plan: Any, rank: int) -> dict[str, Any]:
     told |= {"after": answers(both, batches), "without": answers(both, batches, adapter=False), "value": answers(value, batches)}
     told["modes"] = [engine.model.training for engine in (policy, value, reference)]
     told |= {"weights": weights(both), "value weights": weights(value), "reference weights": weights(reference)}
-    told["live"] = [engine.live() is not None for engine in (both, value, reference)]
+    told["live"] = [engine.unsharded_model() is not None for engine in (both, value, reference)]
     if "copy" in told:
         policy.forward_backward(batches, objective, 1.0)
         told["copy again"] = copies(policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drumline.telemetry.memory_tracker import Held, LiveBytes
+from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats
 from drumline.telemetry.traffic import SentBytes
 
 KB = 1000 * 4  # bytes of a vector of 1000
@@ -50,5 +50,6 @@ def test_what_nobody_showed_was_there_before() -> None:
 
 def test_views_and_aliases_count_once() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 250))
-    assert Held.of([weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())]) == Held(KB, 0, 1000)
-    assert sum([Held(1, 2, 3), Held(1, 1, 1)], Held(0, 0, 0)) == Held(2, 3, 4)
+    stats = MemoryStats.of([weight, weight.data, weight[0]], [weight.view(-1)], [torch.zeros(250), torch.zeros(())])
+    assert stats == MemoryStats(KB, 0, 1000)
+    assert sum([MemoryStats(1, 2, 3), MemoryStats(1, 1, 1)], MemoryStats(0, 0, 0)) == MemoryStats(2, 3, 4)

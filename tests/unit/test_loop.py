@@ -79,7 +79,7 @@ def loop(
         memory_bytes=lambda: 7,
         state=TrainState(),
         goodput=Goodput(time.time()),
-        measure=Measure(made, engine.held, gather, emit, Traffic(lambda step: "whole", "cpu")),
+        measure=Measure(made, engine.memory_stats, gather, emit, Traffic(lambda step: "whole", "cpu")),
     )
     return built, said
 

@@ -20,7 +20,7 @@ from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.host import host_memory
 from drumline.planner.cost.memory import flying, memory
-from drumline.planner.cost.states import Part, held, part
+from drumline.planner.cost.states import Part, part, rank_params
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
@@ -120,9 +120,9 @@ def test_the_fullest_rank_holds_the_rounded_up_part(weight: Weight, tp: int, sha
 def test_tied_ends_are_on_both_ranks_of_a_pipeline() -> None:
     tied = replace(FACTS, end_weights=(ENDS[0]._replace(place="both"), ENDS[1]))
     first, last = Part(((0, 4),), True, False), Part(((4, 8),), False, True)
-    assert held(tied, first).entries == 4 * PER_BLOCK + V * H
-    assert held(tied, last).entries == 4 * PER_BLOCK + V * H + H
-    assert held(tied, Part(((0, 8),))).entries == 8 * PER_BLOCK + V * H + H
+    assert rank_params(tied, first).entries == 4 * PER_BLOCK + V * H
+    assert rank_params(tied, last).entries == 4 * PER_BLOCK + V * H + H
+    assert rank_params(tied, Part(((0, 8),))).entries == 8 * PER_BLOCK + V * H + H
 
 
 @pytest.mark.parametrize(
@@ -287,4 +287,6 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
     plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
     said = memory(plan, question(plan).facts, CLUSTER)
     engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.learns)]
-    assert [said.parameters, said.optimizer] == [sum(getattr(e.held(), what) for e in engines) for what in ("parameters", "optimizer")]
+    assert [said.parameters, said.optimizer] == [
+        sum(getattr(e.memory_stats(), what) for e in engines) for what in ("parameters", "optimizer")
+    ]

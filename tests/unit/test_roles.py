@@ -13,7 +13,7 @@ from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
-from drumline.parallel.composite import Several
+from drumline.parallel.composite import CompositeEngine
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import assemble, find_model
 from drumline.strategies.build import build_engine
@@ -135,7 +135,7 @@ class Tokens:
 
 def test_two_models_learn_as_one() -> None:
     engines = {"policy": FakeEngine(), "value": FakeEngine()}
-    both = Several(dict(engines), {"value": 0.5})
+    both = CompositeEngine(dict(engines), {"value": 0.5})
     sums = both.forward_backward([Tokens(1, 3)], dict.fromkeys(engines), 2.0)
     assert sums["loss"] == 2 * engines["policy"].evaluate([Tokens(1, 3)], None)["loss"]
     norm = both.grad_norm()
@@ -147,5 +147,5 @@ def test_two_models_learn_as_one() -> None:
     assert tensors.keys() == {"model.weight", "value/model.weight"} and tensors["value/model.weight"] is engines["value"].weight
     told = {**both.state(), "step": 1}
     fresh = {"policy": FakeEngine(), "value": FakeEngine()}
-    Several(dict(fresh), {}).load_state({**told, "roles": {"value": {"calls": 7}}}, tensors)
+    CompositeEngine(dict(fresh), {}).load_state({**told, "roles": {"value": {"calls": 7}}}, tensors)
     assert [engine.calls for engine in fresh.values()] == [1, 7]

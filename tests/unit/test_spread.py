@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from drumline.parallel.data_parallel import Averaged
+from drumline.parallel.data_parallel import BucketedAllReduce
 from tests.distributed.ranks import free_port
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def worker(rank: int, port: int, results: Any) -> None:
     for bucket_bytes in (1, 40, 2**20):
         module = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(1))])
         module.append(nn.Parameter(torch.zeros(2)))
-        spread = Averaged(module, group, bucket_bytes)
+        spread = BucketedAllReduce(module, group, bucket_bytes)
         for index in range(2):
             with spread.micro_batch(last=index == 1):
                 # The third has a gradient on rank 1 alone, the fourth on none.

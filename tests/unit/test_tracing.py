@@ -77,7 +77,7 @@ def lived(plan: Plan) -> tuple[int, int]:
     with live:
         algorithm = plan.config.algorithm
         engine.forward_backward([algorithm.traced_batch(plan, ROWS, LENGTH, 3)], policy_objective(algorithm.build()), 1.0)
-    held = engine.held()
+    held = engine.memory_stats()
     return live.peak - live.base, live.peak - live.base + held.parameters + held.optimizer
 
 

@@ -10,7 +10,7 @@ from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
 from drumline.core.strategies import FSDP2Strategy
 from drumline.planner.cost.activations import block_of, formula, kind_of
-from drumline.planner.cost.states import FULL, LOW, Part, ends, held, part_of, shards_of, state_of
+from drumline.planner.cost.states import FULL, LOW, Part, ends, part_of, rank_params, shards_of, state_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
     """Weights of a model that only answers: what is multiplied lies in the type that it computes in (see strategies.build._frozen)."""
     strategy, shards = own.strategy, shards_of(own)
-    has = held(sizes, mine, own.mesh.tp, shards)
+    has = rank_params(sizes, mine, own.mesh.tp, shards)
     if isinstance(strategy, FSDP2Strategy) and strategy.offload == "cpu" and layout.device == "cuda":
         return 0
     casts = isinstance(strategy, FSDP2Strategy) and kind_of(own) == "low"

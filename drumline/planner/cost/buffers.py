@@ -13,7 +13,7 @@ from drumline.core.plan import Layout
 from drumline.core.rule import offloads, quantizes
 from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
 from drumline.planner.cost.activations import kind_of
-from drumline.planner.cost.states import FULL, LOW, Part, Sizes, ends, flattened, held, largest_block, shards_of
+from drumline.planner.cost.states import FULL, LOW, Part, Sizes, ends, flattened, largest_block, rank_params, shards_of
 from drumline.planner.cost.volume import WIDTH, weights_of
 
 MIB = 2**20
@@ -55,12 +55,12 @@ def stepping(layout: Layout, here: Sizes) -> float:
 
 def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
-    here, strategy = held(facts, mine, layout.mesh.tp), layout.strategy
+    here, strategy = rank_params(facts, mine, layout.mesh.tp), layout.strategy
     gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
     # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
     low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
-    copies = LOW * held(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
+    copies = LOW * rank_params(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
     largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
     one = LOW * (largest.learned * low + largest.linear * packed)
     backward = one if recomputes or packed else 0
@@ -95,7 +95,7 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     tp, shards, kind = layout.mesh.tp, shards_of(layout), kind_of(layout)
     width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
     root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
-    whole = held(facts, mine, tp)
+    whole = rank_params(facts, mine, tp)
     still = min(width, WIDTH[layout.precision])  # of an entry that does not learn
     gathered = width * (root.entries - root.low) + still * root.low
     behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
@@ -117,7 +117,7 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     last = gathered + (width + reduced) * root.learned
     offloaded = options.offload == "cpu" and layout.device == "cuda"
     copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
-    step = stepping(layout, held(facts, mine, tp, shards)) if not offloaded else 0.0
+    step = stepping(layout, rank_params(facts, mine, tp, shards)) if not offloaded else 0.0
     return Buffers(0.0, 0.0, gathered + unreduced + copies, running, begun, returning + reduction, second, last - gathered, step)
 
 

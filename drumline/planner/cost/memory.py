@@ -69,9 +69,9 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     beside = others.copy + engine
     base = state.parameters + state.optimizer + others.parameters + others.optimizer + beside
     # Models that learn side by side go through a step one after the other, each with the gradients of those before it.
-    held = {name: math.ceil(base + each.total + others.gradients * (name != "rollout")) for name, each in phases.items()}
-    name = max(held, key=lambda phase: held[phase])
-    peak, phase = held[name], phases[name]
+    totals = {name: math.ceil(base + each.total + others.gradients * (name != "rollout")) for name, each in phases.items()}
+    name = max(totals, key=lambda phase: totals[phase])
+    peak, phase = totals[name], phases[name]
     overhead = overhead_of(layout)
     factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
     return Memory(
@@ -85,7 +85,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
         peak=peak,
         reserved=math.ceil((peak - engine) * factor) + engine + overhead,
         phase="backward" if name in BACKWARD else name,
-        phases=held,
+        phases=totals,
     )
 
 

@@ -1,5 +1,5 @@
 """What a rank holds between steps: weights, gradients (at the end of backward), what the optimizer keeps. In bytes, exact: as the
-engines allocate it and their `held()` counts it (a count of steps, 4 bytes a tensor, is left out there and here). Pure."""
+engines allocate it and their `rank_params()` counts it (a count of steps, 4 bytes a tensor, is left out there and here). Pure."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
 
 
 @lru_cache(maxsize=4096)
-def held(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
+def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
     """A part, cut tp × shards ways."""
     total = ends(facts, mine, tp, shards)
     for block, number in _kinds(facts, mine).items():
@@ -181,7 +181,7 @@ def weight_bytes(layout: Layout, has: Sizes) -> int:
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
     and moments of what learns; moments are shaped like the weights."""
-    has = held(facts, mine, layout.mesh.tp, shards_of(layout))
+    has = rank_params(facts, mine, layout.mesh.tp, shards_of(layout))
     kept = 4 * slots(layout.config.optimizer) * has.learned
     if isinstance(layout.strategy, s.DiLoCoStrategy):
         kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.learned

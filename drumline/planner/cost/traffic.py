@@ -15,7 +15,7 @@ from drumline.core.model import Head
 from drumline.core.plan import Layout
 from drumline.core.rule import cp_method
 from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Beside, Held, Sent, held, tp_ranks, weights_of
+from drumline.planner.cost.volume import WIDTH, Beside, RankParams, Sent, rank_params, tp_ranks, weights_of
 from drumline.planner.cost.volume_zero import zero
 
 BLOCK = 256  # of parallel.compress.Int8
@@ -53,7 +53,7 @@ def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, head: Head, step: i
         return
     wrap = tuple(strategy.wrap) if isinstance(strategy, s.FSDP2Strategy) and strategy.wrap is not None else None
     for tp_rank, part in tp_ranks(facts, mesh.tp):
-        has = held(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
+        has = rank_params(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
         sent.part = part / mesh.pp  # all stages together, dealt to their ranks
         if layout.data_parallel == "fsdp2":
             fsdp2(sent, layout, facts, has)
@@ -118,13 +118,13 @@ def _powersgd(weight: Weight, rank: int) -> int:
     return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
 
 
-def averaged(sent: Sent, layout: Layout, mine: Held) -> None:
+def averaged(sent: Sent, layout: Layout, mine: RankParams) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
     entries = mine.learned + mine.tensors
     sent.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
-def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: Held) -> None:
+def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: RankParams) -> None:
     """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
     each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
     whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
@@ -174,7 +174,7 @@ def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     sent.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
 
 
-def norm(sent: Sent, layout: Layout, mine: Held) -> None:
+def norm(sent: Sent, layout: Layout, mine: RankParams) -> None:
     """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
     for there in (mine.is_cut, mine.is_whole):
         if there:
@@ -187,7 +187,7 @@ def norm(sent: Sent, layout: Layout, mine: Held) -> None:
 # ----------------- the model itself spread: activations of tensor and context parallelism, hidden states between stages
 
 
-def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: Held) -> None:
+def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: RankParams) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
     ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
     if layout.mesh.pp == 1 or layout.pipeline is None:

@@ -75,7 +75,7 @@ def cut_dimension(weight: Weight) -> int | None:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParams:
     """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
     the rest; `…_learned`: of these, of weights that learn, `…_low`: of those of two dimensions and more that do not. `learned`: without
     FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts
@@ -95,7 +95,7 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
-def held(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Held:
+def rank_params(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> RankParams:
     """Of rank `rank` of `tp`; `staged`: of all stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves;
     None: the model's own blocks."""
     sums, cuts = Counter[str](), set[bool]()
@@ -115,7 +115,7 @@ def held(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap:
             cuts.add(tp > 1 and cut_dimension(weight) is not None)
         elif len(shape) >= 2:
             sums["units_low" if is_unit else "root_low"] += number * part
-    return Held(**sums, is_cut=True in cuts, is_whole=False in cuts)
+    return RankParams(**sums, is_cut=True in cuts, is_whole=False in cuts)
 
 
 @lru_cache(maxsize=4096)
