@@ -34,10 +34,8 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
     total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
     micro, accumulation = batch.micro_batch, batch.accumulation
     if total is None:
-        micro, accumulation = (
-            micro or 1,
-            accumulation or least_rounds((micro or 1) * data_ranks, config.algorithm.samples_in_turn, in_flight),
-        )
+        micro = micro or 1
+        accumulation = accumulation or least_rounds(micro * data_ranks, config.algorithm.samples_in_turn, in_flight)
         total = micro * accumulation * data_ranks
         why.append(
             f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
@@ -50,10 +48,10 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
                 where="batch",
                 fix="leave one of the three out, or make both sides equal",
             )
-    elif micro:
-        accumulation = _divide(total, micro * data_ranks, f"micro_batch {micro} × {data_ranks} data ranks")
-    elif accumulation:
-        micro = _divide(total, accumulation * data_ranks, f"accumulation {accumulation} × {data_ranks} data ranks")
+    elif micro or accumulation:
+        name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation or 1)
+        other = _divide(total, given * data_ranks, f"{name} {given} × {data_ranks} data ranks")
+        micro, accumulation = micro or other, accumulation or other
     else:
         per_rank = _divide(total, data_ranks, f"{data_ranks} data ranks")
         fits = [m for m in divisors(per_rank) if m * tokens <= TOKENS_AT_ONCE and per_rank // m >= in_flight]
@@ -117,24 +115,20 @@ def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
     """`tokens` of a sample, and how they are called."""
     if batch.global_tokens is None:
         return batch.global_samples
-    samples, rest = divmod(batch.global_tokens, tokens)
-    if rest or not samples:
-        raise PlanError(
-            f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}",
-            where="batch.global_tokens",
-            fix=f"nearest: {nearest(batch.global_tokens, tokens)}",
-        )
-    return samples
+    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
+    return _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
 
 
 def _divide(total: int, by: int, names: str) -> int:
+    what = f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}"
+    return _quotient(total, by, what, "batch", "nearest global batch: {}")
+
+
+def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
+    """Raises PlanError where `by` does not divide; `fix` gets the nearest multiples."""
     quotient, rest = divmod(total, by)
     if rest or not quotient:
-        raise PlanError(
-            f"global batch of {total} samples does not divide by {names}: {total} / {by} = {total / by:.2f}",
-            where="batch",
-            fix=f"nearest global batch: {nearest(total, by)}",
-        )
+        raise PlanError(what, where=where, fix=fix.format(nearest(total, by)))
     return quotient
 
 
@@ -148,13 +142,9 @@ def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, 
             fix="generator=hf, or adapter=none",
         )
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
-    prompts, rest = divmod(episodes, group)
-    if rest or not prompts:
-        raise PlanError(
-            f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}",
-            where="algorithm.group_size",
-            fix=f"choose batch.global_samples × algorithm.minibatches as {nearest(episodes, group)}",
-        )
+    what = f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
+    fix = "choose batch.global_samples × algorithm.minibatches as {}"
+    prompts = _quotient(episodes, group, what, "algorithm.group_size", fix)
     each = algorithm.steps_in_turn
     why.append(
         f"a rollout: {prompts} prompts × {group} = {episodes} episodes, learned from in {algorithm.epochs} epochs × {algorithm.minibatches}"
@@ -162,11 +152,6 @@ def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, 
     )
     if config.run.steps is None:
         return None if data is None else each * max(1, math.ceil(config.run.epochs * data.train_samples / prompts))
-    if config.run.steps % each:
-        raise PlanError(
-            f"{config.run.steps} steps end within a rollout, which has {algorithm.epochs} epochs × {algorithm.minibatches} minibatches"
-            f" = {each} steps",
-            where="run.steps",
-            fix=f"nearest: {nearest(config.run.steps, each)}",
-        )
-    return config.run.steps
+    steps, rollout = config.run.steps, f"{algorithm.epochs} epochs × {algorithm.minibatches} minibatches = {each} steps"
+    _quotient(steps, each, f"{steps} steps end within a rollout, which has {rollout}", "run.steps", "nearest: {}")
+    return steps
