@@ -123,6 +123,11 @@ class AlgorithmSpec(Spec):
         """Where a batch has the log-probabilities of a reference model from."""
         return "none"
 
+    @property
+    def extra_forwards(self) -> int:
+        """Forward passes of the policy in a step before that of the loss, such as `Algorithm.first_pass`."""
+        return 0
+
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         """Name → model besides the policy: `reference`, `value`, and `reward`, `reward2`, … in the order of the config."""
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -10,38 +11,18 @@ import pytest
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.load import load
 from drumline.core.registry import _own
-from tests.harness import drumline, losses, write_config
+from tests.harness import ROOT, drumline, losses, write_config
 from tests.tiny import tiny_model_dir
 
-OWN = """
-from typing import ClassVar
-
-from pydantic import Field
-
-from drumline.algorithms.specs import TextSpec
-
-
-class Scaled(TextSpec):
-    columns: ClassVar[str] = "`text`"
-    rate: ClassVar[float] = 7e-4
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy")
-    best_by: ClassVar[dict[str, str]] = {"metric": "token_accuracy", "mode": "max"}
-    scale: float = Field(2.0, gt=0, le=100, description="The loss is multiplied by this.")
-
-    def build(self):
-        from dataclasses import replace
-
-        from drumline.algorithms.tokens.objective import NextToken
-
-        class Objective(NextToken):
-            def objective(self, outputs, batch):
-                out = super().objective(outputs, batch)
-                return replace(out, loss_sum=out.loss_sum * scale)
-
-        scale = self.scale
-        return Objective(self.loss_chunk, answers=False)
-"""
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 SGD = {"optimizer": {"kind": "sgd", "lr": 1e-3, "max_grad_norm": None}, "run": {"steps": 2}, "rows": 8}
+
+
+def write_files(folder: Path) -> None:
+    """The algorithm of docs/algorithms.md."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +34,14 @@ def test_trains_is_planned_and_verified(tmp_path: Path, model: Path) -> None:
     theirs, ours = tmp_path / "sft", tmp_path / "own"
     for folder in (theirs, ours):
         folder.mkdir()
-    (ours / "mine.py").write_text(OWN)
+    write_files(ours)
     sft = write_config(theirs, model, **SGD, algorithm={"kind": "sft", "loss_chunk": 32})
-    own = write_config(ours, model, **SGD, algorithm={"kind": "mine.py:Scaled", "loss_chunk": 32, "scale": 3.0})
+    own = write_config(ours, model, **SGD, algorithm={"kind": "focal.py:Focal", "loss_chunk": 32, "gamma": 0})
     for path, more in ((sft, ()), (own, ("launch.nproc=2", "strategy=ddp"))):
         done = drumline("train", path, *more)
         assert done.code == 0, done.err
-    assert losses(ours / "run")[1] == pytest.approx(3 * losses(theirs / "run")[1], rel=1e-6)
-    assert load(own, []).config.eval.metric == "token_accuracy"
+    expected = losses(theirs / "run")
+    assert losses(ours / "run") == pytest.approx(expected, rel=1e-5), "with γ 0 it is the cross-entropy"
     for command in (
         ("plan", own),
         ("verify", own, "--steps", 1, "strategy=ddp", "launch.nproc=2"),
@@ -71,9 +52,9 @@ def test_trains_is_planned_and_verified(tmp_path: Path, model: Path) -> None:
 
 
 def test_another_process_finds_it_by_its_kind(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN)
-    algorithm = load(write_config(tmp_path, model, algorithm={"kind": "mine.py:Scaled", "scale": 5.0}), []).config.algorithm
+    write_files(tmp_path)
+    algorithm = load(write_config(tmp_path, model, algorithm={"kind": "focal.py:Focal", "gamma": 5.0}), []).config.algorithm
     pickled = pickle.dumps(algorithm)
     _own.clear()  # as in a process that has not read the YAML
     again = pickle.loads(pickled)  # noqa: S301 - our own
-    assert isinstance(again, AlgorithmSpec) and again.model_dump() == algorithm.model_dump() and again.model_dump()["scale"] == 5.0
+    assert isinstance(again, AlgorithmSpec) and again.model_dump() == algorithm.model_dump() and again.model_dump()["gamma"] == 5.0

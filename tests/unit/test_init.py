@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from drumline.core.registry import _entry_points, _of_package
-from tests.distributed.test_own_algorithm import OWN
+from tests.distributed.test_own_algorithm import write_files
 from tests.harness import ENV, write_config
 from tests.unit.conftest import Run
 from tests.unit.test_planning import EIGHT_B, TOO_LARGE
@@ -145,21 +145,21 @@ def test_init_asks_again_in_a_terminal(model: Path, tmp_path: Path) -> None:
 
 
 def test_init_knows_an_installed_algorithm(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made_scaled.py").write_text(OWN)
-    info = tmp_path / "made_scaled-1.0.dist-info"
+    write_files(tmp_path)
+    info = tmp_path / "made_focal-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-scaled\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[drumline.algorithms]\nscaled = made_scaled:Scaled\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-focal\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drumline.algorithms]\nfocal = focal:Focal\n")
     monkeypatch.syspath_prepend(tmp_path)
     _entry_points.cache_clear()
     try:
         path = tmp_path / "new.yaml"
-        code, _, err = run("init", path, "--model", model, "--algorithm", "scaled", "--data", "none.jsonl", "--length", 96, "--yes")
+        code, _, err = run("init", path, "--model", model, "--algorithm", "focal", "--data", "none.jsonl", "--length", 96, "--yes")
         assert code == 0, err
         text, lines = path.read_text(), init_lines(path.read_text())
-        assert "or scaled;" in text and "A row of the data has `text`" in text
-        assert (lines["algorithm"], lines["optimizer"]["lr"]) == ("scaled", 7e-4)
-        assert "scaled" in json.loads((path.parent / "drumline.schema.json").read_text())["properties"]["algorithm"]["anyOf"][0]["enum"]
+        assert "or focal;" in " ".join(text.replace("#", " ").split())
+        assert (lines["algorithm"], lines["optimizer"]["lr"]) == ("focal", 7e-6)
+        assert "focal" in json.loads((path.parent / "drumline.schema.json").read_text())["properties"]["algorithm"]["anyOf"][0]["enum"]
     finally:
         _entry_points.cache_clear()
         _of_package.cache_clear()

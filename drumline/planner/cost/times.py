@@ -188,11 +188,12 @@ def _learned_here(layout: Layout, facts: ModelFacts) -> float:
 
 
 def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
-    """For each token of a step, what a reference that answers in every step computes (DPO's, alive or the policy without its adapter)."""
-    kind = layout.config.algorithm.reference_of(layout.config)
-    if kind == "adapter":
-        return forward_flops(facts)
-    return forward_flops(facts.roles["reference"]) if kind == "live" and "reference" in facts.roles else 0.0
+    """For each token of a step, what is computed without gradients: a first pass, and a reference that answers in every step (alive, or
+    the policy without its adapter)."""
+    algorithm = layout.config.algorithm
+    kind = algorithm.reference_of(layout.config)
+    live = [facts.roles[name] for name in ("reference",) if kind == "live" and name in facts.roles]
+    return (algorithm.extra_forwards + (kind == "adapter")) * forward_flops(facts) + sum(map(forward_flops, live))
 
 
 def forward_flops(facts: ModelFacts) -> float:
