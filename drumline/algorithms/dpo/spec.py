@@ -60,7 +60,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     @property
     def weights(self) -> dict[str, float]:
         """Loss → its weight."""
-        return dict[str, float](self.loss_weights or {self.loss: 1.0})
+        return {**(self.loss_weights or {self.loss: 1.0})}
 
     @model_validator(mode="after")
     def _losses_take_it(self) -> DPOConfig:
@@ -75,10 +75,14 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
             raise ValueError(f"f_divergence requires loss: {' or '.join(OF_DIFFERENCES)}")
         return self
 
+    @property
+    def extra_forwards(self) -> int:
+        return int(not self.weights.keys().isdisjoint(SORTED))
+
     def build(self) -> DPO:
         from drumline.algorithms.dpo.objective import DPO, SortingDPO
 
-        return (SortingDPO if self.weights.keys() & set(SORTED) else DPO)(
+        return (SortingDPO if self.extra_forwards else DPO)(
             beta=self.beta,
             loss=self.weights,
             label_smoothing=self.label_smoothing,
