@@ -60,7 +60,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     @property
     def weights(self) -> dict[str, float]:
         """Loss → its weight."""
-        return {**(self.loss_weights or {self.loss: 1.0})}
+        return {str(kind): weight for kind, weight in (self.loss_weights or {self.loss: 1.0}).items()}
 
     @model_validator(mode="after")
     def _losses_take_it(self) -> DPOConfig:
