@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    learned: bool = True
+    trainable: bool = True
     style: str = ""
     owners: tuple[str, ...] = ()
     place: Place = "block"
@@ -87,7 +87,7 @@ class ModelFacts:
         return hash((self.name, self.parameters, self.frozen, self.flops_per_token, self.layers, self.hidden, self.vocab_size))
 
     @property
-    def learned(self) -> int:
+    def trainable(self) -> int:
         """Parameters with a gradient and moments."""
         return self.parameters - self.frozen
 
@@ -121,7 +121,7 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
     if facts.frozen or not facts.block_weights or facts.vision_language:
         return None
     blocks = tuple(tuple(part for weight in block for part in _adapted(weight, adapter.r)) for block in facts.block_weights)
-    added = sum(weight.numel for block in blocks for weight in block if weight.learned)
+    added = sum(weight.numel for block in blocks for weight in block if weight.trainable)
     if not added:
         return None
     ahead = len(blocks) - len(facts.block_parameters)
@@ -133,18 +133,18 @@ def with_lora(facts: ModelFacts, adapter: LoRAConfig) -> ModelFacts | None:
         flops_per_token=products * 4 / 6 + 6 * added + facts.layers * facts.attention_flops,
         block_weights=blocks,
         block_parameters=tuple(sum(weight.numel for weight in block) for block in blocks[ahead:]),
-        end_weights=tuple(weight._replace(learned=False) for weight in facts.end_weights),
+        end_weights=tuple(weight._replace(trainable=False) for weight in facts.end_weights),
     )
 
 
 def _adapted(weight: Weight, rank: int) -> list[Weight]:
     """A weight, frozen; of a linear layer also the two factors, the one beside the cut dimension cut like it."""
-    still = weight._replace(learned=False)
+    frozen = weight._replace(trainable=False)
     if len(weight.shape) != 2 or weight.owners[-1:] != ("Linear",):
-        return [still]
+        return [frozen]
     layer, owners = weight.name.removesuffix(".weight"), (*weight.owners, "ModuleDict", "Linear")
     rows, columns = weight.shape
     by_row = weight.style.startswith("rowwise")
     first = Weight(f"{layer}.lora_A.default.weight", (rank, columns), True, weight.style if by_row else "", owners)
     second = Weight(f"{layer}.lora_B.default.weight", (rows, rank), True, "" if by_row else weight.style, owners)
-    return [still._replace(name=f"{layer}.base_layer.weight", owners=(*weight.owners, "Linear")), first, second]
+    return [frozen._replace(name=f"{layer}.base_layer.weight", owners=(*weight.owners, "Linear")), first, second]

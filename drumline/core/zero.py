@@ -197,7 +197,7 @@ def _defaults(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Any]:
     made: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if decided.facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.
-        made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, decided.facts.learned))
+        made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, decided.facts.trainable))
         if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind == "nvme":
             made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, decided.facts.parameters)
     if decided.precision != "fp32":

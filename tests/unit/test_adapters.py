@@ -135,9 +135,9 @@ def test_unknown_targets_are_told_with_the_nearest(folder: Path) -> None:
 def test_facts_count_what_learns(folder: Path) -> None:
     config, model = load_config(str(folder), ModelConfig(id=str(folder))), adapted(folder)
     found, plain = facts(config, 64, LORA), facts(config, 64)
-    assert found.learned == sum(v.numel() for v in learned(model).values()) and plain.learned == plain.parameters
+    assert found.trainable == sum(v.numel() for v in learned(model).values()) and plain.trainable == plain.parameters
     assert found.frozen == plain.parameters
-    assert found.flops_per_token == plain.flops_per_token - 2 * plain.parameters + 6 * found.learned
+    assert found.flops_per_token == plain.flops_per_token - 2 * plain.parameters + 6 * found.trainable
 
 
 def test_merged_export_is_the_model_that_was_trained(folder: Path, tmp_path: Path) -> None:

@@ -185,12 +185,12 @@ def test_scores_that_attention_keeps() -> None:
 
 
 def test_adapters_leave_little_to_learn() -> None:
-    frozen = tuple(w._replace(learned=False) for w in BLOCK)
+    frozen = tuple(w._replace(trainable=False) for w in BLOCK)
     factors = (Weight("self_attn.q_proj.lora_A.default.weight", (8, H), True, "", ATTENTION),)
     facts = replace(
         FACTS,
         block_weights=(frozen + factors,) * LAYERS,
-        end_weights=tuple(w._replace(learned=False) for w in ENDS),
+        end_weights=tuple(w._replace(trainable=False) for w in ENDS),
         parameters=FACTS.parameters + LAYERS * 8 * H,
         frozen=FACTS.parameters,
     )

@@ -114,7 +114,7 @@ def test_the_bubble_is_the_schedules(schedule: str) -> None:
 def test_copies_to_the_host_go_at_the_rate_that_pinned_memory_reaches() -> None:
     """Gradients of each micro-batch down in fp32, weights up once in bf16; not at the rate of collectives over the same link."""
     offloaded = taken({"kind": "zero3", "offload_optimizer": "cpu"})
-    assert offloaded.offload == pytest.approx((2 + 4 * 4) * model().learned / 8 / (0.8 * 63e9), rel=1e-3)
+    assert offloaded.offload == pytest.approx((2 + 4 * 4) * model().trainable / 8 / (0.8 * 63e9), rel=1e-3)
 
 
 def test_offloading_and_several_kernels_take_longer() -> None:

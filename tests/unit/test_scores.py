@@ -139,7 +139,7 @@ def test_the_plan_counts_what_is_built(folder: Path, head: Head, lora: bool) -> 
         adapters.inject(model, adapter, 0)
     told = facts(with_classes(load_config(str(folder), ModelConfig()), head, ()), 64, adapter, head)
     learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (told.parameters, told.learned) == (sum(p.numel() for p in model.parameters()), learned)
+    assert (told.parameters, told.trainable) == (sum(p.numel() for p in model.parameters()), learned)
     width, embedding = model.config.hidden_size, model.get_input_embeddings().weight.numel()
     own = width if head == "score" else width + 1
     assert told.head_parameters == own + (embedding if head == "valued" else 0), "tied to the embedding, the policy's own is counted too"

@@ -76,7 +76,7 @@ def block_of(facts: ModelFacts) -> Block:
         products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
         ranks=sum(min(w.shape) for w in factors),
         adapted=frozenset(places[_stem(w.name)] for w in factors if _stem(w.name) in places),
-        learns=any(w.learned for w in base),
+        learns=any(w.trainable for w in base),
         heads=facts.heads,
         rms=not norms or any("rms" in w.owners[-1].lower() for w in norms),
     )
@@ -169,7 +169,7 @@ def tower_bytes(facts: ModelFacts, low: bool) -> float:
     main = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))[0]
     total = 0.0
     for weights, number in facts.kinds_of_blocks if facts.vision_language else ():
-        if weights is not main and any(w.learned for w in weights):
+        if weights is not main and any(w.trainable for w in weights):
             total += number * sum(sum(w.shape) for w in weights if len(w.shape) == 2)
     return 4 * 1.5 * (2 if low else 4) * total
 

@@ -37,7 +37,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
             state = state_of(own, sizes, mine)
             parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
         # A reference that answers before all is gone by the first gradients, which take as much.
-        elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.learned:
+        elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
             parameters += _frozen(layout, own, sizes, mine)
     copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
     return Others(parameters, gradients, optimizer, copy, _rollout(layout, facts))

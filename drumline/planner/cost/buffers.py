@@ -50,22 +50,22 @@ def stepping(layout: Layout, here: Sizes) -> float:
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
     copies = 1 if options.kind == "adamw" or options.weight_decay else 0
-    return FULL * (copies * here.learned if layout.device == "cuda" and not sharded else 3 * here.largest)
+    return FULL * (copies * here.trainable if layout.device == "cuda" and not sharded else 3 * here.largest)
 
 
 def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     here, strategy = rank_params(facts, mine, layout.mesh.tp), layout.strategy
-    gradients, always, last, average, step = FULL * here.learned, 0.0, 0.0, 0.0, stepping(layout, here)
+    gradients, always, last, average, step = FULL * here.trainable, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
     # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
     low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
-    copies = LOW * rank_params(facts, Part(mine.stages, False, False), layout.mesh.tp).learned if low else 0
+    copies = LOW * rank_params(facts, Part(mine.stages, False, False), layout.mesh.tp).trainable if low else 0
     largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
-    one = LOW * (largest.learned * low + largest.linear * packed)
+    one = LOW * (largest.trainable * low + largest.linear * packed)
     backward = one if recomputes or packed else 0
     if isinstance(strategy, s.DDPStrategy):
-        always += kept_bytes(strategy, layout.mesh.world_size) * here.learned
+        always += kept_bytes(strategy, layout.mesh.world_size) * here.trainable
         if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not strategy.gradient_as_bucket_view:
             always += gradients
     averaged = layout.data_parallel == "ddp" and (layout.mesh.tp > 1 or layout.engine == "pipeline")
@@ -96,25 +96,25 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
     root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
     whole = rank_params(facts, mine, tp)
-    still = min(width, WIDTH[layout.precision])  # of an entry that does not learn
-    gathered = width * (root.entries - root.low) + still * root.low
+    frozen = min(width, WIDTH[layout.precision])  # of an entry that does not learn
+    gathered = width * (root.entries - root.low) + frozen * root.low
     behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
     resharded = options.reshard_after_forward
     # While a block's weights are copied out of what was gathered for it, both are there.
-    one = width * (block.entries - block.low) + still * block.low
+    one = width * (block.entries - block.low) + frozen * block.low
     running, begun, returning = one * (1 + (options.prefetch or 1)), one, one * (behind or 1)
     if not resharded:
-        others, unlearned = whole.entries - root.entries, whole.low - root.low
-        gathered += width * (others - unlearned) + still * unlearned
+        others, others_low = whole.entries - root.entries, whole.low - root.low
+        gathered += width * (others - others_low) + frozen * others_low
         running, begun, returning = one, 0, one
     waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
     several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
-    unreduced = reduced * whole.learned if waits and several else 0
+    unreduced = reduced * whole.trainable if waits and several else 0
     # Unsharded gradients; what those of the block before were put into to be reduced, which is still on its way, and the result.
-    reduction, second = float(width * block.learned), float(reduced * block.learned + FULL * math.ceil(block.learned / shards))
+    reduction, second = float(width * block.trainable), float(reduced * block.trainable + FULL * math.ceil(block.trainable / shards))
     if unreduced:
-        reduction, second = (width + 2 * reduced + width) * block.learned + FULL * math.ceil(block.learned / shards), 0.0
-    last = gathered + (width + reduced) * root.learned
+        reduction, second = (width + 2 * reduced + width) * block.trainable + FULL * math.ceil(block.trainable / shards), 0.0
+    last = gathered + (width + reduced) * root.trainable
     offloaded = options.offload == "cpu" and layout.device == "cuda"
     copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
     step = stepping(layout, rank_params(facts, mine, tp, shards)) if not offloaded else 0.0
@@ -128,10 +128,10 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     cut, low = flattened(facts, ranks), layout.precision != "fp32"
     width = LOW if low else FULL
     own = user_config(strategy, facts)
-    bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.learned))))
+    bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.trainable))))
     optimizer, _ = offloads(strategy)
     if strategy.kind == "zero3":
-        everything = cut.learned + cut.still
+        everything = cut.trainable + cut.frozen
         alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
         ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", PREFETCHED))
         small = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
@@ -139,21 +139,21 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
         largest = largest_block(facts, Part(((0, len(facts.block_weights)),))).entries
         gathered = width * (min(everything, alive + ahead + largest) - min(everything, whole))
         staged = FULL * cut.pieces if optimizer == "none" and low else 0
-        reduced = width * min(bucket, cut.learned)
+        reduced = width * min(bucket, cut.trainable)
         return Buffers(FULL * bucket + width * whole, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
     # A bucket in the type of the gradients, and in fp32 what is sent of it.
     bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
     buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
     taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * buckets
-    sent = FULL * min(bucket, cut.learned) if low or bf16_1 else 0
+    sent = FULL * min(bucket, cut.trainable) if low or bf16_1 else 0
     always = width * cut.largest if optimizer != "none" and layout.device == "cuda" else 0
     if optimizer != "none" and layout.device == "cpu":
         always = 2 * width * cut.largest + width * cut.flat // ranks
-    accumulated = FULL * cut.learned if strategy.kind == "zero1" and layout.precision == "fp16" else 0
+    accumulated = FULL * cut.trainable if strategy.kind == "zero1" and layout.precision == "fp16" else 0
     flat = FULL * cut.flat // ranks if not low else 0
     # A gradient of its own for the largest weight, which the bucket does not take where it is full.
     # Whole gradients that ZeRO 1 adds up until the last micro-batch, where they are not among its states.
     if strategy.kind == "zero1" and not bf16_1 and layout.batch.accumulation > 1:
-        always += FULL * cut.learned
-    full = bucket < cut.learned  # then it is sent before the end, too
+        always += FULL * cut.trainable
+    full = bucket < cut.trainable  # then it is sent before the end, too
     return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)

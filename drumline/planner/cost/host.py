@@ -63,8 +63,8 @@ def _saved(layout: Layout, facts: ModelFacts) -> int:
     and DeepSpeed's is gathered there in any case."""
     if not layout.config.checkpoint.asynchronous and layout.data_parallel != "zero":
         return 0
-    kept = FULL * (1 + slots(layout.config.optimizer)) * facts.learned
+    kept = FULL * (1 + slots(layout.config.optimizer)) * facts.trainable
     if isinstance(layout.strategy, s.DiLoCoStrategy):
-        kept += 2 * FULL * facts.learned
+        kept += 2 * FULL * facts.trainable
     copies = 2 if layout.data_parallel == "zero" and layout.config.checkpoint.asynchronous else 1
     return copies * -(-kept // layout.mesh.world_size)

@@ -137,7 +137,7 @@ def _phases(
     through = buffers.always + buffers.through
     # The norm behind the last block gives back three more of its width.
     norm = 12 * tokens * facts.hidden if mine.last and kept.live_loss is None and not layout.config.images_alone else 0
-    embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.learned), default=0) if mine.first else 0
+    embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0) if mine.first else 0
     one = tokens * kept.saved_block
     first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
     second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
@@ -167,7 +167,7 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
     if mine.last and kept.live_loss is not None:
         # The gradient of a tied head waits for the embedding's: traced, it is among what lives in the blocks' backward.
-        apart = any(w.learned and w.place == "after" for w in head)
+        apart = any(w.trainable and w.place == "after" for w in head)
         left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
         return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
     if not mine.last or not algorithm.asks or not facts.vocab_size:
@@ -175,7 +175,7 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
     chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:
         chunk = chunk or math.ceil(tokens)
-    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.learned for w in head))
+    return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.trainable for w in head))
 
 
 def _early(layout: Layout, state: State) -> int:

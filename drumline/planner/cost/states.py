@@ -28,24 +28,24 @@ LAST = ("final", "project_out", "ln_f")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of some weights, what lies on one rank. `learned`, `still`: entries that learn, and that do not; of those that do not `linear`: in
+    """Of some weights, what lies on one rank. `trainable`, `frozen`: entries that learn, and that do not; of those that do not `linear`: in
     linear layers of blocks, `low`: in weights of two dimensions and more, `matrices`: of all such. `largest`: of the largest weight that
     learns."""
 
-    learned: int = 0
-    still: int = 0
+    trainable: int = 0
+    frozen: int = 0
     linear: int = 0
     largest: int = 0
     low: int = 0
     matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
-        learned, still, linear = self.learned + other.learned, self.still + other.still, self.linear + other.linear
-        return Sizes(learned, still, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
+        trainable, frozen, linear = self.trainable + other.trainable, self.frozen + other.frozen, self.linear + other.linear
+        return Sizes(trainable, frozen, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
 
     @property
     def entries(self) -> int:
-        return self.learned + self.still
+        return self.trainable + self.frozen
 
 
 def part(weight: Weight, tp: int, shards: int) -> int:
@@ -67,10 +67,10 @@ def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> S
         here = number * each
         linear = here if weight.place == "block" and weight.owners and weight.owners[-1] in LINEAR else 0
         matrix = here if len(weight.shape) >= 2 else 0
-        if weight.learned:
+        if weight.trainable:
             total += Sizes(here, largest=each, matrices=matrix)
         else:
-            total += Sizes(still=here, linear=linear, low=matrix, matrices=matrix)
+            total += Sizes(frozen=here, linear=linear, low=matrix, matrices=matrix)
     return total
 
 
@@ -182,10 +182,10 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
     and moments of what learns; moments are shaped like the weights."""
     has = rank_params(facts, mine, layout.mesh.tp, shards_of(layout))
-    kept = 4 * slots(layout.config.optimizer) * has.learned
+    kept = 4 * slots(layout.config.optimizer) * has.trainable
     if isinstance(layout.strategy, s.DiLoCoStrategy):
-        kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.learned
-    state = State(weight_bytes(layout, has), 4 * has.learned, kept)
+        kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.trainable
+    state = State(weight_bytes(layout, has), 4 * has.trainable, kept)
     if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu":
         return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
     return state
@@ -198,25 +198,25 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries of a model cut over some ranks. `learned`: of weights that learn. `flat`: the same end to end in two groups (those that
+    """Entries of a model cut over some ranks. `trainable`: of weights that learn. `flat`: the same end to end in two groups (those that
     decay, and others), each filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on
-    the rank with most. `pieces`: each weight cut by itself, rounded up. `still`, `still_pieces`: of frozen ones. `largest`: of a weight
+    the rank with most. `pieces`: each weight cut by itself, rounded up. `frozen`, `frozen_pieces`: of frozen ones. `largest`: of a weight
     that learns."""
 
-    learned: int
+    trainable: int
     flat: int
     touched: int
     pieces: int
-    still: int
-    still_pieces: int
+    frozen: int
+    frozen_pieces: int
     largest: int
 
 
 @lru_cache(maxsize=4096)
 def flattened(facts: ModelFacts, ranks: int) -> Flat:
     weights = _in_order(facts)
-    learned = [w for w in weights if w.learned]
-    groups = [[w.numel for w in learned if (len(w.shape) >= 2) == decays] for decays in (True, False)]
+    trainable = [w for w in weights if w.trainable]
+    groups = [[w.numel for w in trainable if (len(w.shape) >= 2) == decays] for decays in (True, False)]
     flat, touched = 0, [0] * ranks
     for group in groups:
         share = 2 * math.ceil(sum(group) / (2 * ranks))
@@ -226,15 +226,15 @@ def flattened(facts: ModelFacts, ranks: int) -> Flat:
             for rank in range(start // share, (start + numel - 1) // share + 1):
                 touched[rank] += numel
             start += numel
-    still = [w.numel for w in weights if not w.learned]
+    frozen = [w.numel for w in weights if not w.trainable]
     return Flat(
         sum(map(sum, groups)),
         flat,
         max(touched),
-        sum(math.ceil(w.numel / ranks) for w in learned),
-        sum(still),
-        sum(math.ceil(n / ranks) for n in still),
-        max((w.numel for w in learned), default=0),
+        sum(math.ceil(w.numel / ranks) for w in trainable),
+        sum(frozen),
+        sum(math.ceil(n / ranks) for n in frozen),
+        max((w.numel for w in trainable), default=0),
     )
 
 
@@ -251,7 +251,7 @@ def zero_state(layout: Layout, facts: ModelFacts) -> State:
     width, kept = LOW if low else FULL, slots(layout.config.optimizer)
     optimizer, parameters = offloads(layout.strategy)
     if stage == 3:
-        weights = width * (cut.pieces + cut.still_pieces)
+        weights = width * (cut.pieces + cut.frozen_pieces)
         masters = FULL * cut.pieces * (kept + 1)
         gradients = FULL * cut.pieces
         at_home = (weights, 0) if parameters == "none" else (0, weights)
@@ -260,17 +260,17 @@ def zero_state(layout: Layout, facts: ModelFacts) -> State:
         # The flat buffer that gradients are reduced into lies where the optimizer does, and so does what its step reads.
         return State(at_home[0], 0, 0, at_home[1], 2 * gradients, masters)
     share = cut.flat // ranks
-    weights, masters = width * (cut.flat + cut.still), FULL * share * (1 + kept)
+    weights, masters = width * (cut.flat + cut.frozen), FULL * share * (1 + kept)
     if optimizer != "none":
         accumulated = FULL * cut.touched if stage == 2 and not low and layout.batch.accumulation > 1 else 0
-        here = FULL * share + (FULL * cut.learned if stage == 1 else 0) if low else 0
+        here = FULL * share + (FULL * cut.trainable if stage == 1 else 0) if low else 0
         return State(weights, here, 0, 0, FULL * share + accumulated, masters)
     if not low:
         return State(weights, FULL * cut.touched, masters)
     if stage == 1 and layout.precision == "bf16":
         # DeepSpeed's BF16_Optimizer: fp32 gradients of all weights for good, and the bf16 ones that they were added up from.
-        return State(weights, FULL * cut.flat + LOW * cut.learned, masters)
-    return State(weights, FULL * (share + (cut.learned if stage == 1 else 0)), masters)
+        return State(weights, FULL * cut.flat + LOW * cut.trainable, masters)
+    return State(weights, FULL * (share + (cut.trainable if stage == 1 else 0)), masters)
 
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:

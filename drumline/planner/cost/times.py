@@ -118,7 +118,7 @@ def _threads(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """nn.DataParallel's: for each micro-batch the first device hands its weights to the others, and adds up their gradients."""
     if layout.data_parallel != "dp" or layout.devices_per_rank == 1:
         return 0.0
-    devices, bytes_ = layout.devices_per_rank, 4.0 * (facts.parameters + facts.learned)
+    devices, bytes_ = layout.devices_per_rank, 4.0 * (facts.parameters + facts.trainable)
     return layout.batch.accumulation * cluster.collective_seconds("all_gather", bytes_ * (devices - 1) / devices, devices)
 
 
@@ -136,8 +136,8 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
 
 def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """Bytes over the bandwidth of the memory where the step is taken."""
-    options, learned = layout.config.optimizer, _learned_here(layout, facts)
-    here = learned * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
+    options, trainable = layout.config.optimizer, _trainable_here(layout, facts)
+    here = trainable * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
     if layout.device == "cpu" or offloads(layout.strategy)[0] == "none":
         return here / (cluster.calibration.memory or cluster.device.bandwidth)
     return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
@@ -150,20 +150,20 @@ def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: f
     strategy, (optimizer, weights) = layout.strategy, offloads(layout.strategy)
     if layout.device == "cpu" and optimizer != "nvme":
         return 0.0
-    learned, rounds = _learned_here(layout, facts), layout.batch.accumulation
+    trainable, rounds = _trainable_here(layout, facts), layout.batch.accumulation
     low = 4 if layout.precision == "fp32" else 2
     if optimizer == "none":
         return 0.0
     if isinstance(strategy, s.FSDP2Strategy):
         up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
-        down = 4 * learned * (rounds if strategy.sync_each_micro_batch else 1)
+        down = 4 * trainable * (rounds if strategy.sync_each_micro_batch else 1)
         return max(0.0, _copy(cluster, up, down) - busy)
-    up, down = low * learned, 4 * learned * rounds
+    up, down = low * trainable, 4 * trainable * rounds
     if weights != "none":
         up += low * facts.parameters / _parts(layout) * rounds
     taken = _copy(cluster, up, down)
     if optimizer == "nvme":  # fp32 weights and moments are read and written back; all ranks of a host share the drive
-        stored = 12 * learned * min(cluster.per_node, layout.mesh.world_size)
+        stored = 12 * trainable * min(cluster.per_node, layout.mesh.world_size)
         taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
     return taken
 
@@ -179,9 +179,9 @@ def _parts(layout: Layout) -> int:
     return mesh.tp * mesh.pp * (mesh.shard if layout.data_parallel == "zero" else shards_of(layout))
 
 
-def _learned_here(layout: Layout, facts: ModelFacts) -> float:
+def _trainable_here(layout: Layout, facts: ModelFacts) -> float:
     """Parameters that a rank steps, of all models that learn."""
-    return sum(model.learned for _, model in layout.trainable(facts)) / _parts(layout)
+    return sum(model.trainable for _, model in layout.trainable(facts)) / _parts(layout)
 
 
 # --------------------------------------------------------------------------------- rollouts and models that only answer
@@ -199,7 +199,7 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
 def forward_flops(facts: ModelFacts) -> float:
     """Of a token: 2 for each parameter that takes part in a product, where 6 are counted (4 of a frozen one), a third of attention's."""
     attention = facts.layers * facts.attention_flops
-    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.learned + 4 * facts.frozen) + attention / 3
+    return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.trainable + 4 * facts.frozen) + attention / 3
 
 
 def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:

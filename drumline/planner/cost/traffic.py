@@ -89,23 +89,23 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     if options.broadcast_buffers:
         sent.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        sent.add("all_reduce", 4 * sum(number for weight, number in weights if weight.learned), ranks, "gradients")  # who has a gradient
-    buckets = math.ceil(4 * facts.learned / (options.bucket_cap_mb * 2**20))
+        sent.add("all_reduce", 4 * sum(number for weight, number in weights if weight.trainable), ranks, "gradients")  # who has a gradient
+    buckets = math.ceil(4 * facts.trainable / (options.bucket_cap_mb * 2**20))
     how: Any = {"way": "gradients", "calls": buckets, "beside": "last"}
     if not compressed:
-        sent.add("all_reduce", 4 * facts.learned, ranks, **how)
+        sent.add("all_reduce", 4 * facts.trainable, ranks, **how)
         return
     kind = options.compression.kind
     if kind in ("bf16", "fp16"):
-        sent.add("all_reduce", 2 * facts.learned, ranks, **how)
+        sent.add("all_reduce", 2 * facts.trainable, ranks, **how)
     elif kind == "int8":
-        part = -(-facts.learned // (ranks * BLOCK)) * (BLOCK + 4)
+        part = -(-facts.trainable // (ranks * BLOCK)) * (BLOCK + 4)
         sent.add("all_to_all", part * ranks, ranks, "gradients", buckets)
         sent.add("all_gather", part, ranks, **how)
     elif kind == "topk":
-        sent.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.learned)), ranks, **how)
+        sent.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.trainable)), ranks, **how)
     else:
-        sent.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.learned), ranks, **how)
+        sent.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.trainable), ranks, **how)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
@@ -120,7 +120,7 @@ def _powersgd(weight: Weight, rank: int) -> int:
 
 def averaged(sent: Sent, layout: Layout, mine: RankParams) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
-    entries = mine.learned + mine.tensors
+    entries = mine.trainable + mine.tensors
     sent.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
@@ -144,7 +144,7 @@ def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: RankParams) -> No
     sent.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
     sent.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
-    reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_learned + mine.root_learned)
+    reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_trainable + mine.root_trainable)
     beside: Beside = "backward" if reductions == rounds else "last"
     sent.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
     sent.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
@@ -157,7 +157,7 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
 
 def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
     """Local SGD and DiLoCo: what learns at `share` of the steps; a number for the norm at each."""
-    sent.add("all_reduce", share * 4 * facts.learned, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.learned / CHUNK))
+    sent.add("all_reduce", share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
     sent.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
 
 
@@ -227,9 +227,9 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
     """`staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
     product whose inputs backward wants: the sum behind a block's last layer is not made again, unless an adapter lies on it."""
     sums = Counter[str]()
-    learns = any(weight.learned for weight in facts.end_weights if weight.style == "embedding")
+    learns = any(weight.trainable for weight in facts.end_weights if weight.style == "embedding")
     for index, (block, number) in enumerate(facts.kinds_of_blocks):
-        sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.learned)
+        sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.trainable)
         matrices = [weight for weight in block if len(weight.shape) == 2]
         sums["calls"] += number * len([weight for weight in matrices if weight.style]) // 2
         for place, weight in enumerate(matrices):

@@ -77,17 +77,17 @@ def cut_dimension(weight: Weight) -> int | None:
 @dataclass(frozen=True)
 class RankParams:
     """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
-    the rest; `…_learned`: of these, of weights that learn, `…_low`: of those of two dimensions and more that do not. `learned`: without
+    the rest; `…_trainable`: of these, of weights that learn, `…_low`: of those of two dimensions and more that do not. `trainable`: without
     FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts
     some of them, and not others."""
 
     units: int = 0
     root: int = 0
-    units_learned: int = 0
-    root_learned: int = 0
+    units_trainable: int = 0
+    root_trainable: int = 0
     units_low: int = 0
     root_low: int = 0
-    learned: int = 0
+    trainable: int = 0
     tensors: int = 0
     tied: int = 0
     is_cut: bool = False
@@ -107,9 +107,9 @@ def rank_params(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
         part = whole if not shape else -(-shape[0] // shards) * math.prod(shape[1:])
         is_unit = weight.place == "block" if wrap is None else any(owner in wrap for owner in weight.owners)
         sums["units" if is_unit else "root"] += number * part
-        if weight.learned:
-            sums["units_learned" if is_unit else "root_learned"] += number * part
-            sums["learned"] += number * whole
+        if weight.trainable:
+            sums["units_trainable" if is_unit else "root_trainable"] += number * part
+            sums["trainable"] += number * whole
             sums["tensors"] += number
             sums["tied"] += number * whole if weight.place == "both" else 0
             cuts.add(tp > 1 and cut_dimension(weight) is not None)
@@ -124,7 +124,7 @@ def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, i
     their number is known, one of that size."""
     some = [(weight, number) for block, number in facts.kinds_of_blocks for weight in block]
     some += [(weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights]
-    return tuple(some) or ((Weight("learned", (facts.learned,)), 1), (Weight("frozen", (facts.frozen,), learned=False), 1))
+    return tuple(some) or ((Weight("trainable", (facts.trainable,)), 1), (Weight("frozen", (facts.frozen,), trainable=False), 1))
 
 
 @lru_cache(maxsize=4096)

@@ -32,16 +32,16 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     offloads = strategy.offload_optimizer.kind != "none"
     groups: Counter[bool] = Counter()  # entries of matrices, which decay, and of vectors
     for weight, number in weights_of(facts):
-        if weight.learned:
+        if weight.trainable:
             groups[len(weight.shape) >= 2] += number * weight.numel
     if not isinstance(strategy, s.Zero3Strategy):
         reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
-        buckets = reductions * math.ceil(facts.learned / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
+        buckets = reductions * math.ceil(facts.trainable / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
         beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
         if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
-            sent.add("all_reduce", reductions * low * facts.learned, ranks, "shard", buckets, beside)
+            sent.add("all_reduce", reductions * low * facts.trainable, ranks, "shard", buckets, beside)
         else:  # each part to the rank that steps it
-            sent.add("broadcast", reductions * low * facts.learned, ranks, "shard", buckets * ranks)
+            sent.add("broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks)
         for entries in groups.values():
             sent.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
         if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
@@ -68,15 +68,15 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     sent.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
     sent.add("all_gather", gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
     if plus.quantized_gradients:
-        sent.add("all_to_all", rounds * parts["learned"] * ranks / 2, ranks, "shard", calls)
+        sent.add("all_to_all", rounds * parts["trainable"] * ranks / 2, ranks, "shard", calls)
     else:
-        sent.add("reduce_scatter", low * rounds * parts["learned"] * ranks, ranks, "shard", calls, "backward")
+        sent.add("reduce_scatter", low * rounds * parts["trainable"] * ranks, ranks, "shard", calls, "backward")
 
 
 @lru_cache(maxsize=1024)
 def _cut(facts: ModelFacts, ranks: int, persistent: int, reuse: int, live: int, recomputed: bool) -> dict[str, int]:
     """Entries of a rank's parts: of weights that are kept `whole`, of those `gathered` for forward and `again` for backward, of those that
-    are `learned`. `recomputed`: forward of a block runs again right before its backward. The head stays, since the whole module uses it;
+    are `trainable`. `recomputed`: forward of a block runs again right before its backward. The head stays, since the whole module uses it;
     an embedding of its own is first in forward and last in backward."""
     sums, behind = Counter[str](), 0
     head = sum(weight.numel for weight in facts.end_weights if weight.place != "before")
@@ -95,4 +95,4 @@ def _add(sums: Counter[str], weights: tuple[Weight, ...], ranks: int, persistent
         part, is_kept = -(-weight.numel // ranks), weight.numel <= persistent
         sums["whole" if is_kept else "gathered"] += part
         sums["again"] += part if far and not is_kept else 0
-        sums["learned"] += part if weight.learned else 0
+        sums["trainable"] += part if weight.trainable else 0

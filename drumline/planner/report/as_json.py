@@ -78,7 +78,7 @@ def _model(question: Question) -> dict[str, Any]:
         "id": question.config.model.id,
         "type": facts.name,
         "parameters": facts.parameters,
-        "learned": facts.learned,
+        "learned": facts.trainable,
         "layers": facts.layers,
         "hidden": facts.hidden,
         "vocabulary": facts.vocab_size,

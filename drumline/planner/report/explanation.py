@@ -98,8 +98,8 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     chunk = getattr(layout.config.algorithm, "loss_chunk", None)
     sources = {
         "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
-        "gradients": _shared(memory.gradients, facts.learned, 4, "that learn", layout) + yet,
-        "optimizer": _shared(memory.optimizer, facts.learned, moments, "that learn", layout),
+        "gradients": _shared(memory.gradients, facts.trainable, 4, "that learn", layout) + yet,
+        "optimizer": _shared(memory.optimizer, facts.trainable, moments, "that learn", layout),
         "activations": _activations(memory.activations, tokens, facts, layout),
         "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
         "buffers": "gathered weights, buckets, copies of a step",

@@ -61,7 +61,7 @@ def show_headline(question: Question, console: Console) -> None:
 def headline(question: Question) -> tuple[str, str, str]:
     """Model, task and cluster."""
     facts, cluster, config = question.facts, question.cluster, question.config
-    learns = "" if facts.learned == facts.parameters else f", {count(facts.learned)} learn"
+    learns = "" if facts.trainable == facts.parameters else f", {count(facts.trainable)} learn"
     name = (config.model.id or "written out").removeprefix("package:").rstrip("/").rpartition("/")[2]
     hosts = f"{cluster.nodes} × " if cluster.nodes > 1 else ""
     links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
