@@ -20,36 +20,36 @@ FLOP_PER_CYCLE, CLOCK, CHANNEL = 32, 2.5e9, 25.6e9
 STAND_IN = "3090"
 
 
-def cluster_of(said: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
+def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
     """`processes`: ranks of this machine, where it is the one to plan for; `calibration`: what was measured here (calibration_for).
 
     What was measured here counts where the device is the one that is here, on however many hosts; a file that the YAML names goes before.
     Raises EnvironmentFault where that file is damaged or not there.
     """
-    if said is None:
+    if described is None:
         return found(machine, processes, calibration)
-    ranks = said.per_node or processes
-    spec = said.spec()
+    ranks = described.per_node or processes
+    spec = described.spec()
     here = found(machine, ranks, calibration)
-    if spec is None and said.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
+    if spec is None and described.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
         spec = processor(machine, ranks)
     same = spec is None or spec.name == here.device.name
     device = here.device if spec is None or same else spec
-    per_node = said.per_node or (here.per_node if same else 1)
-    usual = here.intra if same else said.link(device.intra)
-    bytes_ = int(said.host_memory_gb * catalog.GIGA) if said.host_memory_gb else here.host_memory_bytes if same else None
+    per_node = described.per_node or (here.per_node if same else 1)
+    usual = here.intra if same else described.link(device.intra)
+    bytes_ = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else here.host_memory_bytes if same else None
     return Cluster(
         device=device,
         per_node=per_node,
-        nodes=said.nodes,
-        intra=usual if said.intra is None else said.link(said.intra),
-        inter=said.link(said.inter),
-        host_link=here.host_link if same else said.link(device.host_link),
+        nodes=described.nodes,
+        intra=usual if described.intra is None else described.link(described.intra),
+        inter=described.link(described.inter),
+        host_link=here.host_link if same else described.link(device.host_link),
         host_memory_bytes=bytes_,
-        price_per_device_hour=said.price_per_device_hour,
-        found=same and said.nodes == 1 and per_node == here.per_node,
-        calibration=_measured(said, device, ranks, here.calibration if same else Calibration()),
-        notes=(*(here.notes if same else _assumed(said)), *network_assumed(said, said.nodes)),
+        price_per_device_hour=described.price_per_device_hour,
+        found=same and described.nodes == 1 and per_node == here.per_node,
+        calibration=_measured(described, device, ranks, here.calibration if same else Calibration()),
+        notes=(*(here.notes if same else _assumed(described)), *network_assumed(described, described.nodes)),
     )
 
 
@@ -59,11 +59,11 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
     if device != machine.device:
         machine = machine.without_devices()
     measured = calibration_for(machine)
-    said = cluster_of(config.cluster, machine, world, measured)
+    described = cluster_of(config.cluster, machine, world, measured)
     here = _first_of(cluster_of(None, machine, world, measured), world)
-    if said.world_size == world and said.device.kind == here.device.kind and said.device.name == here.device.name:
-        return said, []
-    other = f"the cluster that is said ({said.world_size} × {said.device.name}) is not the one here ({world} × {here.device.name})"
+    if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
+        return described, []
+    other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
     return here, [f"strategy auto: {other}, which was planned for"] if config.cluster else []
 
 
@@ -73,12 +73,12 @@ def _first_of(cluster: Cluster, world: int) -> Cluster:
     return replace(cluster, per_node=per_node, nodes=world // per_node)
 
 
-def _measured(said: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
+def _measured(described: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
     """What the named file says, else what was measured here; another link than the one here was not measured."""
-    if said.calibration is not None:
-        named = read(Path(said.calibration))
+    if described.calibration is not None:
+        named = read(Path(described.calibration))
         return named.shared(ranks) if device.kind == "cpu" else named
-    return here if said.intra is None else replace(here, collectives={})
+    return here if described.intra is None else replace(here, collectives={})
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
@@ -86,18 +86,18 @@ def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
 
 
-def _assumed(said: ClusterConfig) -> tuple[str, ...]:
+def _assumed(described: ClusterConfig) -> tuple[str, ...]:
     """What a short name was taken for."""
-    taken = catalog.AMBIGUOUS.get(catalog.plain(said.device or ""))
-    return (f"cluster.device {said.device}: taken for {taken}",) if taken and said.device not in said.devices else ()
+    taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
+    return (f"cluster.device {described.device}: taken for {taken}",) if taken and described.device not in described.devices else ()
 
 
-def network_assumed(said: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
-    """That nobody said what joins the hosts, where there are several: plans on several hosts hang on it more than on anything else."""
-    if nodes == 1 or (said is not None and "inter" in said.model_fields_set):
+def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
+    """That nobody has set what joins the hosts, where there are several: plans on several hosts hang on it more than on anything else."""
+    if nodes == 1 or (described is not None and "inter" in described.model_fields_set):
         return ()
-    inter = (said or ClusterConfig()).inter
-    return (f"cluster.inter is not said: {inter} between hosts is assumed; such as cluster.inter=400Gb or 8x400Gb says what there is",)
+    inter = (described or ClusterConfig()).inter
+    return (f"cluster.inter is not set: {inter} between hosts is assumed; set what there is, such as cluster.inter=400Gb or 8x400Gb",)
 
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:

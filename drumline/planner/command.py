@@ -1,4 +1,4 @@
-"""What `drumline plan` does: ask, search, say."""
+"""What `drumline plan` does: assemble the question, search, show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drumline.planner.report import extra
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
-from drumline.planner.report.flags import FLAGS, Flags, asked
+from drumline.planner.report.flags import FLAGS, Flags, load_with_flags
 from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
@@ -38,7 +38,7 @@ Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. `tokens`: that the run trains on, where data and steps do not say it; `most`: of what the most is
+    """The options of the command line. `tokens`: that the run trains on, where data and steps do not give it; `most`: of what the most is
     asked for; `what_if`: nodes=2,4,8."""
 
     config: Path | None = None
@@ -66,14 +66,14 @@ def plan(options: Options) -> int:
     if options.tokens is not None and not math.isfinite(options.tokens):
         raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
     hosts = None if options.what_if is None else extra.parse_what_if(options.what_if)
-    loaded = asked(options.config, options.overrides, options.flags)
-    made = _asked(loaded, aside)
+    loaded = load_with_flags(options.config, options.overrides, options.flags)
+    made = _request(loaded, aside)
     question = made.question
     if options.most is not None:
         extra.report_most(question, options.most, console, options.top, options.as_json)
     elif hosts is not None:
-        if question.cluster.nodes == 1:  # else it was told already
-            _tell(network_assumed(question.config.cluster, max(hosts)), aside)
+        if question.cluster.nodes == 1:  # else a note has said it
+            _print_notes(network_assumed(question.config.cluster, max(hosts)), aside)
         extra.report_what_if(question, hosts, console, options.tokens, options.as_json)
     else:
         _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
@@ -84,10 +84,10 @@ def _one_question(options: Options) -> None:
     """Raises UserError for flags of which one would be ignored."""
     alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
     shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
-    asked_ = [name for name, value in alone.items() if value]
+    single = [name for name, value in alone.items() if value]
     beside = [name for name, value in shown.items() if value]
-    if len(asked_) > 1 or (asked_ and beside):
-        raise UserError(f"{' and '.join([*asked_, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
+    if len(single) > 1 or (single and beside):
+        raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
 
 
 def _searched(made: PlanRequest, loaded: Loaded, options: Options, aside: Console) -> Answer:
@@ -122,20 +122,20 @@ def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progr
     return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 
-def _asked(loaded: Loaded, aside: Console) -> PlanRequest:
+def _request(loaded: Loaded, aside: Console) -> PlanRequest:
     with bars(aside) as on_progress:
         made = ask(loaded, on_progress)
-    _tell((*loaded.notes, *made.notes), aside)
+    _print_notes((*loaded.notes, *made.notes), aside)
     return made
 
 
-def _tell(notes: Iterable[str], aside: Console) -> None:
+def _print_notes(notes: Iterable[str], aside: Console) -> None:
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
-    """Show an answer in the form that was asked for."""
+    """Show an answer in the form that was chosen."""
     if options.figure is not None:
         from drumline.planner.report.picture import draw
 
@@ -151,20 +151,20 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
     if options.as_json:
         print(json.dumps(as_json(asked_first(answer)[0], options.tokens, changes), indent=2))
     else:
-        answer, words = asked_first(answer)
-        if words:
-            console.print(f"{words}\n", soft_wrap=True, markup=False)
+        answer, line = asked_first(answer)
+        if line:
+            console.print(f"{line}\n", soft_wrap=True, markup=False)
         if answer.probes:
             show_probes(answer.probes, console)
         show(answer, console, top=options.top, tokens=options.tokens)
-        extra.show_guides(answer, console)
+        extra.show_heuristics(answer, console)
         extra.show_changes(changes, console)
         if answer.ranked:
             extra.show_tight(answer, console)
             extra.show_host(answer, console)
-            extra.show_lighter(answer, console)
+            extra.show_adapter(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
-            said = [*options.flags.overrides(), *options.overrides]
-            console.print(to_use(answer.question.config, answer.ranked[0], config, said), soft_wrap=True, markup=False)
+            given = [*options.flags.overrides(), *options.overrides]
+            console.print(to_use(answer.question.config, answer.ranked[0], config, given), soft_wrap=True, markup=False)
     if not answer.ranked:
         raise refusal(answer, changes)

@@ -19,7 +19,7 @@ from drumline.errors import EnvironmentFault, UserError
 from drumline.models.shapes import find
 from drumline.planner.init_data import fitted, lacking, look
 from drumline.planner.question import ask, find_model
-from drumline.planner.report.flags import ADAPTERS, Flags, in_words
+from drumline.planner.report.flags import ADAPTERS, Flags, mistakes_by_flag
 from drumline.planner.report.yaml_output import SCHEMA, file, why
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Question
@@ -193,7 +193,7 @@ def _config(answers: Answers, path: Path) -> Config:
     flags = Flags(answers.model or usual["model"], cluster, answers.length, answers.adapter or "full", answers.batch, algorithm)
     source = json.dumps(source_of(answers.data or usual["data"], path))
     said = {override: words for override, words in flags.overrides().items() if override != "adapter=none"}
-    with in_words(said):
+    with mistakes_by_flag(said):
         return load_text(f"data: {{train: [{source}]}}", list(said), "init")
 
 

@@ -12,8 +12,8 @@ from drumline.core.load import Loaded, load_values, override
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import ask
 from drumline.planner.report.explanation import explain
-from drumline.planner.report.flags import Flags, asked, in_words
-from drumline.planner.report.metrics import cost, hours, whole
+from drumline.planner.report.flags import Flags, load_with_flags, mistakes_by_flag
+from drumline.planner.report.metrics import cost, full_config, hours
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.search import search
@@ -50,8 +50,8 @@ class Choice:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The YAML's keys: what was asked, and this plan's sections over it. `drumline.train` takes it."""
-        return whole(self.answer.question.config, self.candidate)
+        """The YAML's keys: what was planned for, and this plan's sections over it. `drumline.train` takes it."""
+        return full_config(self.answer.question.config, self.candidate)
 
     def yaml(self) -> str:
         """The same as the text of a YAML."""
@@ -118,7 +118,7 @@ def plan(
 
 def _loaded(config: str | Path | Mapping[str, Any] | None, said: list[str], flags: Flags) -> Loaded:
     if not isinstance(config, Mapping):
-        return asked(None if config is None else Path(config), said, flags)
+        return load_with_flags(None if config is None else Path(config), said, flags)
     made = flags.overrides()
-    with in_words(made):
+    with mistakes_by_flag(made):
         return load_values(config, [*made, *said])

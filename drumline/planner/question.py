@@ -1,4 +1,4 @@
-"""From a config to what the search is asked: sizes of its models, lengths of its data, the cluster. No weights, nothing prepared."""
+"""From a config to the question of a search: sizes of its models, lengths of its data, the cluster. No weights, nothing prepared."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Found:
-    """A model's Hugging Face config. `model`: as it is to be asked for; `path`: where its files are, None where only its shape is known;
-    `how` in words."""
+    """A model's Hugging Face config. `model`: as it is to be loaded; `path`: where its files are, None where only its shape is known;
+    `how`: a note for the user."""
 
     hf_config: Any
     model: ModelConfig
@@ -67,7 +67,7 @@ def assemble(
     processes: bool = False,
     may_install: bool = False,
 ) -> Question:
-    """All that the planner is asked by, for `plan`, `train` and a new plan after memory ran out: sizes of the policy and of `roles` are
+    """The question of `plan`, of `train` and of a new plan after memory ran out: sizes of the policy and of `roles` are
     counted on the meta device. `processes`: see Question; `may_install`: DeepSpeed is on another machine, or will be."""
     from drumline.models.classes import with_classes
     from drumline.models.load import facts, load_config
@@ -119,8 +119,8 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     cached = _cached(shapes.hub_id(name), model.revision)
     if cached is not None:
         return Found(load_config(cached, model), model, cached)
-    written = shapes.with_config(known, model)
-    return Found(load_config(None, written), written, None, f"{name} is not on this machine; its shape is known")
+    shaped = shapes.with_config(known, model)
+    return Found(load_config(None, shaped), shaped, None, f"{name} is not on this machine; its shape is known")
 
 
 def _cached(name: str, revision: str | None) -> str | None:
@@ -152,9 +152,9 @@ def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPl
 
 
 def _cluster(config: Config) -> Cluster:
-    """The devices that are said, or those of this machine that a run would take."""
-    machine, said = detect(), config.cluster
-    if config.run.device == "cpu" and (said is None or said.device is None):
+    """The devices that the YAML describes, or those of this machine that a run would take."""
+    machine, described = detect(), config.cluster
+    if config.run.device == "cpu" and (described is None or described.device is None):
         machine = machine.without_devices()
     processes = config.launch.nproc or max(1, len(machine.devices))
-    return cluster_of(said, machine, processes, calibration_for(machine))
+    return cluster_of(described, machine, processes, calibration_for(machine))

@@ -12,7 +12,7 @@ from drumline.core import strategies as s
 from drumline.core.config import Config, LoRAConfig
 from drumline.core.facts import with_length, with_lora
 from drumline.errors import PlanError
-from drumline.planner.report.extra import show_guides
+from drumline.planner.report.extra import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose
@@ -173,7 +173,7 @@ def test_the_guide_that_was_asked_for_comes_first() -> None:
 
 def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     answer = search(question("8b", "1x4090", "4bit"))
-    show_guides(answer, Console(width=1000))
+    show_heuristics(answer, Console(width=1000))
     said = capsys.readouterr().out
     assert said.count("packed weights are proven whole") == 1
     assert "parameters: zero3" in said and "devices: fsdp2" in said, "the third guide says ddp, as the numbers do"

@@ -20,7 +20,7 @@ from drumline.errors import ModelError
 from drumline.hardware.detect import Device, Machine
 from drumline.models.adapters import require_trainable
 from drumline.planner.question import ask
-from drumline.planner.report.flags import Flags, asked
+from drumline.planner.report.flags import Flags, load_with_flags
 from drumline.planner.report.metrics import CATEGORIES
 from drumline.planner.search.answer import Answer
 from drumline.planner.search.search import search
@@ -108,17 +108,17 @@ def test_the_yaml_keeps_what_no_plan_decides(run: Run) -> None:
 def test_the_first_word_may_be_an_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one with slashes in it, and one too long for a file's name; a file of such a name is a YAML all the same."""
     for said in ("model.id=Qwen/Qwen3-4B", "model.config={" + ", ".join(f"key_{i}: 1" for i in range(60)) + "}"):
-        assert asked(Path(said), ["model.init=random"], Flags()).config.model.init == "random"
+        assert load_with_flags(Path(said), ["model.init=random"], Flags()).config.model.init == "random"
     monkeypatch.chdir(tmp_path)
     Path("lr=1.yaml").write_text("data: {train: [{kind: file, path: rows.jsonl}], max_length: 77}")
-    assert asked(Path("lr=1.yaml"), [], Flags()).config.data.max_length == 77
+    assert load_with_flags(Path("lr=1.yaml"), [], Flags()).config.data.max_length == 77
 
 
 def test_a_run_on_the_processor_of_a_host_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine([Device("NVIDIA A100-SXM4-80GB", 85 * 10**9)], 8, 2**36, "cuda", True)
     monkeypatch.setattr("drumline.planner.question.detect", lambda: machine)
     for said, kind in (("cluster={price_per_device_hour: 1}", "cpu"), ("cluster=4x4090", "cuda"), ("run.seed=1", "cpu")):
-        config = asked(None, ["run.device=cpu", said], Flags(model="gpt2"))
+        config = load_with_flags(None, ["run.device=cpu", said], Flags(model="gpt2"))
         assert ask(config, lambda *_: None).question.cluster.device.kind == kind
 
 
@@ -135,7 +135,9 @@ def test_prepared_data_give_their_lengths(run: Run, model: Path, tmp_path: Path)
 
 def test_flags_are_laid_over_a_yaml_and_overrides_over_flags(model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, model)
-    config = asked(path, ["data.max_length=48"], Flags(cluster="2x8xh100-80g", length=64, adapter="qlora", batch=32, price=2.0)).config
+    config = load_with_flags(
+        path, ["data.max_length=48"], Flags(cluster="2x8xh100-80g", length=64, adapter="qlora", batch=32, price=2.0)
+    ).config
     assert config.data.max_length == 48 and config.batch.global_samples == 32 and config.adapter.kind == "lora"
     assert config.cluster is not None and (config.cluster.nodes, config.cluster.price_per_device_hour) == (2, 2.0)
 
@@ -234,7 +236,7 @@ def test_what_if(run: Run) -> None:
 )
 def test_a_network_that_was_assumed_is_told_once(run: Run, flags: list[str], told: bool) -> None:
     code, _, err = run("plan", SMALL, *flags)
-    assert code == 0 and err.count("cluster.inter is not said: 100Gb between hosts is assumed") == told
+    assert code == 0 and err.count("cluster.inter is not set: 100Gb between hosts is assumed") == told
 
 
 def test_the_catalog(run: Run) -> None:
@@ -303,7 +305,7 @@ def searched(flags: list[str]) -> Answer:
     while overrides and overrides[0] in names:
         key, value = overrides.pop(0), overrides.pop(0)
         said[names[key]] = int(value) if key == "--length" else value
-    return search(ask(asked(None, overrides, Flags(**said)), lambda *_: None).question)
+    return search(ask(load_with_flags(None, overrides, Flags(**said)), lambda *_: None).question)
 
 
 def test_a_figure_needs_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

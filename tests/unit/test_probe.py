@@ -12,7 +12,7 @@ import pytest
 from drumline.core.load import load
 from drumline.errors import EnvironmentFault
 from drumline.planner.question import ask
-from drumline.planner.report.check import in_words
+from drumline.planner.report.check import describe_factors
 from drumline.planner.search.answer import Answer, Candidate, Refused, corrected_answer
 from drumline.planner.search.probe import Factors, Probe, corrected, factors_of, mean, require_here
 from drumline.planner.search.search import search
@@ -38,8 +38,8 @@ def test_factors_say_what_was_wrong() -> None:
     assert factors_of(ESTIMATE, MEASURED) == Factors()
     found = factors_of(ESTIMATE, MORE)
     assert found == Factors(optimizer=1.5, live=2.0, seconds=2.0, traffic=0.5)
-    assert in_words(found) == "optimizer 1.5, live 2, seconds 2, traffic 0.5"
-    assert in_words(Factors()).startswith("1")
+    assert describe_factors(found) == "optimizer 1.5, live 2, seconds 2, traffic 0.5"
+    assert describe_factors(Factors()).startswith("1")
     allocator = MORE.model_copy(update={"by": "allocator", "memory": {**MORE.memory, "reserved": 2244}})
     assert factors_of(ESTIMATE, allocator).reserved == pytest.approx(2244 / 1100 / 1.7)
 

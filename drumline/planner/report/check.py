@@ -1,4 +1,4 @@
-"""What a run was said to need, against what it took: `drumline plan --check RUN`, and what `--probe` found."""
+"""What a run was predicted to need, against what it took: `drumline plan --check RUN`, and what `--probe` found."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
         console.print(table(rows))
         for remark in remarks(rows, probe.measured):
             console.print(f"  {remark}", markup=False, soft_wrap=True)
-        console.print(f"its estimate times {in_words(probe.factors)}\n", markup=False, soft_wrap=True)
+        console.print(f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True)
     if any(probe.factors for probe in probes):
         console.print("Every plan below is corrected: these by their own factors, the others by the mean.\n", style="italic")
 
 
-def in_words(factors: Factors) -> str:
+def describe_factors(factors: Factors) -> str:
     """`live 1.21, seconds 3.4`: those that are not 1."""
-    said = [f"{name} {value:.3g}" for name, value in factors if abs(value - 1) > 5e-3]
-    return ", ".join(said) or "1: it was right"
+    changed = [f"{name} {value:.3g}" for name, value in factors if abs(value - 1) > 5e-3]
+    return ", ".join(changed) or "1: it was right"

@@ -1,4 +1,4 @@
-"""One candidate in words: each number of its estimate, and what it is made of."""
+"""One candidate, explained: each number of its estimate, and what it is made of."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
         if name in (refused.name, refused.best.name if refused.best else None):
             if refused.best is None:
                 raise UserError(
-                    f"{refused.name} is out: {refused.reason}", where="--explain", fix="there are no figures of what a rule refuses"
+                    f"{refused.name} is out: {refused.reason}", where="--explain", fix="there are no numbers of what a rule refuses"
                 )
             return refused.best, refused.reason
     names = [*(c.name for c in answer.ranked), *(r.name for r in answer.refused)]
@@ -38,7 +38,7 @@ def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
 
 
 def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
-    """The candidate in words. Raises UserError as `pick` does."""
+    """The candidate, explained. Raises UserError as `pick` does."""
     found, refused = pick(answer, name)
     question, estimate = answer.question, found.estimate
     share = estimate.memory.reserved / estimate.limit
@@ -50,7 +50,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
         ("The same, phase by phase, GB", _phases(found)),
         ("Memory of a host, GB", _host(found)),
         ("Seconds of a step", _seconds(question, found)),
-        ("GB that a device sends in a step", _sent(question, found)),
+        ("GB that a device sends in a step", _communication(question, found)),
         ("The run", _run(question, found, tokens)),
     ]
     lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
@@ -81,7 +81,7 @@ def _runs(found: Candidate) -> list[Row]:
     if layout.pipeline is not None:
         blocks = ", ".join(f"{a}–{b - 1}" for a, b in layout.pipeline.layers)
         rows.append(("stages", f"{layout.pipeline.schedule}; blocks {blocks}"))
-    return [(what, "", words) for what, words in rows]
+    return [(what, "", text) for what, text in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------------- memory
@@ -106,9 +106,11 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
         "overhead": "what torch does not own: context, kernels, communicators",
     }
     rows = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
-    held = memory.reserved - memory.overhead
+    allocated = memory.reserved - memory.overhead
     factor = (
-        f"× {held / memory.peak:.2f} for what the allocator cannot use again, + overhead" if held > memory.peak else "as torch counts it"
+        f"× {allocated / memory.peak:.2f} for what the allocator cannot use again, + overhead"
+        if allocated > memory.peak
+        else "as torch counts it"
     )
     if facts.roles:
         rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
@@ -129,11 +131,11 @@ PHASES = {
 
 
 def _phases(found: Candidate) -> list[Row]:
-    held, most = found.estimate.memory.phases, found.estimate.memory.peak
+    phases, most = found.estimate.memory.phases, found.estimate.memory.peak
     rollout = found.layout.config.algorithm.rollout is not None
     return [
         (name, f"{bytes_ / GB:.2f}", PHASES.get(name, "") + (" ← the peak" if bytes_ == most else ""))
-        for name, bytes_ in held.items()
+        for name, bytes_ in phases.items()
         if name != "rollout" or rollout
     ]
 
@@ -157,9 +159,9 @@ def _activations(bytes_: int, tokens: int, facts: ModelFacts, layout: Layout) ->
 def _host(found: Candidate) -> list[Row]:
     host, limit = found.estimate.host, found.estimate.host_limit
     of = "" if limit is None else f"of {limit / GB:.0f}"
-    words = {"load": "while weights are read", "train": "while it trains", "save": "while it writes a checkpoint"}
-    words["export"] = "while the whole model is exported at the end"
-    return [(part, f"{getattr(host, part) / GB:.1f}", f"{words[part]} {of}") for part in words]
+    texts = {"load": "while weights are read", "train": "while it trains", "save": "while it writes a checkpoint"}
+    texts["export"] = "while the whole model is exported at the end"
+    return [(part, f"{getattr(host, part) / GB:.1f}", f"{texts[part]} {of}") for part in texts]
 
 
 # -------------------------------------------------------------------------------------------------------- time and bytes
@@ -172,7 +174,7 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
     reached = flops / number_ / spent.compute
     peak = cluster.device.flops.get(layout.precision)
     measured = " (rate measured here)" if cluster.calibration.matmul else ""
-    words = {
+    texts = {
         "compute": f"{flops / 1e15:.3g} PFLOP on {number_} devices: {reached / 1e12:.3g} TFLOP/s each"
         + (f", {reached / peak:.0%} of the datasheet{measured}" if peak else ""),
         "communication": "what computing does not hide",
@@ -182,16 +184,16 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
         "rollout": "completions and rewards",
     }
     if layout.config.algorithm.rollout is None:
-        del words["rollout"]
-    rows = [(part, number(getattr(spent, part)), words[part]) for part in SECONDS if part in words]
+        del texts["rollout"]
+    rows = [(part, number(getattr(spent, part)), texts[part]) for part in SECONDS if part in texts]
     return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]
 
 
-def _sent(question: Question, found: Candidate) -> list[Row]:
-    sent, cluster = found.estimate.traffic, question.cluster
-    rows = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in sent.model_dump().items() if bytes_]
+def _communication(question: Question, found: Candidate) -> list[Row]:
+    traffic, cluster = found.estimate.traffic, question.cluster
+    rows = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
     across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
-    return [*rows, ("in all", f"{sent.total / GB:.3g}", f"over {cluster.intra.name}{across}")] if rows else []
+    return [*rows, ("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}")] if rows else []
 
 
 def _run(question: Question, found: Candidate, tokens: float | None) -> list[Row]:

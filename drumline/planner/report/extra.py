@@ -1,4 +1,4 @@
-"""Further questions: the longest row, the largest micro-batch, other numbers of hosts; what guides would do; what would fit; devices."""
+"""Extra reports: the longest row, the largest micro-batch, other numbers of hosts; what heuristics would do; what would fit; devices."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
         console.print()
 
 
-def show_guides(answer: Answer, console: Console) -> None:
-    """Where the usual guides would do worse, each with its number."""
+def show_heuristics(answer: Answer, console: Console) -> None:
+    """Where the usual heuristics would do worse, each with its number."""
     by_reason = grouped((each.reason, f"{each.guide}: {each.says}") for each in disagreements(answer))
     if by_reason:
-        console.print("Guides that the numbers disagree with:", style="bold")
-        for reason, guides in by_reason.items():
-            console.print(f"  {'; '.join(guides)} — {reason}", markup=False)
+        console.print("Heuristics that the numbers disagree with:", style="bold")
+        for reason, theirs in by_reason.items():
+            console.print(f"  {'; '.join(theirs)} — {reason}", markup=False)
         console.print()
 
 
 def show_tight(answer: Answer, console: Console) -> None:
     """What is faster than all that fits, and how to take it."""
-    if (words := with_little_room(answer)) and answer.tight is not None:
-        console.print(f"{words[0].upper()}{words[1:]}. To take it:", markup=False)
+    if (line := with_little_room(answer)) and answer.tight is not None:
+        console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
         console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False)
 
 
-def show_lighter(answer: Answer, console: Console) -> None:
+def show_adapter(answer: Answer, console: Console) -> None:
     """Where all weights learn only with offloading or with little room left, what adapters would give."""
     question, first = answer.question, answer.ranked[0]
     config, adapter = question.config, LoRAConfig()
@@ -74,10 +74,10 @@ def show_lighter(answer: Answer, console: Console) -> None:
 
 
 def show_host(answer: Answer, console: Console) -> None:
-    """Say that nobody said how much memory a host has, where that might matter."""
+    """Say that the memory of a host is not set, where that might matter."""
     if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := answer.ranked[0].estimate.host.most / GB) > 64:
-        words = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
-        console.print(f"{words}\n", markup=False)
+        line = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
+        console.print(f"{line}\n", markup=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------ most
@@ -108,20 +108,20 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
 # --------------------------------------------------------------------------------------------------------------- what if
 
 
-def parse_what_if(said: str) -> list[int]:
+def parse_what_if(text: str) -> list[int]:
     """`nodes=2,4,8`. Raises UserError."""
-    key, _, values = said.partition("=")
-    words = [word.strip() for word in values.split(",") if word.strip()]
-    if key.strip() != "nodes" or not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"{said!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
-    numbers = [int(word) for word in words]
+    key, _, values = text.partition("=")
+    parts = [part.strip() for part in values.split(",") if part.strip()]
+    if key.strip() != "nodes" or not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{text!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
+    numbers = [int(part) for part in parts]
     if max(numbers) > MOST_NODES:
         raise UserError(f"{max(numbers)} hosts are more than anybody has", where="--what-if", fix=f"at most {MOST_NODES}")
     return numbers
 
 
 def report_what_if(question: Question, hosts: Sequence[int], console: Console, tokens: float | None, as_json: bool) -> None:
-    """The first plan on each number of hosts, and what the further devices bring."""
+    """The first plan on each number of hosts, and what more devices bring."""
     answers = what_if(question, hosts)
     if as_json:
         print(json.dumps({"version": VERSION, "what_if": [_what_if_json(answer, tokens) for answer in answers]}, indent=2))
@@ -158,7 +158,7 @@ def _what_if_json(answer: Answer, tokens: float | None) -> dict[str, Any]:
 
 
 def show_devices(console: Console) -> None:
-    """Datasheet rates with their sources, and how to say what is not there."""
+    """Datasheet rates with their sources, and how to describe what is not there."""
     devices = []
     for spec in DEVICES.values():
         half = f"{spec.flops['bf16'] / TERA:g}" if "bf16" in spec.flops else "–"

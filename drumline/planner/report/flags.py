@@ -1,4 +1,4 @@
-"""What `drumline plan` was asked: a YAML, flags in its place, or flags laid over one. Everything becomes one Config."""
+"""The config of `drumline plan`: a YAML, flags in its place, or flags laid over one. Everything becomes one Config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lor
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line says besides a YAML, each None where it says nothing. `length`: tokens; `batch`: samples of a step."""
+    """The flags besides a YAML, each None where it is not given. `length`: tokens; `batch`: samples of a step."""
 
     model: str | None = None
     cluster: str | None = None
@@ -37,11 +37,11 @@ class Flags:
     price: float | None = None
 
     def overrides(self) -> dict[str, str]:
-        """The flags as overrides of a config, each with the words it was said in. Raises UserError for an adapter that there is not."""
+        """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
         if self.adapter is not None and self.adapter not in ADAPTERS:
             raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
         cluster = None if self.cluster is None else _cluster(self.cluster)
-        said = [
+        given = [
             ("model.id", self.model and json.dumps(hub_id(self.model)), f"--model {self.model}"),
             ("cluster", cluster, f"--cluster {self.cluster}"),
             ("data.max_length", self.length, f"--length {self.length}"),
@@ -51,12 +51,12 @@ class Flags:
             ("precision", self.precision, f"--precision {self.precision}"),
             ("cluster.price_per_device_hour", self.price, f"--price {self.price}"),
         ]
-        return {f"{key}={value}": words for key, value, words in said if value is not None}
+        return {f"{key}={value}": typed for key, value, typed in given if value is not None}
 
 
 @contextmanager
-def in_words(overrides: dict[str, str]) -> Iterator[None]:
-    """A mistake in an override is told as one in the flag that it was made of."""
+def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
+    """A mistake in an override is reported as one in the flag that it was made of."""
     try:
         yield
     except ConfigError as error:
@@ -66,7 +66,7 @@ def in_words(overrides: dict[str, str]) -> Iterator[None]:
         raise ConfigError(error.what, where=flag, fix=error.fix) from None
 
 
-def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
+def load_with_flags(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
     """The config to plan for. Without a YAML at least a model is wanted, and data stands for some file that is not there.
 
     Raises ConfigError or UserError.
@@ -76,7 +76,7 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
         path, overrides = None, [str(path), *overrides]
     made = flags.overrides()
     if path is not None:
-        with in_words(made):
+        with mistakes_by_flag(made):
             return load(path, [*made, *overrides])
     known = find(flags.model or "")
     if known is not None and of_images_alone(known.values["model_type"]):
@@ -88,13 +88,13 @@ def asked(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
             where="drumline plan",
             fix="name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096",
         )
-    with in_words(made):
+    with mistakes_by_flag(made):
         return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
 
 
-def _cluster(said: str) -> str:
+def _cluster(text: str) -> str:
     """A cluster's short form written out, so that further keys can be laid over it."""
-    if not said.strip():
+    if not text.strip():
         raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
-    made = cluster_from_string(said)
-    return json.dumps(made) if isinstance(made, dict) and not said.lstrip().startswith("{") else said
+    made = cluster_from_string(text)
+    return json.dumps(made) if isinstance(made, dict) and not text.lstrip().startswith("{") else text

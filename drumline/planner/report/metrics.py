@@ -1,4 +1,4 @@
-"""Figures of a candidate that follow from its estimate and the run: hours, cost, the YAML that says it. Pure."""
+"""Numbers of a candidate that follow from its estimate and the run: hours, cost, the YAML that sets it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.planner.search.answer import Candidate, Question
 GB = 1e9
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
-# Sections that a layout is said in. What else a candidate's config holds is the user's own.
+# Sections that a layout sets. What else is in a candidate's config is the user's own.
 CHOSEN = ("strategy", "batch", "memory", "precision", "compile")
 
 
@@ -45,43 +45,43 @@ def devices(candidate: Candidate) -> int:
 
 def gradients_at_peak(memory: Memory) -> int:
     """Bytes of the gradients that are there at the peak: before backward's end not all are. `gradients` is all of them."""
-    others = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
-    return min(memory.gradients, max(0, memory.peak - others))
+    rest = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
+    return min(memory.gradients, max(0, memory.peak - rest))
 
 
-def mesh_words(candidate: Candidate) -> str:
+def mesh_degrees(candidate: Candidate) -> str:
     """The degrees that are not 1: `shard 4 · tp 2`."""
     degrees = [f"{name} {size}" for name, size in candidate.layout.mesh.model_dump().items() if size > 1]
     return " · ".join(degrees) or "1"
 
 
 def chosen(candidate: Candidate) -> dict[str, Any]:
-    """The sections of a YAML that say this layout, defaults left out."""
+    """The sections of a YAML that set this layout, defaults left out."""
     layout, strategy = candidate.layout, candidate.layout.strategy
     values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
     batch = layout.batch
     values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
     for name in ("memory", "precision", "compile"):
-        if said := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
-            values[name] = said
+        if section := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
+            values[name] = section
     return values
 
 
-def whole(asked: Config, candidate: Candidate) -> dict[str, Any]:
-    """A YAML that says what was asked and this layout: all that the user said, the layout's sections over it."""
-    said = asked.model_dump(mode="json", exclude_unset=True)
-    made = {key: value for key, value in said.items() if key not in CHOSEN} | chosen(candidate)
+def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
+    """The config that was planned for with this layout: all that the user set, the layout's sections over it."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    made = {key: value for key, value in values.items() if key not in CHOSEN} | chosen(candidate)
     return {key: value for key, value in made.items() if value not in ({}, None)}
 
 
-def overrides(asked: Config, candidate: Candidate) -> list[str]:
-    """What to lay over the config that was asked about, to train by this candidate."""
+def overrides(config: Config, candidate: Candidate) -> list[str]:
+    """What to lay over the config that was planned for, to train by this candidate."""
     batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
     made = ["strategy=" + flow(chosen(candidate)["strategy"])]
-    if checkpointing != asked.memory.activation_checkpointing:
+    if checkpointing != config.memory.activation_checkpointing:
         made.append(f"memory.activation_checkpointing={checkpointing}")
     for key in ("global_samples", "micro_batch", "accumulation"):
-        said = getattr(asked.batch, key)
-        if said != getattr(batch, key) and not (key == "global_samples" and asked.batch.global_tokens is not None):
+        given = getattr(config.batch, key)
+        if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
             made.append(f"batch.{key}={getattr(batch, key)}")
     return made

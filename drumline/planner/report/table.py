@@ -13,7 +13,7 @@ from rich.text import Text
 
 from drumline.core.estimate import HostMemory
 from drumline.core.explain import count
-from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_words
+from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_degrees
 from drumline.planner.search.answer import Answer, Candidate, Question
 
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
@@ -29,7 +29,7 @@ class Group:
 
 
 def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
-    """What was asked, the ranked plans, and the families that are out."""
+    """The question, the ranked plans, and the families that are out."""
     show_headline(answer.question, console)
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
@@ -44,8 +44,8 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
         out = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         out.add_column(no_wrap=True, style="bold")
         out.add_column(ratio=1)
-        for reason, (name, *others) in grouped((each.reason, each.name) for each in answer.refused).items():
-            likewise = f" (likewise {', '.join(others)})" if others else ""
+        for reason, (name, *alike) in grouped((each.reason, each.name) for each in answer.refused).items():
+            likewise = f" (likewise {', '.join(alike)})" if alike else ""
             out.add_row(Text(name), Text(reason + likewise))
         console.print(Text("Out:", style="bold"))
         console.print(out)
@@ -144,7 +144,7 @@ def _layout(ranked: Sequence[Candidate]) -> Group:
     return Group(
         "",
         (
-            ("mesh", [mesh_words(c) for c in ranked]),
+            ("mesh", [mesh_degrees(c) for c in ranked]),
             ("micro ×\nacc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
             ("checkpointing", [c.layout.activation_checkpointing for c in ranked]),
         ),

@@ -14,18 +14,18 @@ from drumline.core.config import Config
 from drumline.core.estimate import FITS
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
-from drumline.planner.report.metrics import GB, overrides, whole
+from drumline.planner.report.metrics import GB, full_config, overrides
 from drumline.planner.report.table import number
 from drumline.planner.search.answer import Answer, Candidate
 from drumline.planner.search.auto import with_little_room
 
 SCHEMA = "drumline.schema.json"
-# Sections in the order in which they are written, and what stands above them.
+# Sections in their order, and what stands above them.
 SECTIONS = {
     "model": "What to start from: a folder, a hub id, or package:NAME. `init: random` starts from nothing.",
     "algorithm": "What is learned: {algorithms}; `drumline schema` has their options.",
     "data": "A row of the data has {columns}; other names are mapped by `columns`. max_length: tokens of a row.",
-    "adapter": "LoRA: the model's own weights stay as they are. all-linear, r 16 and alpha 32 where nothing else is said.",
+    "adapter": "LoRA: the model's own weights stay as they are. all-linear, r 16 and alpha 32 where nothing else is set.",
     "cluster": "What was planned for. Without it: the devices that are found where the run starts.",
     "strategy": "{why}",
     "memory": "Activations: full keeps a block's input and computes the block again in backward; selective keeps more.",
@@ -38,34 +38,35 @@ SECTIONS = {
 }
 
 
-def to_use(asked: Config, candidate: Candidate, config: Path | None, said: Iterable[str] = ()) -> str:
-    """The command that trains by it (a YAML was given), or the YAML to write (none was). `said`: overrides that were laid over the YAML."""
-    if config is not None:
-        kept = [override for override in said if override.partition("=")[0].partition(".")[0] != "strategy"]
-        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(config), *kept, *overrides(asked, candidate)])}"
-    lines = [line + "  # yours" * line.endswith("path: data.jsonl") for line in write_yaml(whole(asked, candidate)).splitlines()]
+def to_use(config: Config, candidate: Candidate, path: Path | None, given: Iterable[str] = ()) -> str:
+    """The command that trains by it (a YAML was given), or the YAML to write (none was). `given`: overrides
+    of the YAML."""
+    if path is not None:
+        kept = [override for override in given if override.partition("=")[0].partition(".")[0] != "strategy"]
+        return f"To train by {candidate.name}:\n  {shlex.join(['drumline', 'train', str(path), *kept, *overrides(config, candidate)])}"
+    lines = [line + "  # yours" * line.endswith("path: data.jsonl") for line in write_yaml(full_config(config, candidate)).splitlines()]
     return "\n".join([f"To train by {candidate.name}, in a YAML (`drumline init` writes it):", *(f"  {line}" for line in lines)])
 
 
 def why(answer: Answer) -> str:
     """The first of an answer in a sentence, and the second."""
-    first, *others = answer.ranked
+    first, *next_ones = answer.ranked
     estimate = first.estimate
     share = f"needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB a device"
-    said = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
+    text = f"{first.name}: {share}, {number(estimate.seconds.total)} s a step, {estimate.tokens_per_s:,.0f} tokens/s"
     if estimate.verdict == "tight":
-        said += f"; that is tight, more than {FITS:.0%}"
-    said += f". Second: {others[0].name}, {others[0].estimate.tokens_per_s:,.0f} tokens/s." if others else "."
-    return said + (f" {words[0].upper()}{words[1:]}." if (words := with_little_room(answer)) else "")
+        text += f"; that is tight, more than {FITS:.0%}"
+    text += f". Second: {next_ones[0].name}, {next_ones[0].estimate.tokens_per_s:,.0f} tokens/s." if next_ones else "."
+    return text + (f" {line[0].upper()}{line[1:]}." if (line := with_little_room(answer)) else "")
 
 
 def file(answer: Answer, name: str) -> str:
-    """The commented YAML of `drumline init`: what was asked, and the first of the answer. `name`: of the file."""
+    """The commented YAML of `drumline init`: what was planned for, and the first of the answer. `name`: of the file."""
     config, first = answer.question.config, answer.ranked[0]
-    values = whole(config, first)
+    values = full_config(config, first)
     values.setdefault("algorithm", config.algorithm.kind)
     values |= {key: value for key, value in _to_begin_with(config).items() if key not in values}
-    words = {
+    texts = {
         "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
         "columns": config.algorithm.columns,
         "algorithms": " or ".join(", ".join(kinds_alone(AlgorithmSpec)).rsplit(", ", 1)),
@@ -78,8 +79,8 @@ def file(answer: Answer, name: str) -> str:
     for section in dict.fromkeys([*SECTIONS, *values]):
         if section in values:
             about = SECTIONS.get(section)
-            said = wrap(about.format(**words), 116, break_long_words=False, break_on_hyphens=False) if about else []
-            lines += ["", *(f"# {line}" for line in said), write_yaml({section: _short(values[section])}).rstrip()]
+            comment = wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False) if about else []
+            lines += ["", *(f"# {line}" for line in comment), write_yaml({section: _short(values[section])}).rstrip()]
     return "\n".join(lines) + "\n"
 
 
