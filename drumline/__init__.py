@@ -4,6 +4,7 @@ drumline.train("mine.yaml", {"optimizer.lr": 1e-4})      a run, as `drumline tra
 drumline.plan(model="llama-3.1-8b", cluster="4x4090")    what fits, how fast, and why
 drumline.verify("mine.yaml", strategies=["fsdp2"])       a few steps against one process
 drumline.load(run).chat("Hello")                         what was trained, to talk to
+drumline.session(strategy="fsdp2", global_samples=64)    a training loop of one's own, on the same engines
 drumline.errors                                          all that these raise on purpose
 """
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from drumline.bench.verify import compare as verify
     from drumline.planner.public import plan
     from drumline.train.run import Run, train
+    from drumline.train.session import session
     from drumline.use.model import load
 
-__all__ = ("Run", "errors", "load", "plan", "train", "verify")
+__all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
 __version__ = "0.5.0"
 
 # Name → (module, name there): torch is imported by whoever trains, not by `import drumline`.
@@ -33,6 +35,7 @@ _PLACES = {
     "Run": ("train.run", "Run"),
     "load": ("use.model", "load"),
     "plan": ("planner.public", "plan"),
+    "session": ("train.session", "session"),
     "verify": ("bench.verify", "compare"),
 }
 

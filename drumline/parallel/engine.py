@@ -104,6 +104,7 @@ class Engine(Protocol):
 class OpenEngine(Engine, Protocol):
     """An engine that a loop of the user's own drives: it calls the model, and comes with a loss for each micro-batch."""
 
+    model: nn.Module
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
 

@@ -126,8 +126,9 @@ class DeepSpeedEngine:
         self.own_norm, self.max_grad_norm = 0.0, plan.config.optimizer.max_grad_norm
         self.steps, self.divisor = 0, 1.0
         self.has_state = False
+        plain = isinstance(engine.module, Plain)
         parts = split(model) if engine.module.splits else None
-        heads = nn.ModuleList([head for head in (parts and parts[1], score_head(model)) if head is not None])
+        heads = nn.ModuleList([head for head in (parts and parts[1], None if plain else score_head(model)) if head is not None])
         for parameter in heads.parameters() if self.sharded else ():
             # The objective uses their weights outside of the heads' forward.
             deepspeed.zero.register_external_parameter(engine.module, parameter)

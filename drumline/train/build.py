@@ -146,7 +146,11 @@ class Start:
         state = TrainState()
         if self.path is not None:
             tensors = engine.tensors()
-            load(self.path, tensors, optional=OPTIONAL)
+            load(
+                self.path,
+                tensors,
+                optional=OPTIONAL | {section for name in tensors if (section := name.partition(".")[0]).endswith("/outer")},
+            )
             saved = read_state(self.path)
             state = TrainState(**saved["trainer"])
             engine.load_state({**saved["engine"], "step": state.step}, tensors)

@@ -1,0 +1,188 @@
+"""What a loop of the user's own is made of: its plan, its models by name, and its run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.checkpoint.load import newest, read_state
+from drumline.core.config import Config
+from drumline.core.load import differences
+from drumline.core.plan import Plan
+from drumline.core.redact import plain
+from drumline.core.resolve import resolve
+from drumline.core.secret import write_private
+from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, UserError
+from drumline.hardware.detect import detect
+from drumline.parallel.engine import OpenEngine
+
+MAIN = ""  # the name of the one model of a session
+# Options of a session → where the YAML has them.
+OPTIONS = {
+    "seed": "run.seed", "device": "run.device", "deterministic": "run.deterministic", "report_to": "run.report_to",
+    "sync_batchnorm": "model.sync_batchnorm", "activation_checkpointing": "memory.activation_checkpointing",
+    "compile": "compile.enabled", "keep": "checkpoint.keep", "asynchronous": "checkpoint.asynchronous", "on_nan": "health.on_nan",
+    "timeout_seconds": "launch.timeout_seconds", "initial_scale": "precision.initial_scale", "tf32": "precision.tf32",
+}  # fmt: skip
+
+
+def plan_of(
+    strategy: str | Mapping[str, Any],
+    precision: str,
+    global_samples: int,
+    micro_batch: int | None,
+    run_dir: str,
+    world_size: int,
+    options: Mapping[str, Any],
+) -> Plan:
+    """The plan of a session on `world_size` ranks: the YAML's own, of a model that nobody has seen yet.
+
+    Raises UserError for an option that there is not, ConfigError and PlanError as for a YAML.
+    """
+    if unknown := options.keys() - OPTIONS.keys():
+        raise UserError(f"no option {min(unknown)!r}", where="session", fix=f"one of {', '.join(sorted(OPTIONS))}")
+    # Without a word about micro-batches a rank takes all of its samples at once.
+    batch = {"global_samples": global_samples, **({"micro_batch": micro_batch} if micro_batch else {"accumulation": 1})}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"id": None, "init": "random"},
+        "data": {"train": [{"kind": "file", "path": "session"}], "packing": False},
+        "batch": batch,
+        "run": {"dir": run_dir, "report_to": ()},
+        "checkpoint": {"export": "none"},
+        "precision": {"kind": precision},
+    }
+    for name, value in options.items():
+        section, _, key = OPTIONS[name].partition(".")
+        sections.setdefault(section, {})[key] = value
+    from pydantic import ValidationError
+
+    try:
+        config = Config.model_validate({**sections, "strategy": dict(strategy) if isinstance(strategy, Mapping) else {"kind": strategy}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(first["msg"], where=f"session: {where}", fix="see docs/session.md") from None
+    return resolve(config, run_dir=run_dir, machine=detect(), world_size=world_size, facts=None, model_path=None, data=None)
+
+
+def claim(plan: Plan, resume: object, allow: tuple[str, ...], held: ExitStack) -> None:
+    """On rank 0, for which `held` gets the folder's lease: make the run folder and write the plan into it.
+
+    Raises EnvironmentFault for a folder that another run is in, CheckpointError where the config differs in what the run depends on.
+    """
+    from drumline.launchers.lease import Lease
+
+    run_dir = Path(plan.run_dir)
+    held.enter_context(Lease(run_dir))
+    checkpoints = run_dir / "checkpoints"
+    if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
+        fix = "go on with it by resume=True, or choose another run_dir"
+        raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
+    path = newest(checkpoints, verify=False, alone=True).path if resume is True else Path(str(resume)) if resume else None
+    if path is not None:
+        state = read_state(path)
+        changed = [d for d in differences(Config.model_validate(state["config"]), plan.config) if d.matters]
+        refused = [d for d in changed if "all" not in allow and not any(f"{d.key}.".startswith(f"{name}.") for name in allow)]
+        if refused:
+            what = "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in refused)
+            fix = f"take it back, or accept it with allow={tuple(d.key for d in refused)}"
+            raise CheckpointError(f"the session differs in what the run depends on: {what}", where=str(path), fix=fix)
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        write_private(run_dir / "plan.json", plan.model_dump_json(indent=2) + "\n")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another run_dir"
+        ) from error
+
+
+class Model:
+    """A model as the loop sees it: called like the module, and with all of its attributes."""
+
+    def __init__(self, engine: OpenEngine) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+
+class Engines:
+    """The engines of a session as checkpoints see them: the tensors of a named model lie under NAME/, the optimizers' groups are state."""
+
+    def __init__(self, engines: dict[str, OpenEngine]) -> None:
+        self.engines = engines
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {_under(name, key): tensor for name, engine in self.engines.items() for key, tensor in engine.tensors().items()}
+
+    def state(self) -> dict[str, Any]:
+        named = {name: {**engine.state(), "groups": _groups(engine.optimizer)} for name, engine in self.engines.items()}
+        return named.get(MAIN, {"models": named})
+
+    def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name, engine in self.engines.items():
+            own = {**(state if name == MAIN else state["models"][name]), "step": state["step"]}
+            engine.load_state(
+                own, {key.removeprefix(_under(name, "")): t for key, t in tensors.items() if key.startswith(_under(name, ""))}
+            )
+            for group, saved in zip(engine.optimizer.param_groups, own.get("groups", ()), strict=False):
+                group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
+
+
+def _under(name: str, key: str) -> str:
+    return f"{name}/{key}" if name else key
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Rates and the like of each group of parameters, as far as JSON has them."""
+    simple = (bool, int, float, str, type(None))
+    fits = lambda value: isinstance(value, simple) or (isinstance(value, tuple) and all(isinstance(v, simple) for v in value))  # noqa: E731
+    return [{key: value for key, value in group.items() if key != "params" and fits(value)} for group in optimizer.param_groups]
+
+
+def require_several(plan: Plan, models: int) -> None:
+    """Raises UserError where a strategy takes one model alone."""
+    if models == 1:
+        return
+    strategy = plan.config.strategy
+    reasons = {
+        "ZeRO takes one model: DeepSpeed's engine owns backward and step": plan.engine == "deepspeed",
+        "compression goes with one model: DDP, whose buckets it works on, wants to see each backward": compresses(strategy),
+        "several models reduce after each micro-batch": getattr(strategy, "sync_each_micro_batch", True) is False,
+    }
+    for reason, refused in reasons.items():
+        if refused:
+            raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
+
+
+def compresses(strategy: Any) -> bool:
+    compression = getattr(strategy, "compression", None)
+    return compression is not None and compression.kind != "none"
+
+
+def restarted() -> bool:
+    """Whether `drumline launch` has started this again after a failure."""
+    return os.environ.get("DRUMLINE_ATTEMPT", "0") != "0"
+
+
+def one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """What a script ends with that did not catch an error of ours: its line and its exit code."""
+    if not isinstance(error, DrumlineError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    from drumline.dist.start import leave_process
+    from drumline.train.failure import note
+
+    note(error)
+    leave_process(error.rank_code or error.exit_code)

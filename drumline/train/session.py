@@ -1,0 +1,398 @@
+"""`drumline.session`: a training loop of the user's own on the engines, checkpoints, order of data and plan that the YAML has.
+
+    with drumline.session(strategy="fsdp2", precision="bf16", global_samples=64) as s:
+        model, optimizer = s.prepare(build, make_optimizer)
+        for batch in s.batches(dataset, collate):
+            loss_sum, weight = my_loss(model, batch)
+            s.backward(loss_sum, weight)
+            if s.step(max_grad_norm=1.0):
+                s.log(); s.save(every=100)
+
+One denominator: `backward` divides a loss sum by the samples of the global batch, which are known; `step` multiplies the gradients once by
+samples / Σ weight over all ranks, which is known only then. So what fp16 and compression see keeps its scale, and what is clipped, and
+stepped with, is the gradient of Σ loss / Σ weight.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from drumline.checkpoint.ranks import Ranks as Together
+from drumline.checkpoint.ranks import RanksError
+from drumline.checkpoint.save import Checkpointer
+from drumline.core.explain import default_run_dir, plan_line, strategy_name
+from drumline.core.signals import StopFlag
+from drumline.data.own import global_batches, held_out
+from drumline.dist.reduce import Gather
+from drumline.dist.seeds import derive, deterministic, seed_step
+from drumline.dist.start import Ranks, gpu, start, stop
+from drumline.errors import EnvironmentFault, NotSaved, Preempted, TrainingStopped, UserError
+from drumline.models.blocks import Units
+from drumline.models.tape import Build
+from drumline.parallel.optimizer import MakeOptimizer
+from drumline.strategies.build import build_module
+from drumline.train.build import Start
+from drumline.train.entry import Speaker, silent
+from drumline.train.own import MAIN, Engines, Model, claim, one_line, plan_of, require_several, restarted
+from drumline.train.state import Goodput, TrainState
+from drumline.vendor.torch import tree_map_only
+
+MAX_RESCALES = 20  # as the YAML's loop has it
+Pair = tuple[Build, MakeOptimizer]
+
+
+class Session:
+    """One run of a loop of the user's own, on one rank. All ranks walk the same path through it."""
+
+    def __init__(
+        self,
+        strategy: str | Mapping[str, Any] = "auto",
+        precision: str = "auto",
+        *,
+        global_samples: int,
+        micro_batch: int | None = None,
+        run_dir: str | Path | None = None,
+        resume: bool | str | Path = False,
+        allow: tuple[str, ...] = (),
+        units: Units | None = None,
+        tp_plan: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`strategy`, `precision`: as in the YAML. `global_samples`: of a step, over all ranks; `micro_batch`: that a rank takes at once,
+        by default all of its own. `resume`: go on from the newest checkpoint of `run_dir`, or from a checkpoint's folder; `allow`: keys of
+        the config that may differ then. `units`, `tp_plan`: see strategies.build.build_module. `options`: those of train.own.OPTIONS.
+
+        Raises UserError, as all of the session does, for what cannot be.
+        """
+        sys.excepthook = one_line
+        ranks = Ranks.from_environment()
+        where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
+        self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
+        self.resume, self.allow, self.units, self.tp_plan = resume or ranks.attempt > 0 or restarted(), allow, units, tp_plan
+        self.started, self.held = time.time(), ExitStack()
+        self._logged, self._epoch = (0, self.started, 0), 0.0
+        self._models: dict[str, Model] = {}
+        self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
+        self._open: dict[str, ExitStack] = {}
+        self._sums: dict[str, list[torch.Tensor]] = {}
+        self._stepped: set[str] = set()
+        self._signal = 0
+        self.losses: dict[str, float] = {}
+        self.grad_norms: dict[str, float] = {}
+        self.metric: float | None = None
+        self._saved = -1
+
+    # ---------------------------------------------------------------------------------------------------- start and end
+
+    def __enter__(self) -> Self:
+        from drumline.launchers.environment import die_with_launchers
+
+        die_with_launchers()
+        plan = self.plan
+        if plan.config.run.deterministic:
+            deterministic()
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
+        self.asked = self.held.enter_context(StopFlag())
+        self.owns = not dist.is_initialized()  # a process group that is there is used, and left as it is
+        self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds) if self.owns else Ranks.from_environment()
+        self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
+        self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
+        try:
+            Together.all().first(lambda: claim(plan, self.resume, self.allow, self.held))
+        except RanksError as failure:
+            self._leave(failed=False)
+            raise EnvironmentFault(str(failure)) from None
+        self.speaker = Speaker(plan, None) if self.is_first else None
+        self.emit: Callable[..., object] = self.speaker.emit if self.speaker else silent
+        self.goodput = Goodput(self.started)
+        self.emit(
+            "run_start", world_size=self.ranks.world_size, steps=None, parameters=None, strategy=strategy_name(plan), device=plan.device,
+            run_dir=plan.run_dir, resumed_from=str(self.resume) if self.resume else None, plan_line=plan_line(plan), left_out=[],
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None and self._models:
+                self._save_last()
+        except NotSaved as failure:
+            error = failure
+            raise
+        finally:
+            from drumline.train.failure import note
+
+            if isinstance(error, Exception):
+                note(error)
+            for contexts in self._open.values():
+                contexts.close()
+            self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
+            if self.speaker:
+                self.speaker.close(error, self.goodput)
+            self.held.close()
+
+    def _leave(self, failed: bool) -> None:
+        if self.owns:
+            stop(failed)
+
+    def prepare(self, build: Build | Mapping[str, Pair], make_optimizer: MakeOptimizer | None = None) -> Any:
+        """(model, optimizer) on this rank: `build()` laid out without memory, spread as planned, and filled by parts;
+        `make_optimizer(model)`'s optimizer over the parameters that are there then. Of {name: (build, make_optimizer)} two dicts by name.
+        With `resume` both are as the checkpoint has them. Collective."""
+        pairs = dict(build) if isinstance(build, Mapping) else {MAIN: (build, make_optimizer)}
+        if self._models or not pairs or any(make is None for _, make in pairs.values()) or any("/" in n or "." in n for n in pairs):
+            what = "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
+            raise UserError(what, where="session.prepare", fix="see docs/session.md")
+        require_several(self.plan, len(pairs))
+        found = None
+        if self.resume:
+            found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume))
+        for name, (build_one, make) in pairs.items():
+            prefix = f"{name}/" if name else ""
+            held = frozenset(n.removeprefix(prefix) for n in found.held if n.startswith(prefix)) if found else frozenset()
+            options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
+            plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
+            self._models[name] = Model(build_module(plan, build_one, self.device, held, make_optimizer=make, **options))
+        self.engines = Engines({name: model.engine for name, model in self._models.items()})
+        config = self.plan.config.checkpoint
+        self.checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
+        self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
+        self._logged = (self.steps, time.time(), self._state.tokens)
+        self._saved = self._state.step if found and found.path else -1
+        made = {name: (model, model.engine.optimizer) for name, model in self._models.items()}
+        return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
+
+    def _seeded(self, name: str) -> Any:
+        """Models of other names are drawn from other seeds."""
+        run = self.plan.config.run
+        return run.model_copy(update={"seed": derive(run.seed, name) % 2**31}) if name else run
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.ranks.rank == 0
+
+    @property
+    def steps(self) -> int:
+        """Global batches that are done, over all starts of the run."""
+        return self._state.step
+
+    @property
+    def position(self) -> int:
+        """Samples that were taken since the run began, over all ranks and passes: all that the order of data hangs on."""
+        return self._state.position
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A dictionary of the user's own, saved with each checkpoint and restored with it; values that JSON has."""
+        return self._state.stream
+
+    def batches(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
+    ) -> Iterator[Any]:
+        """`collate(samples)` of each micro-batch of this rank, its tensors on the device, from `position` on.
+
+        `epochs`: passes of the whole run over the dataset (None: without end); `steps`: global batches of the whole run instead. A dataset
+        with `len` and indices is shuffled by (seed, pass); one that can only be iterated is read by every rank, and skipped to `position`.
+        Before each micro-batch python, numpy and torch are seeded by (seed, step, rank, micro-batch).
+        """
+        self._require_prepared()
+        config, batch = self.plan.config, self.plan.batch
+        seed = derive(config.run.seed, "order") if shuffle else None
+        rank = self.plan.mesh.data_rank(self.ranks.rank)
+        passes = None if steps is not None else epochs
+        rows = iter(global_batches(dataset, batch, rank, self.position, passes, seed))
+        while steps is None or self.steps < steps:
+            seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
+            micro_batches = next(rows, None)
+            if micro_batches is None:
+                return
+            self._sums, self._stepped = {}, set()
+            end = self.position + batch.global_samples
+            self._epoch = end / len(dataset) if hasattr(dataset, "__len__") else 0.0
+            for index, samples in enumerate(micro_batches):
+                seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
+                self._now = (end, index == len(micro_batches) - 1)
+                self._open = {name: ExitStack() for name in self._models}
+                for name, contexts in self._open.items():
+                    contexts.enter_context(self._models[name].engine.micro_batch(self._now[1]))
+                try:
+                    yield tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples))
+                finally:
+                    for contexts in self._open.values():
+                        contexts.close()
+                    last, self._now = self._now[1], None
+            if last and (left := self._sums.keys() - self._stepped):
+                what = f"a global batch ended, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
+                raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
+            self._state.step, self._state.position = self.steps + (not self._stepped), end
+            self._stop_if_asked()
+
+    def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN) -> None:
+        """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
+        divided by in the end, summed over the global batch: samples, tokens."""
+        model = self._model(of)
+        others = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.module.parameters()]
+        for parameter, _ in others:
+            parameter.grad = None
+        model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
+        for parameter, gradient in others:
+            parameter.grad = gradient
+        sums = torch.stack([torch.as_tensor(value, device=self.device).detach().double() for value in (loss_sum, weight)])
+        self._sums.setdefault(of, []).append(sums)
+
+    def step(self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN) -> bool:
+        """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
+        that False. `lr`: for all groups of the optimizer; None: as they have it. Where loss or gradients are not finite the weights stay,
+        as `on_nan` has it. Collective."""
+        model, (end, last) = self._model(of), self._now or (0, False)
+        if not last:
+            return False
+        if of in self._stepped or of not in self._sums:
+            raise UserError("step without a backward before it", where="session.step", fix="call s.backward(loss_sum, weight) first")
+        engine = model.engine
+        self._open[of].close()
+        loss_sum, weight = torch.stack(self._sums[of]).sum(0)
+        total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.asked.requested))
+        sums, (signals,) = total.read()
+        self._signal = self._signal or int(max(signals))
+        whole = sums["weight"] if sums["weight"] > 0 else 1.0
+        if whole != self.plan.batch.global_samples:
+            engine.divide(whole / self.plan.batch.global_samples)
+        engine.max_grad_norm = max_grad_norm
+        norm = engine.grad_norm()
+        self.losses[of], self.grad_norms[of] = sums["loss"] / whole, float(norm)
+        finite = math.isfinite(self.losses[of]) and math.isfinite(self.grad_norms[of])
+        engine.step(lr, norm, torch.tensor(finite, device=norm.device))
+        self.metric = None
+        if not self._stepped:
+            self._state.step, self._state.position = self.steps + 1, end
+            self._state.tokens += int(sums["weight"])
+        self._stepped.add(of)
+        self._judge(finite, engine.rescales() and math.isfinite(self.losses[of]), of)
+        return True
+
+    def _judge(self, finite: bool, rescale: bool, of: str) -> None:
+        """Raises TrainingStopped where a step that is not finite is one too many."""
+        health, state = self.plan.config.health, self._state
+        state.skips = 0 if finite else state.skips + 1
+        if finite:
+            return
+        policy, loss, norm = "rescale" if rescale else health.on_nan, self.losses[of], self.grad_norms[of]
+        self.emit("nonfinite", step=self.steps, policy=policy, loss=loss, grad_norm=norm, sample_ids=[])
+        if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
+            what = f"loss {loss:g}, gradient norm {norm:g} at step {self.steps}"
+            raise TrainingStopped(what, where="on_nan", fix='look at the samples, lower the rate, or pass over it: on_nan="skip"')
+
+    def evaluate(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], measure: Callable[..., Any], micro_batch: int | None = None
+    ) -> dict[str, float]:
+        """Means over a dataset, each sample once over all ranks, without gradients. `measure(batch)` → (loss sum, weight), or with a
+        dictionary of further sums behind. The result's `loss` chooses the best checkpoint, where it is saved at this step. Collective."""
+        self._require_prepared()
+        began, sums = time.time(), dict[str, torch.Tensor]()
+        rank, ranks = self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks
+        with ExitStack() as looking:
+            for model in self._models.values():
+                looking.enter_context(model.engine.looking())
+            for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks):
+                batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
+                loss_sum, weight, *more = measure(batch)
+                for name, value in {"loss": loss_sum, "weight": weight, **(more[0] if more else {})}.items():
+                    part = torch.as_tensor(value, device=self.device).double() * counts
+                    sums[name] = sums.get(name, torch.zeros_like(part)) + part
+        total, _ = self.gather.start(sums).read()
+        weight = total.pop("weight", 0.0) or 1.0
+        means = {name: value / weight for name, value in total.items()}
+        self.metric = means.get("loss")
+        self.emit("eval", step=self.steps, **means, samples=int(weight), seconds=time.time() - began)
+        return means
+
+    def log(self, **metrics: Any) -> None:
+        """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
+        and `metrics`, numbers as this rank has them."""
+        figures: dict[str, float] = {}
+        for name in self._stepped:
+            prefix = f"{name}_" if name else ""
+            figures |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
+        figures |= {name: float(value) for name, value in metrics.items()}
+        now, batch, model = time.time(), self.plan.batch, next(iter(self._models.values()))
+        before, self._logged = self._logged, (self.steps, now, self._state.tokens)
+        seconds = (now - before[1]) / max(1, self.steps - before[0])
+        weight = (self._state.tokens - before[2]) // max(1, self.steps - before[0])
+        rates = {"tokens_per_s": weight / seconds, "samples_per_s": batch.global_samples / seconds, "mfu": None, "seconds": seconds}
+        waits: dict[str, Any] = {"data_s": math.nan, "compute_s": seconds, "comm_s": math.nan, "sent_bytes": None, "memory_bytes": [], "epoch": self._epoch}
+        size = {"tokens": weight, "samples": batch.global_samples, "lr": float(model.engine.optimizer.param_groups[0]["lr"])}
+        main = {"loss": next(iter(self.losses.values())), "grad_norm": next(iter(self.grad_norms.values()))}
+        self.emit("step", step=self.steps, **(size | rates | waits | main | figures))
+        if self.is_first:
+            print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()), flush=True)
+
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self, every: int | None = None) -> None:
+        """Save a checkpoint, in the background; with `every` at its multiples alone. At the end of the session the last is saved anyway.
+        Collective."""
+        self._require_prepared()
+        if every is not None and self.steps % every:
+            return
+        if self._sums.keys() - self._stepped:
+            raise UserError(
+                "save in the middle of a global batch", where="session.save", fix="call it after the last s.step() of the batch"
+            )
+        self._report(self.checkpointer.wait())
+        dump = {
+            "trainer": asdict(self._state), "engine": self.engines.state(), "config": self.plan.config.model_dump(mode="json"),
+            "world_size": self.ranks.world_size, "global_samples": self.plan.batch.global_samples, "data": None,
+        }  # fmt: skip
+        self.checkpointer.save(self.steps, self.engines.tensors(), dump, self.metric)
+        self._saved = self.steps
+
+    def _save_last(self) -> None:
+        if self._saved != self.steps and self.steps:
+            self.save()
+        results = self.checkpointer.wait()
+        self._report(results)
+        if results and results[-1].path is None:
+            fix = "free some space; resume=True goes on from the newest checkpoint"
+            raise NotSaved(f"the last checkpoint could not be written: {results[-1].error}", where=self.plan.run_dir, fix=fix)
+
+    def _report(self, results: list[Any]) -> None:
+        for r in results:
+            figures = {"seconds": r.seconds, "bytes": r.bytes, "blocked_seconds": r.blocked_seconds, "error": r.error}
+            self.emit("save", step=r.step, path=str(r.path) if r.path else None, **figures)
+
+    def _stop_if_asked(self) -> None:
+        if self._signal:
+            self._save_last()
+            name = signal.Signals(self._signal).name
+            self.emit("preempt", step=self.steps, signal=name)
+            raise Preempted(f"{name}: stopped and saved at step {self.steps}", where=self.plan.run_dir, fix="go on with resume=True")
+
+    def _model(self, of: str) -> Model:
+        if of not in self._models:
+            known = ", ".join(repr(name) for name in self._models if name)
+            fix = f"of= one of {known}" if known else "call s.prepare first" if not self._models else "leave of= out: there is one model"
+            raise UserError(f"no model {of!r}" if of else "which model?" if known else "no model yet", where="session", fix=fix)
+        return self._models[of]
+
+    def _require_prepared(self) -> None:
+        if not self._models:
+            raise UserError("no model yet", where="session", fix="call s.prepare(build, make_optimizer) first")
+
+
+def session(*args: Any, **options: Any) -> Session:
+    """A `Session`, to be entered by `with`."""
+    return Session(*args, **options)
