@@ -105,6 +105,7 @@ class OpenEngine(Engine, Protocol):
     """An engine that a loop of the user's own drives: it calls the model, and comes with a loss for each micro-batch."""
 
     model: nn.Module
+    named: dict[str, nn.Parameter]  # as the optimizer has them, whatever a forward puts in their place
     max_grad_norm: float | None
     optimizer: torch.optim.Optimizer
 

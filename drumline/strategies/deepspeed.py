@@ -110,7 +110,7 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, plan: Plan, model: nn.Module, learned: dict[str, nn.Parameter], engine: Any) -> None:
-        self.model, self.learned, self.engine = model, learned, engine
+        self.model, self.learned, self.named, self.engine = model, learned, learned, engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.batch_norms = batch_norms(model)
         self.zero = engine.optimizer

@@ -244,7 +244,7 @@ class Session:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
         divided by in the end, summed over the global batch: samples, tokens."""
         model = self._model(of)
-        others = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.module.parameters()]
+        others = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
         for parameter, _ in others:
             parameter.grad = None
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
@@ -333,7 +333,14 @@ class Session:
         seconds = (now - before[1]) / max(1, self.steps - before[0])
         weight = (self._state.tokens - before[2]) // max(1, self.steps - before[0])
         rates = {"tokens_per_s": weight / seconds, "samples_per_s": batch.global_samples / seconds, "mfu": None, "seconds": seconds}
-        waits: dict[str, Any] = {"data_s": math.nan, "compute_s": seconds, "comm_s": math.nan, "sent_bytes": None, "memory_bytes": [], "epoch": self._epoch}
+        waits: dict[str, Any] = {
+            "data_s": math.nan,
+            "compute_s": seconds,
+            "comm_s": math.nan,
+            "sent_bytes": None,
+            "memory_bytes": [],
+            "epoch": self._epoch,
+        }
         size = {"tokens": weight, "samples": batch.global_samples, "lr": float(model.engine.optimizer.param_groups[0]["lr"])}
         main = {"loss": next(iter(self.losses.values())), "grad_norm": next(iter(self.grad_norms.values()))}
         self.emit("step", step=self.steps, **(size | rates | waits | main | figures))

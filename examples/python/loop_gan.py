@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
-from vit import collate, digits
+from vit import digits
 
 import drumline
 
@@ -20,6 +20,23 @@ def discriminator():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 
 
+class Pairs:
+    """(image, noise); the noise hangs on the sample's number, so that any number of processes trains the same."""
+
+    def __init__(self):
+        self.images = [image for image, _ in digits()]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], torch.randn(NOISE, generator=torch.Generator().manual_seed(index))
+
+
+def collate(rows):
+    return torch.stack([image for image, _ in rows]), torch.stack([noise for _, noise in rows])
+
+
 def make_optimizer(model):
     return torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999))
 
@@ -29,8 +46,8 @@ def main(strategy="ddp", run_dir="runs/loop_gan", epochs=5, steps=None, **option
     with drumline.session(strategy, run_dir=run_dir, resume=True, **options) as s:
         models, _ = s.prepare({"g": (generator, make_optimizer), "d": (discriminator, make_optimizer)})
         g, d = models["g"], models["d"]
-        for images, _ in s.batches(digits(), collate, epochs=epochs, steps=steps):
-            fakes = g(torch.randn(len(images), NOISE, device=images.device))
+        for images, noise in s.batches(Pairs(), collate, epochs=epochs, steps=steps):
+            fakes = g(noise)
             logits = d(torch.cat([images, fakes.detach()]))
             real = torch.cat([torch.ones(len(images), 1), torch.zeros(len(images), 1)]).to(images.device)
             s.backward(bce(logits, real, reduction="sum"), len(logits), of="d")
