@@ -60,8 +60,19 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked:
     from drumline.telemetry.measure import planned
     from drumline.train.build import build
 
-    start = RunStart(
-        world_size=ranks.world_size,
+    emit(run_start(plan, resume))
+    if plan.predicted.estimate is not None:
+        emit(planned(plan.predicted.estimate))
+    with watched(plan, ranks.rank) as watch:
+        loop = build(plan, ranks, resume, emit, asked, past, goodput)
+        watch.built(loop.engine)
+        loop.run()
+
+
+def run_start(plan: Plan, resume: str | None) -> RunStart:
+    """The first event of each start."""
+    return RunStart(
+        world_size=plan.mesh.world_size,
         steps=plan.steps,
         parameters=plan.predicted.parameters,
         strategy=strategy_name(plan),
@@ -71,13 +82,6 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked:
         plan_line=plan_line(plan),
         left_out=list(plan.data.left_out) if plan.data else [],
     )
-    emit(start)
-    if plan.predicted.estimate is not None:
-        emit(planned(plan.predicted.estimate))
-    with watched(plan, ranks.rank) as watch:
-        loop = build(plan, ranks, resume, emit, asked, past, goodput)
-        watch.built(loop.engine)
-        loop.run()
 
 
 def silent(event: Event) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from drumline.checkpoint.ranks import Ranks as Together
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.explain import default_run_dir, plan_line, strategy_name
+from drumline.core.explain import default_run_dir
 from drumline.core.signals import StopFlag
 from drumline.data.own import global_batches, held_out
 from drumline.dist.reduce import Gather
@@ -42,8 +42,9 @@ from drumline.models.blocks import Units
 from drumline.models.tape import Build
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.strategies.build import build_module
+from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
 from drumline.train.build import Start
-from drumline.train.entry import Speaker, silent
+from drumline.train.entry import Speaker, run_start, silent
 from drumline.train.own import MAIN, Engines, Model, claim, one_line, plan_of, require_several, restarted
 from drumline.train.state import Goodput, TrainState
 from drumline.vendor.torch import tree_map_only
@@ -114,12 +115,9 @@ class Session:
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
         self.speaker = Speaker(plan, None) if self.is_first else None
-        self.emit: Callable[..., object] = self.speaker.emit if self.speaker else silent
+        self.emit: Emit = self.speaker.emit if self.speaker else silent
         self.goodput = Goodput(self.started)
-        self.emit(
-            "run_start", world_size=self.ranks.world_size, steps=None, parameters=None, strategy=strategy_name(plan), device=plan.device,
-            run_dir=plan.run_dir, resumed_from=str(self.resume) if self.resume else None, plan_line=plan_line(plan), left_out=[],
-        )  # fmt: skip
+        self.emit(run_start(plan, str(self.resume) if self.resume else None))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -159,7 +157,7 @@ class Session:
             found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume))
         for name, (build_one, make) in pairs.items():
             prefix = f"{name}/" if name else ""
-            held = frozenset(n.removeprefix(prefix) for n in found.held if n.startswith(prefix)) if found else frozenset()
+            held = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
             options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
             plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
             self._models[name] = Model(build_module(plan, build_one, self.device, held, make_optimizer=make, **options))
@@ -291,7 +289,7 @@ class Session:
         if finite:
             return
         policy, loss, norm = "rescale" if rescale else health.on_nan, self.losses[of], self.grad_norms[of]
-        self.emit("nonfinite", step=self.steps, policy=policy, loss=loss, grad_norm=norm, sample_ids=[])
+        self.emit(Nonfinite(step=self.steps, policy=policy, loss=loss, grad_norm=norm, sample_ids=[]))
         if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
             what = f"loss {loss:g}, gradient norm {norm:g} at step {self.steps}"
             raise TrainingStopped(what, where="on_nan", fix='look at the samples, lower the rate, or pass over it: on_nan="skip"')
@@ -317,7 +315,7 @@ class Session:
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
-        self.emit("eval", step=self.steps, **means, samples=int(weight), seconds=time.time() - began)
+        self.emit(Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, figures=means))
         return means
 
     def log(self, **metrics: Any) -> None:
@@ -332,18 +330,13 @@ class Session:
         before, self._logged = self._logged, (self.steps, now, self._state.tokens)
         seconds = (now - before[1]) / max(1, self.steps - before[0])
         weight = (self._state.tokens - before[2]) // max(1, self.steps - before[0])
-        rates = {"tokens_per_s": weight / seconds, "samples_per_s": batch.global_samples / seconds, "mfu": None, "seconds": seconds}
-        waits: dict[str, Any] = {
-            "data_s": math.nan,
-            "compute_s": seconds,
-            "comm_s": math.nan,
-            "sent_bytes": None,
-            "memory_bytes": [],
-            "epoch": self._epoch,
-        }
-        size = {"tokens": weight, "samples": batch.global_samples, "lr": float(model.engine.optimizer.param_groups[0]["lr"])}
-        main = {"loss": next(iter(self.losses.values())), "grad_norm": next(iter(self.grad_norms.values()))}
-        self.emit("step", step=self.steps, **(size | rates | waits | main | figures))
+        event = Step(
+            step=self.steps, loss=next(iter(self.losses.values())), lr=float(model.engine.optimizer.param_groups[0]["lr"]),
+            grad_norm=next(iter(self.grad_norms.values())), tokens=weight, samples=batch.global_samples, tokens_per_s=weight / seconds,
+            samples_per_s=batch.global_samples / seconds, mfu=None, seconds=seconds, data_s=0.0, compute_s=seconds, comm_s=None,
+            sent_bytes=None, memory_bytes=[], epoch=self._epoch, figures={k: v for k, v in figures.items() if k not in Step.names()},
+        )  # fmt: skip
+        self.emit(event)
         if self.is_first:
             print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()), flush=True)
 
@@ -378,14 +371,14 @@ class Session:
 
     def _report(self, results: list[Any]) -> None:
         for r in results:
-            figures = {"seconds": r.seconds, "bytes": r.bytes, "blocked_seconds": r.blocked_seconds, "error": r.error}
-            self.emit("save", step=r.step, path=str(r.path) if r.path else None, **figures)
+            path, bytes_ = str(r.path) if r.path else None, r.bytes
+            self.emit(Save(step=r.step, path=path, seconds=r.seconds, bytes=bytes_, blocked_seconds=r.blocked_seconds, error=r.error))
 
     def _stop_if_asked(self) -> None:
         if self._signal:
             self._save_last()
             name = signal.Signals(self._signal).name
-            self.emit("preempt", step=self.steps, signal=name)
+            self.emit(Preempt(step=self.steps, signal=name))
             raise Preempted(f"{name}: stopped and saved at step {self.steps}", where=self.plan.run_dir, fix="go on with resume=True")
 
     def _model(self, of: str) -> Model:

@@ -15,7 +15,7 @@ from tests.tiny import tiny_model_dir
 
 
 def test_the_names() -> None:
-    assert drumline.__all__ == ("Run", "errors", "load", "plan", "train", "verify")
+    assert drumline.__all__ == ("Run", "errors", "load", "plan", "session", "train", "verify")
     assert set(drumline.__all__) <= set(dir(drumline))
     assert all(callable(getattr(drumline, name)) for name in drumline.__all__ if name != "errors")
     assert Path(drumline.__file__).with_name("py.typed").exists()
