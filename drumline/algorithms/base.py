@@ -48,9 +48,9 @@ class Algorithm(Protocol):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Figures for the eval event from sums over the whole held-out set."""
-        return self.figures(sums)
+        return self.step_metrics(sums)
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Further figures for a step's event from the training objective's sums over the whole global batch."""
         return {}
 

@@ -26,16 +26,16 @@ class AnswerPairs(Referenced):
         return log_probs_BT.double().sum(1)
 
     def out(self, loss_P: torch.Tensor, log_probs_B: torch.Tensor, rewards_B: torch.Tensor, batch: Any) -> LossOut:
-        """The loss summed over the pairs that are real, and what `figures` reads."""
+        """The loss summed over the pairs that are real, and what `step_metrics` reads."""
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
         values = ((won_P > lost_P).double(), won_P - lost_P, won_P, lost_P, chosen_P, rejected_P)
         return LossOut((loss_P * batch.real_P).sum().float(), pair_sums(batch.real_P, **dict(zip(FIGURES, values, strict=True))))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.figures(sums)}
+        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.step_metrics(sums)}
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over pairs. Rewards are β × score, the margin their difference, as TRL has them."""
         return means(sums, *FIGURES)
 

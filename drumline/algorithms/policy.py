@@ -77,11 +77,11 @@ class PolicyGradient(Algorithm):
         log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
         return log_probs_BT, log_probs_BT.detach() if self.on_policy else batch.old_log_probs_BT, entropy_BT
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
         rollout's policy, and from the reference where there is one."""
         tokens = max(1.0, sums["tokens"])
-        figures = {
+        metrics = {
             "policy_loss": sums["policy"] / max(1.0, sums["weight"]),
             "ratio_mean": sums["ratio"] / tokens,
             "ratio_max": sums["max_ratio"],
@@ -89,7 +89,7 @@ class PolicyGradient(Algorithm):
             "entropy": sums["entropy"] / tokens,
             "approx_kl": sums["approx_kl"] / tokens,
         }
-        return figures | ({"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient} if "kl" in sums else {})
+        return metrics | ({"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient} if "kl" in sums else {})
 
 
 def surrogate(
@@ -128,7 +128,7 @@ def level_ratio(log_ratio_BT: torch.Tensor, targets_BT: torch.Tensor, level: Lit
 
 
 def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
-    """Sums over the tokens that count, for `PolicyGradient.figures`. A key that starts with `max_` is a maximum."""
+    """Sums over the tokens that count, for `PolicyGradient.metrics`. A key that starts with `max_` is a maximum."""
     counts_BT = (batch.targets_BT != IGNORE) & (batch.weights_BT > 0)
     log_ratio_BT = log_ratio_BT.detach()
     ratio_BT = log_ratio_BT.exp()

@@ -54,8 +54,8 @@ def difference(run: Path, reference: Path) -> Difference:
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
     return Difference(
-        loss=_figures(series(past, "loss"), series(expected, "loss"), SMALLEST_LOSS),
-        grad_norm=_figures(series(past, "grad_norm"), series(expected, "grad_norm"), 1e-30),
+        loss=_largest_difference(series(past, "loss"), series(expected, "loss"), SMALLEST_LOSS),
+        grad_norm=_largest_difference(series(past, "grad_norm"), series(expected, "grad_norm"), 1e-30),
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
@@ -85,7 +85,7 @@ def _felt(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str, flo
     return felt, tuple(sorted(unfelt))
 
 
-def _figures(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
+def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
     """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a figure is not
     finite."""
     if mine.keys() != reference.keys() or not mine:

@@ -45,7 +45,7 @@ def resolve(
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
-    config = adopt(_settled(config, world, why))
+    config = adopt(_with_strategy(config, world, why))
     mesh = resolve_mesh(config.strategy, world)
     precision = precision_of(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
@@ -125,7 +125,7 @@ def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict
     return deepspeed_config(Decided(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts))
 
 
-def _settled(config: Config, world: int, why: list[str]) -> Config:
+def _with_strategy(config: Config, world: int, why: list[str]) -> Config:
     """Where nobody has searched (see planner.search.search), auto is the plainest strategy there is."""
     if config.strategy.kind != "auto":
         return config

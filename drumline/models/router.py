@@ -97,7 +97,7 @@ def router_of(model: Any) -> Router | None:
     return router
 
 
-def router_figures(sums: dict[str, float], denominator: float) -> dict[str, Any]:
+def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
     """Of a step's event: `router_loss`, a mean as the loss is (1 at best), and `expert_load`: of each expert the share of all choices
     that fell on it (1 / E where they are even). Nothing for a model without them."""
     if "router_loss" not in sums:

@@ -145,7 +145,7 @@ class Progress:
         self._say(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
 
     def _on_rollout(self, event: Rollout) -> None:
-        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.figures.items() if key.startswith("reward/")]
+        domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         self._say(
             f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
@@ -161,7 +161,7 @@ class Progress:
             self._say(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
 
     def _on_measured(self, event: Measured) -> None:
-        memory, seconds = event.figures.get("memory"), event.figures.get("seconds", {})
+        memory, seconds = event.metrics.get("memory"), event.metrics.get("seconds", {})
         if self.measured or not memory:
             return
         self.measured = True
@@ -229,7 +229,7 @@ class Progress:
             lines.append(f"  training loss {first:.4f} → {last:.4f}  (means of the first and last {MEAN_STEPS} steps)")
         if len(self.evals) > 1:
             before, after = self.evals[0], self.evals[-1]
-            both = [(name, before.figures[name], value) for name, value in after.figures.items() if name in before.figures]
+            both = [(name, before.metrics[name], value) for name, value in after.metrics.items() if name in before.metrics]
             lines += [f"  held-out {name:<15} {_number(one, '.4f')} → {_number(other, '.4f')}" for name, one, other in both]
         if self.sent:
             lines.append(f"  sent    {size(_mean(self.sent))} a rank and step, mean of {len(self.sent)} steps")
@@ -323,7 +323,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _metrics(event: Eval) -> str:
-    return " · ".join(f"{name} {_number(value)}" for name, value in event.figures.items())
+    return " · ".join(f"{name} {_number(value)}" for name, value in event.metrics.items())
 
 
 def _number(value: Any, form: str = ".4g") -> str:

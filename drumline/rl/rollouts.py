@@ -111,12 +111,12 @@ class Rollouts:
             sampled, position = self._sample_groups(step, position)
             self._check_rewards(step, sampled, position - drawn)
             with self._spend("infer"):
-                episodes, figures = self._learnable(sampled)
+                episodes, metrics = self._learnable(sampled)
             began = time.time()
             yield from self._batches(episodes, sampled, step, position)
             self.seconds["train"] = time.time() - began
             step += self.algorithm.steps_in_turn
-            self._report(step, sampled, position - drawn, figures)
+            self._report(step, sampled, position - drawn, metrics)
 
     def _batches(self, episodes: Episodes, sampled: Sampled, step: int, position: int) -> Iterator[GlobalBatch]:
         """The optimizer steps of a rollout: passes over all its episodes, shuffled anew."""
@@ -206,7 +206,7 @@ class Rollouts:
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
         """Episodes with all that the objective needs, and figures."""
-        episodes, figures = _episodes([sample.episode for sample in sampled.samples]), {}
+        episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
         if self.readers.policy is not None:
             said = self.readers.policy(episodes)
             episodes = replace(episodes, log_probs_NM=said[0], values_NM=said[1] if len(said) > 1 else episodes.values_NM)
@@ -216,12 +216,12 @@ class Rollouts:
         if self.readers.reference is not None:
             episodes = replace(episodes, reference_log_probs_NM=self.readers.reference(episodes)[0])
             kl_NM = divergence(episodes.log_probs_NM, episodes.reference_log_probs_NM, self.algorithm.kl.estimator) * episodes.mask_NM
-            figures = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
+            metrics = {"kl": float(kl_NM.sum() / episodes.mask_NM.sum().clamp(min=1)), "kl_coefficient": self.kl.coefficient}
         rewards_N = torch.tensor(sampled.rewards, dtype=torch.float32)
         episodes = self.algorithm.credited(episodes, rewards_N, kl_NM * self.kl.coefficient)
-        if figures:
-            self.kl.update(figures["kl"], len(episodes))
-        return episodes, figures
+        if metrics:
+            self.kl.update(metrics["kl"], len(episodes))
+        return episodes, metrics
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -245,7 +245,7 @@ class Rollouts:
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.time() - began
 
-    def _report(self, step: int, sampled: Sampled, drawn: int, figures: dict[str, float]) -> None:
+    def _report(self, step: int, sampled: Sampled, drawn: int, metrics: dict[str, float]) -> None:
         known = [reward for reward in sampled.rewards if not math.isnan(reward)]
         drawn_of = Counter(sample.domain for sample in sampled.samples)
         differ = sampled.differ(self.algorithm.group_size)
@@ -263,7 +263,7 @@ class Rollouts:
             failures=sampled.failures,
             **_lengths(sampled),
             **by_kind,
-            figures=_means(sampled) | figures,
+            metrics=_means(sampled) | metrics,
         )
         self.emit(event)
 

@@ -1,6 +1,6 @@
 """events.jsonl: one JSON object a line, appended and flushed at once. It is the truth of a run; displays and trackers only repeat it.
 
-Each kind of event is a class. On disk its fields stand beside `t` (unix seconds), `kind`, and what it has besides (`figures`).
+Each kind of event is a class. On disk its fields stand beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event:
 
     kind: ClassVar[str]
     t: float = field(default_factory=time.time)  # unix seconds
-    figures: dict[str, Any] = field(default_factory=dict)  # what this one has besides the fields of its kind
+    metrics: dict[str, Any] = field(default_factory=dict)  # what this one has besides the fields of its kind
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
@@ -41,12 +41,12 @@ class Event:
     @classmethod
     def names(cls) -> list[str]:
         """The fields of the kind. On disk `from_` has no underscore."""
-        return [each.name for each in fields(cls) if each.name not in ("t", "figures")]
+        return [each.name for each in fields(cls) if each.name not in ("t", "metrics")]
 
     def values(self) -> dict[str, Any]:
         """The event as it stands on disk."""
         own = {name.removesuffix("_"): getattr(self, name) for name in self.names()}
-        return {"t": self.t, "kind": self.kind, **own, **self.figures}
+        return {"t": self.t, "kind": self.kind, **own, **self.metrics}
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
@@ -54,7 +54,7 @@ class Event:
         cls = KINDS.get(values["kind"], Unknown)
         known = {name: values.get(name.removesuffix("_")) for name in cls.names()}
         on_disk = {"t", "kind"} - known.keys() | {name.removesuffix("_") for name in known}
-        return cls(t=values.get("t", 0.0), figures={k: v for k, v in values.items() if k not in on_disk}, **known)
+        return cls(t=values.get("t", 0.0), metrics={k: v for k, v in values.items() if k not in on_disk}, **known)
 
 
 class Unknown(Event, kind=""):
@@ -88,7 +88,7 @@ class Planned(Event, kind="planned"):
 
 
 class Measured(Event, kind="measured"):
-    """`figures`: those of a Measurement."""
+    """`metrics`: those of a Measurement."""
 
     off: dict[str, float]  # category → measured / predicted − 1, of memory, `host PHASE`, traffic, seconds; empty without a prediction
     warned: list[str]  # categories that are off by more than 15%, of those that count (notes say which do not)
@@ -97,11 +97,11 @@ class Measured(Event, kind="measured"):
 
     def measurement(self) -> Measurement:
         """Raises ValueError for an event of another version."""
-        return Measurement.model_validate({name: self.figures[name] for name in Measurement.model_fields if name in self.figures})
+        return Measurement.model_validate({name: self.metrics[name] for name in Measurement.model_fields if name in self.metrics})
 
 
 class Step(Event, kind="step"):
-    """`figures`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a part of `loss`, without its
+    """`metrics`: an algorithm's own; of a mixture of experts whose router loss is trained `router_loss` (a part of `loss`, without its
     coefficient) and `expert_load`: each expert's share of all choices."""
 
     step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
@@ -125,7 +125,7 @@ class Step(Event, kind="step"):
 
 
 class Eval(Event, kind="eval"):
-    """`figures`: its metrics."""
+    """`metrics`: those of the held-out data."""
 
     step: int  # steps done before it
     samples: int  # held-out samples, or prompts
@@ -133,7 +133,7 @@ class Eval(Event, kind="eval"):
 
 
 class Rollout(Event, kind="rollout"):
-    """`figures`: reward/DOMAIN, and those of the KL penalty."""
+    """`metrics`: reward/DOMAIN, and those of the KL penalty."""
 
     step: int  # steps done after those that learned from it
     prompts: int
@@ -232,7 +232,7 @@ Emit = Callable[[Event], object]
 
 def last_measurement(events: list[Event]) -> Measurement | None:
     """The newest of a run that knows of memory; None where the run was too short. Raises ValueError for a run of another version."""
-    found = [event for event in events if isinstance(event, Measured) and event.figures.get("memory")]
+    found = [event for event in events if isinstance(event, Measured) and event.metrics.get("memory")]
     return found[-1].measurement() if found else None
 
 

@@ -123,7 +123,7 @@ class Measure:
         wrong = [row for row in rows if row.warns]
         reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
         event = Measured(
-            figures=found.model_dump(),
+            metrics=found.model_dump(),
             off={row.category: row.off for row in rows},
             warned=[row.category for row in wrong],
             warnings=[row.line() for row in wrong],
@@ -137,7 +137,7 @@ class Measure:
 
     def _measurement(self, step: int, final: bool) -> Measurement:
         """All ranks' figures, the same on every rank. Collective."""
-        mine = {name: math.nan if value is None else float(value) for name, value in self._figures().items()}
+        mine = {name: math.nan if value is None else float(value) for name, value in self._numbers().items()}
         _, values = self.gather({}, *mine.values())
         ranks = dict(zip(mine, values, strict=True))
         seconds = {name: max(ranks[f"{name}_s"]) for name in SECONDS if _known(ranks[f"{name}_s"])}
@@ -166,7 +166,7 @@ class Measure:
             width=max(ranks["width"]) / planned_tokens if max(ranks["width"]) else 1.0,
         )
 
-    def _figures(self) -> dict[str, float | None]:
+    def _numbers(self) -> dict[str, float | None]:
         """This rank's; None is not known."""
         medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
         return {

@@ -63,7 +63,7 @@ class Sink:
             self._guard(lambda tracker: tracker.rewind(event.step))
         elif isinstance(event, Step | Eval | Save | Rollout):
             group = GROUPS[type(event)]
-            named = {f"{group}/{key}": value for key, value in figures(event).items()}
+            named = {f"{group}/{key}": value for key, value in metrics(event).items()}
             self._guard(lambda tracker: tracker.write(group, named, event.step))
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Sink:
             _warn(self.name, error)
 
 
-def figures(event: Event) -> dict[str, float]:
+def metrics(event: Event) -> dict[str, float]:
     """The numbers of an event, `t` and `step` left out; the least and the most of the experts' loads; and the memory of the
     ranks, each of a few, or the least and the most."""
     values = event.values()

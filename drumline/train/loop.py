@@ -20,7 +20,7 @@ from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
 from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
-from drumline.models.router import router_figures
+from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
 from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
 from drumline.telemetry.measure import Measure
@@ -182,7 +182,7 @@ class Loop:
             grad_norm=flight.grad_norm,
             tokens=flight.tokens,
             sent_bytes=flight.sent,
-            figures=self.algorithm.figures(flight.total) | router_figures(flight.total, flight.denominator),
+            metrics=self.algorithm.step_metrics(flight.total) | router_metrics(flight.total, flight.denominator),
             samples=len(flight.sample_ids),
             tokens_per_s=rate,
             samples_per_s=len(flight.sample_ids) / seconds,
@@ -217,16 +217,16 @@ class Loop:
         self._land()
         started = time.time()
         with self.goodput.spend("eval"):
-            found = self._held_out_figures() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
+            found = self._held_out_metrics() if self.rollouts is None else self.rollouts.evaluate(self.state.step)
         if found is None:
             return False
-        figures, samples = found
+        metrics, samples = found
         self.evaluated_step = self.state.step
         options = self.plan.config.eval
-        if options.metric not in figures:
-            raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(figures)}")
-        self.metric = figures[options.metric]
-        self.emit(Eval(step=self.state.step, samples=samples, seconds=time.time() - started, figures=figures))
+        if options.metric not in metrics:
+            raise ConfigError(f"no metric {options.metric!r}", where="eval.metric", fix=f"one of {', '.join(metrics)}")
+        self.metric = metrics[options.metric]
+        self.emit(Eval(step=self.state.step, samples=samples, seconds=time.time() - started, metrics=metrics))
         best, sign = self.state.best, 1.0 if options.mode == "min" else -1.0
         # The untrained weights are the base line, not a candidate: a run exports something that it trained.
         better = self.state.step > 0 and (best is None or sign * self.metric < sign * best)
@@ -234,7 +234,7 @@ class Loop:
             self.state.best = self.metric
         return better
 
-    def _held_out_figures(self) -> tuple[dict[str, float], int] | None:
+    def _held_out_metrics(self) -> tuple[dict[str, float], int] | None:
         if self.held_out is None:
             return None
         sums: dict[str, float] = {}

@@ -129,7 +129,7 @@ def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
     if not found:
         raise DrumlineError("the ranks ended without a figure", where=str(scratch))
     step = found[-1].step if weights.checkpoint else None
-    return 0, {"step": step, "samples": found[-1].samples, "metrics": found[-1].figures}
+    return 0, {"step": step, "samples": found[-1].samples, "metrics": found[-1].metrics}
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:

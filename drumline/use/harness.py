@@ -71,10 +71,10 @@ def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, includ
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {lines[0][:300]}", where="--lm-eval " + ",".join(tasks)) from error
     assert found is not None, "this process is the first rank"
-    return {task: _figures(metrics) for task, metrics in found["results"].items()}
+    return {task: _metrics(metrics) for task, metrics in found["results"].items()}
 
 
-def _figures(metrics: dict[str, Any]) -> dict[str, float]:
+def _metrics(metrics: dict[str, Any]) -> dict[str, float]:
     """Numbers under `metric`, or `metric filter` where an answer was filtered."""
     named = {name.replace(",none", "").replace(",", " "): value for name, value in metrics.items() if "," in name}
     return {name: float(value) for name, value in named.items() if isinstance(value, float | int)}

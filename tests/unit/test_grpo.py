@@ -57,7 +57,7 @@ def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]])
         for key, value in out.sums.items():
             sums[key] = max(sums.get(key, 0.0), float(value)) if key.startswith("max_") else sums.get(key, 0.0) + float(value)
     total.backward()
-    return total.item(), leaf.grad, algorithm.figures(sums)
+    return total.item(), leaf.grad, algorithm.step_metrics(sums)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])

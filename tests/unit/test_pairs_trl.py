@@ -133,7 +133,7 @@ def test_the_reward_model_is_trls(name: str, cuts: list[list[int]]) -> None:
         for key, value in {"loss": loss_sum.detach(), **told}.items():
             sums[key] = sums.get(key, 0.0) + float(value)
     assert sums["loss"] / 4 == pytest.approx(case["loss"], **CLOSE)
-    figures = algorithm.figures(sums)
+    figures = algorithm.step_metrics(sums)
     assert {key: figures[key] for key in case["figures"]} == pytest.approx(case["figures"], **CLOSE)
     close(gradients(learner), case["gradients"])
 

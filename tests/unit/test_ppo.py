@@ -98,7 +98,7 @@ def test_losses_and_gradients_equal_the_formula(value_clip: float | None) -> Non
     assert out.loss_sum.item() == pytest.approx(expected_sum.item(), abs=1e-5)
     for mine, theirs in zip(got, torch.autograd.grad(expected_sum, (logits_BTV, values_BT)), strict=True):
         torch.testing.assert_close(mine, theirs.to(mine.dtype), atol=1e-5, rtol=1e-5)
-    figures = ppo.figures({key: float(value) for key, value in out.sums.items()})
+    figures = ppo.step_metrics({key: float(value) for key, value in out.sums.items()})
     assert batch.weight == sum(LENGTHS) and 0 < figures["clip_fraction"] < 1
     learned = batch.targets_BT != -100
     returns, left = batch.returns_BT[learned].double(), (batch.returns_BT - values_BT.detach())[learned].double()

@@ -31,7 +31,7 @@ def test_values_that_json_lacks_and_secrets(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "e.jsonl")
     log.emit(Nonfinite(step=1, policy="skip", loss=math.nan, grad_norm=math.inf, sample_ids=[1]))
     secrets = {"loss": 1.0, "WANDB_API_KEY": "abc", "nested": {"hf_token": "def", "tokens": 5}}
-    log.emit(Eval(step=1, samples=1, seconds=0.1, figures=secrets))
+    log.emit(Eval(step=1, samples=1, seconds=0.1, metrics=secrets))
     first, second = (event.values() for event in read(tmp_path / "e.jsonl"))
     assert (first["loss"], first["grad_norm"]) == (None, "inf")
     assert second["WANDB_API_KEY"] == "[redacted]" and second["nested"] == {"hf_token": "[redacted]", "tokens": 5}

@@ -34,7 +34,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     for kind, each in KINDS.items():
         if kind:
             numbers: dict[str, Any] = {name: number for number, name in enumerate(each.names(), 1)}
-            made[kind] = log.emit(each(figures={"own": [1.5]}, **numbers))
+            made[kind] = log.emit(each(metrics={"own": [1.5]}, **numbers))
     assert {event.kind: event for event in read(tmp_path / "e.jsonl")} == made and len(made) == 15
     line = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[list(made).index("replan")])
     own = {"from": 1, "to": 2, "why": 3, "predicted_bytes": 4, "plan": 5, "step": 6, "own": [1.5]}
@@ -46,17 +46,17 @@ def test_other_versions_are_read(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     path.write_text('{"t": 1, "kind": "moved", "to": "there"}\n{"t": 2, "kind": "step", "step": 3, "loss": 1.0, "newer": 4}\n')
     moved, step = read(path)
-    assert moved == Unknown(t=1, kind="moved", figures={"to": "there"}) and moved.values() == {"t": 1, "kind": "moved", "to": "there"}
-    assert isinstance(step, Step) and (step.step, step.loss, step.sent_bytes, step.figures) == (3, 1.0, None, {"newer": 4})
+    assert moved == Unknown(t=1, kind="moved", metrics={"to": "there"}) and moved.values() == {"t": 1, "kind": "moved", "to": "there"}
+    assert isinstance(step, Step) and (step.step, step.loss, step.sent_bytes, step.metrics) == (3, 1.0, None, {"newer": 4})
 
 
 def test_numbers_of_numpy_and_torch_stay_numbers(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "e.jsonl")
     odd: dict[str, Any] = {"step": np.int64(3), "samples": np.float32("nan"), "seconds": Path("x")}
-    log.emit(Eval(**odd, figures={"loss": torch.tensor(0.5)}))
+    log.emit(Eval(**odd, metrics={"loss": torch.tensor(0.5)}))
     (event,) = read(tmp_path / "e.jsonl")
     assert isinstance(event, Eval)
-    assert (event.step, event.figures["loss"], event.samples, event.seconds) == (3, 0.5, None, "x")
+    assert (event.step, event.metrics["loss"], event.samples, event.seconds) == (3, 0.5, None, "x")
 
 
 def test_lines_are_json_whatever_the_values(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from drumline.errors import ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
 from drumline.models.load import facts, load_config
-from drumline.models.router import router_figures, router_of
+from drumline.models.router import router_metrics, router_of
 from drumline.telemetry.events import Event
-from drumline.telemetry.trackers import figures
+from drumline.telemetry.trackers import metrics
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": 64, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -101,13 +101,13 @@ def test_what_the_event_says() -> None:
     module = ForwardWithObjective(build_model(None, config_of("mixtral"), seed=0))
     batch = collate([documents([6, 4])], 0, 16)
     _, sums, _ = trained(module, [batch])
-    said = router_figures(sums, batch.weight)
+    said = router_metrics(sums, batch.weight)
     assert said["router_loss"] >= 0.9 and len(said["expert_load"]) == 4 and sum(said["expert_load"]) == pytest.approx(1)
     assert sum(v for k, v in sums.items() if k.startswith("expert_load/")) == 10 * 2 * 2  # real tokens × chosen × layers
-    assert figures(Event.of({"kind": "moved", "expert_load": [0.25, 0.75]})) == {"expert_load/least": 0.25, "expert_load/most": 0.75}
+    assert metrics(Event.of({"kind": "moved", "expert_load": [0.25, 0.75]})) == {"expert_load/least": 0.25, "expert_load/most": 0.75}
     with torch.no_grad():
         assert module(batch, NextToken(0, False).objective)[1] == {}, "asked without gradients: the loss of the tokens alone"
-    assert router_figures({"loss": 1.0}, 1.0) == {}
+    assert router_metrics({"loss": 1.0}, 1.0) == {}
 
 
 def test_a_router_loss_that_is_not_known_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Event
-from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, figures, open_sinks
+from drumline.telemetry.trackers import LIBRARIES, Sink, Tracker, check_installed, metrics, open_sinks
 
 STEP: dict[str, Any] = {
     "t": 0.0, "kind": "step", "lr": 1e-4, "grad_norm": None, "tokens": 100, "mfu": None, "memory_bytes": [1, 2], "epoch": 0.5,
@@ -33,12 +33,12 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_figures_of_an_event() -> None:
-    assert figures(Event.of(step(3))) == {
+    assert metrics(Event.of(step(3))) == {
         "loss": 1.0, "lr": 1e-4, "tokens": 100.0, "epoch": 0.5, "memory_bytes/rank_0": 1.0, "memory_bytes/rank_1": 2.0,
     }  # fmt: skip
-    many = figures(Event.of({**step(3), "memory_bytes": list(range(5, 69))}))
+    many = metrics(Event.of({**step(3), "memory_bytes": list(range(5, 69))}))
     assert (many["memory_bytes/least"], many["memory_bytes/most"]) == (5, 68) and len(many) == 6
-    assert "path" not in figures(Event.of({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None}))
+    assert "path" not in metrics(Event.of({"kind": "save", "step": 1, "path": "p", "bytes": 3, "error": None}))
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:

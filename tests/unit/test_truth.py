@@ -192,7 +192,7 @@ def run_folder(folder: Path, estimate: Estimate | None, *measured: dict[str, Any
     log = EventLog(folder / "events.jsonl")
     log.emit(planned(ESTIMATE))
     for changes in measured:
-        log.emit(Measured(off={}, warned=[], warnings=[], notes=[], figures=MEASURED.model_dump() | changes))
+        log.emit(Measured(off={}, warned=[], warnings=[], notes=[], metrics=MEASURED.model_dump() | changes))
     return folder
 
 

@@ -52,14 +52,14 @@ class Classify(Algorithm):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         samples = max(1.0, sums["samples"])
-        figures = {"loss": sums["loss"] / samples, "accuracy": sums["correct"] / samples}
+        metrics = {"loss": sums["loss"] / samples, "accuracy": sums["correct"] / samples}
         if "top" in sums:
-            figures[f"top{TOP}_accuracy"] = sums["top"] / samples
+            metrics[f"top{TOP}_accuracy"] = sums["top"] / samples
         classes = sum(name.startswith("tp.") for name in sums)
         sizes = {index: sums[f"labelled.{index}"] + sums[f"chosen.{index}"] for index in range(classes)}
         scores = [2 * sums[f"tp.{index}"] / size for index, size in sizes.items() if size]
-        figures["macro_f1"] = sum(scores) / max(1, len(scores))
-        return figures
+        metrics["macro_f1"] = sum(scores) / max(1, len(scores))
+        return metrics
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"accuracy": sums["correct"] / max(1.0, sums["samples"])}

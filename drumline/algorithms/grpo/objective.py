@@ -57,11 +57,11 @@ class GRPO(PolicyGradient):
             sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
         return LossOut(loss_sum, sums)
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
-        figures = super().figures(sums)
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        metrics = super().step_metrics(sums)
         if "importance" in sums:
-            figures |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
-        return figures
+            metrics |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
+        return metrics
 
 
 def credited(

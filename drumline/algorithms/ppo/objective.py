@@ -63,9 +63,9 @@ class PPO(PolicyGradient):
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
         return LossOut(self.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         value = {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": _explained(sums)}
-        return super().figures(sums) | value
+        return super().step_metrics(sums) | value
 
 
 def credited(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, gamma: float, lam: float, whitened: bool) -> Episodes:

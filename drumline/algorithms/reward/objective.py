@@ -31,12 +31,12 @@ class RewardModel(Algorithm):
         return LossOut(told.loss_sum, told.sums | calibration_sums(chosen_P - rejected_P, batch.real_P))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        figures = self.figures(sums)
-        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **figures, "calibration_error": calibration_error(sums)}
+        metrics = self.step_metrics(sums)
+        return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **metrics, "calibration_error": calibration_error(sums)}
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
-        figures = means(sums, "accuracy", "margin", "chosen", "rejected")
-        return figures | {f"{name}_std": deviation(sums, name) for name in ("chosen", "rejected")}
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        metrics = means(sums, "accuracy", "margin", "chosen", "rejected")
+        return metrics | {f"{name}_std": deviation(sums, name) for name in ("chosen", "rejected")}
 
     def _rewards(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sides(outputs.values().gather(1, batch.last_B[:, None]).squeeze(1))

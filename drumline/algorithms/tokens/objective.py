@@ -35,10 +35,10 @@ class NextToken(Algorithm):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         tokens = max(1.0, sums["tokens"])
-        figures = {"loss": sums["loss"] / tokens, "token_accuracy": sums["correct"] / tokens}
+        metrics = {"loss": sums["loss"] / tokens, "token_accuracy": sums["correct"] / tokens}
         if self.answers:
-            figures["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
-        return figures
+            metrics["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
+        return metrics
 
 
 def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -69,16 +69,16 @@ class Answer:
     tight: Candidate | None = None
 
 
-def why_not(figures: Estimate) -> str:
+def why_not(estimated: Estimate) -> str:
     """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
-    held, limit = figures.memory.reserved, figures.limit
+    held, limit = estimated.memory.reserved, estimated.limit
     if held > limit:
         return f"{gb(held)} > {gb(limit)}"
     if held > TIGHT * limit:
         return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
-    host = figures.host
+    host = estimated.host
     most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
-    return f"{gb(most)} of host memory {phase} > {gb(figures.host_limit or 0)}"
+    return f"{gb(most)} of host memory {phase} > {gb(estimated.host_limit or 0)}"
 
 
 def gb(bytes_: float) -> str:
@@ -86,9 +86,9 @@ def gb(bytes_: float) -> str:
     return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
-def faster(figures: Estimate, other: Estimate) -> bool:
+def faster(estimated: Estimate, other: Estimate) -> bool:
     """By more than no prediction is better than."""
-    return figures.tokens_per_s * (1 - TIE) > other.tokens_per_s
+    return estimated.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
 def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:

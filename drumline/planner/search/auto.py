@@ -64,18 +64,18 @@ def _written(config: Config, first: Candidate) -> Config:
 def _why(answer: Answer) -> str:
     first, *others = answer.ranked
     second = next((other for other in others if other.family != first.family), None)
-    batch, figures = first.layout.batch, first.estimate
+    batch, estimated = first.layout.batch, first.estimate
     kind = first.layout.activation_checkpointing
-    if figures.verdict != "fits":
+    if estimated.verdict != "fits":
         reason = f"tight, and none of {answer.looked_at} layouts fits with room"
-    elif any(c.estimate.tokens_per_s > figures.tokens_per_s and c.estimate.verdict == "fits" for c in others):
+    elif any(c.estimate.tokens_per_s > estimated.tokens_per_s and c.estimate.verdict == "fits" for c in others):
         reason = f"of {answer.looked_at} layouts as fast as any that fits (within {TIE:.0%}), and simpler"
     else:
         reason = f"of {answer.looked_at} layouts the fastest predicted to fit"
     parts = [
         f"strategy auto: {first.name}, micro-batch {batch.micro_batch} × accumulation {batch.accumulation}"
         + (f", {kind} checkpointing" if kind != "none" else ""),
-        f"{reason}: {figures.tokens_per_s:,.0f} tokens/s at {gb(figures.memory.reserved)} of {gb(figures.limit)}",
+        f"{reason}: {estimated.tokens_per_s:,.0f} tokens/s at {gb(estimated.memory.reserved)} of {gb(estimated.limit)}",
     ]
     if second is not None:
         parts.append(f"second {second.name}, {second.estimate.tokens_per_s:,.0f} tokens/s at {gb(second.estimate.memory.reserved)}")

@@ -57,13 +57,13 @@ def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
             family.words = family.words or _words(error)
             continue
         if chosen is not None:
-            layout, figures = chosen
-            entry = ((figures.verdict == "fits", figures.tokens_per_s), -number, way, layout, figures)
+            layout, estimated = chosen
+            entry = ((estimated.verdict == "fits", estimated.tokens_per_s), -number, way, layout, estimated)
             (heapq.heappush if len(family.best) < FEW else heapq.heappushpop)(family.best, entry)
     ranked, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
-            ranked += [_candidate(question, way, layout, figures) for _, _, way, layout, figures in family.best]
+            ranked += [_candidate(question, way, layout, estimated) for _, _, way, layout, estimated in family.best]
             if not family.best:
                 refused.append(_refused(question, name, family))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
@@ -126,14 +126,14 @@ class _Look:
         found, refusal = list[tuple[Layout, Estimate]](), None
         for kind in self.checkpointing:
             try:
-                for layout, figures in self.looks(way, kind):
+                for layout, estimated in self.looks(way, kind):
                     family.looked_at += 1
-                    if figures.verdict != "no":
-                        found.append((layout, figures))
-                        if figures.verdict == "tight" and (family.tight is None or faster(figures, family.tight[2])):
-                            family.tight = way, layout, figures
-                    elif family.nearest is None or figures.memory.reserved < family.nearest[2].memory.reserved:
-                        family.nearest = way, layout, figures
+                    if estimated.verdict != "no":
+                        found.append((layout, estimated))
+                        if estimated.verdict == "tight" and (family.tight is None or faster(estimated, family.tight[2])):
+                            family.tight = way, layout, estimated
+                    elif family.nearest is None or estimated.memory.reserved < family.nearest[2].memory.reserved:
+                        family.nearest = way, layout, estimated
             except PlanError as error:
                 refusal = refusal or error
         if found:
@@ -146,7 +146,7 @@ class _Look:
         """Whether any micro-batch fits under some checkpointing."""
         for kind in reversed(self.checkpointing):
             try:
-                if any(figures.verdict == "fits" for _, figures in self.looks(way, kind)):
+                if any(estimated.verdict == "fits" for _, estimated in self.looks(way, kind)):
                     return True
             except PlanError:
                 continue
@@ -159,11 +159,11 @@ class _Look:
         for layout in self.layouts(way, checkpointing):
             if over and layout.batch.accumulation > 1:
                 continue
-            figures = estimate(layout, self.question.facts, self.question.cluster)
-            yield layout, figures
-            if figures.verdict == "no":
+            estimated = estimate(layout, self.question.facts, self.question.cluster)
+            yield layout, estimated
+            if estimated.verdict == "no":
                 over = True
-                if figures.memory.peak - 2 * figures.memory.gradients > figures.limit:
+                if estimated.memory.peak - 2 * estimated.memory.gradients > estimated.limit:
                     return
 
     def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
@@ -196,7 +196,7 @@ class _Look:
     def _best(self, found: list[tuple[Layout, Estimate]]) -> tuple[Layout, Estimate]:
         """The fastest that fits; of those as fast, the least checkpointing, then the micro-batch nearest to the usual one."""
         fits = [pair for pair in found if pair[1].verdict == "fits"] or found
-        fastest = max(figures.tokens_per_s for _, figures in fits)
+        fastest = max(estimated.tokens_per_s for _, estimated in fits)
         same = [pair for pair in fits if pair[1].tokens_per_s >= (1 - TIE) * fastest]
 
         def usual(pair: tuple[Layout, Estimate]) -> tuple[int, float]:
@@ -207,14 +207,14 @@ class _Look:
         return min(same, key=usual)
 
 
-def _candidate(question: Question, way: Way, layout: Layout, figures: Estimate) -> Candidate:
+def _candidate(question: Question, way: Way, layout: Layout, estimated: Estimate) -> Candidate:
     """A layout with its batch written into its config. Raises PlanError where a DeepSpeed config of the user's own says otherwise."""
     batch, said = layout.batch, layout.config.batch
     total = {} if said.global_samples or said.global_tokens else {"accumulation": batch.accumulation}
     config = layout.config.model_copy(update={"batch": said.model_copy(update={"micro_batch": batch.micro_batch, **total})})
     made = layout.model_copy(update={"config": config})
     deepspeed_of(made, question.facts, "")
-    return Candidate(way.name, made, figures, way.family, way.simple)
+    return Candidate(way.name, made, estimated, way.family, way.simple)
 
 
 def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
