@@ -49,12 +49,12 @@ def launch(
     groups = Groups.of_this_process()
     with LauncherSignals(trial) as signals, Tail(events_path, on_event):
         while True:
-            started, attempt, kills = time.time(), _next_attempt(run_dir), groups.oom_kills()
+            started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
             rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), worker]
             command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
             logs = run_dir / "logs" / f"attempt-{attempt}"
             ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds).attempt()
-            code = _code(ends, signals.number)
+            code = exit_code(ends, signals.number)
             if code is not None:
                 _last_words(ends, code, signals.number, plan)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
@@ -80,7 +80,7 @@ def newest_or(resume: str | None, run_dir: Path) -> str:
     return "newest" if resume is None or any((run_dir / "checkpoints").glob("step-*")) else resume
 
 
-def _next_attempt(run_dir: Path) -> int:
+def next_attempt(run_dir: Path) -> int:
     """Attempts are counted over all launches into this run folder."""
     return max((int(path.name.removeprefix("attempt-")) for path in (run_dir / "logs").glob("attempt-*")), default=-1) + 1
 
@@ -91,7 +91,7 @@ def _progress(events_path: Path, started: float) -> tuple[int, int]:
     return max((step for step, _ in steps), default=-1), ([step for step, mine in steps if mine] or [-1])[-1]
 
 
-def _code(ends: list[RankEnd], signal: int) -> int | None:
+def exit_code(ends: list[RankEnd], signal: int) -> int | None:
     """The exit code of a launch that is over; None where a rank failed and has to be told of."""
     killed = any(end.ours for end in ends)
     codes = {end.exitcode for end in ends if not end.ours or end.error}

@@ -1,0 +1,83 @@
+"""`drumline launch mine.py`: a script of the user's own as the ranks of one machine, by the agent that `drumline train` has."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drumline.core.signals import LauncherSignals
+from drumline.errors import NotSaved, UserError
+from drumline.hardware.detect import detect, usable_cores
+from drumline.launchers.environment import listen
+from drumline.launchers.local import exit_code, next_attempt
+from drumline.launchers.postmortem import report, root_cause
+from drumline.launchers.restarts import Restarts
+
+ATTEMPT = "DRUMLINE_ATTEMPT"  # what a session reads: above 0 it goes on from its newest checkpoint
+GRACE_SECONDS = 60.0
+LOOK_SECONDS = 0.2
+
+
+def launch(script: Path, arguments: list[str], nproc: int | None, max_restarts: int) -> int:
+    """Run `nproc` ranks of a script (None: one a GPU, or one) to the end and return the exit code. What rank 0 prints is shown; the logs of
+    all are in runs/NAME/logs. A start after a dead rank goes on from the newest checkpoint. Raises UserError where there is no script."""
+    if not script.is_file():
+        raise UserError("there is no such script", where=str(script), fix="name a Python file")
+    nproc = nproc or max(1, len(detect().devices))
+    run_dir = Path("runs") / script.stem
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
+    from drumline.launchers.agent import Agent
+
+    restarts = Restarts(max_restarts)
+    rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), str(script.absolute()), *arguments]
+    with LauncherSignals() as signals:
+        for start in range(max_restarts + 1):
+            os.environ[ATTEMPT] = str(start)
+            logs = run_dir / "logs" / f"attempt-{next_attempt(run_dir)}"
+            with _shown(logs / "rank-0.out", sys.stdout), _shown(logs / "rank-0.log", sys.stderr):
+                ends = Agent(rank, nproc, listen(None), logs, signals, GRACE_SECONDS).attempt()
+            code = exit_code(ends, signals.number)
+            if code is not None:
+                return NotSaved.exit_code if code == NotSaved.rank_code else code
+            cause = root_cause(ends)
+            # How far it was is the script's own affair: each start counts.
+            reason = "asked to stop" if signals.number else restarts.decide(-1, start, cause.rank, cause.message)
+            print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+            first = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
+            if reason is not None:
+                print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
+                return 1
+            print(f"{first}\nstarting again ({restarts.left} restarts left)", file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _shown(path: Path, stream: object) -> Iterator[None]:
+    """Copy to `stream` what is written to `path` meanwhile."""
+    done, offset = threading.Event(), 0
+
+    def copy() -> None:
+        nonlocal offset
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                text = file.read()
+            offset += len(text)
+            print(text.decode(errors="replace"), end="", file=stream, flush=True)  # type: ignore[call-overload]
+
+    def follow() -> None:
+        while not done.wait(LOOK_SECONDS):
+            copy()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        copy()

@@ -1,0 +1,83 @@
+"""A loop of the user's own under launchers: killed and gone on with to the bit, on other numbers of processes, and under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from drumline.checkpoint.load import check, load, newest
+from tests.faults.live import gone, kill, wait_for
+from tests.forks import Forked
+from tests.harness import ENV, events, losses
+
+LOOP = Path(__file__).with_name("session_loop.py")
+
+
+def launch(run: Path, strategy: str, *arguments: object, nproc: int = 2) -> Forked:
+    command = ["launch", LOOP, "--nproc", nproc, "--", strategy, run, *arguments]
+    return Forked("drumline", *command, env=ENV, cwd=run.parent)
+
+
+def finished(process: Forked) -> None:
+    code, said = process.told(200)
+    assert code == 0, said
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint: weights and moments."""
+    path = newest(run / "checkpoints", verify=True, alone=True).path
+    assert path is not None
+    named: dict[str, Any] = {n: torch.empty(t.shape) for n, t in check(path, False, alone=True).tensors.items()}
+    load(path, named, alone=True)
+    return named
+
+
+def test_killed_and_resumed_to_the_bit(tmp_path: Path) -> None:
+    finished(launch(tmp_path / "whole", "fsdp2", 12))
+    run = tmp_path / "killed"
+    process = launch(run, "fsdp2", 12, 0.1, 0.2)
+    wait_for(run, "save", 4, process)
+    kill(children(process.pid)[-1])
+    code, said = process.told(100)
+    assert code == 1 and "SIGKILL" in said, said
+    assert gone(str(run), 5.0) and max(losses(run)) < 12
+    finished(launch(run, "fsdp2", 12))
+    (restored,) = (e for e in events(run, "restore") if e["path"])
+    assert restored["step"] >= 4
+    assert losses(run) == losses(tmp_path / "whole")
+    mine, expected = tensors(run), tensors(tmp_path / "whole")
+    assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def children(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+def test_gone_on_with_by_one_process_and_another_strategy(tmp_path: Path) -> None:
+    finished(launch(tmp_path / "whole", "single", 8, 0, nproc=1))
+    finished(launch(tmp_path / "parts", "fsdp2", 4, 0))
+    finished(launch(tmp_path / "parts", "ddp", 8, 0, nproc=1))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    mine, expected = tensors(tmp_path / "parts"), tensors(tmp_path / "whole")
+    for name in (n for n in expected if n.startswith("model.")):
+        assert torch.linalg.vector_norm(mine[name] - expected[name]) <= 1e-5 * torch.linalg.vector_norm(expected[name]), name
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--standalone", "--nproc-per-node=2", "-m", "tests.distributed.session_loop"]
+    finished(Forked("torch.distributed.run", *options, "ddp", run, 4, env=ENV))
+    finished(launch(tmp_path / "own", "ddp", 4))
+    assert losses(run) == losses(tmp_path / "own") and len(losses(run)) == 4
+
+
+def test_a_mistake_is_one_line() -> None:
+    code = "import drumline; drumline.session('fsdp3', global_samples=8)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: session: strategy") and done.stderr.count("\n") == 1, done.stderr
