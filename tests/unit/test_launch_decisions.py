@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drumline.launchers.local import _code, _next_attempt, _progress, newest_or
+from drumline.launchers.local import _progress, exit_code, newest_or, next_attempt
 from drumline.launchers.postmortem import RankEnd, exhausted, read_error, report, root_cause
 from drumline.launchers.restarts import Restarts
 from drumline.telemetry.events import Eval, EventLog, Restore
@@ -100,7 +100,7 @@ def test_notes_that_are_none(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
-    assert _code(ends, asked) == code
+    assert exit_code(ends, asked) == code
 
 
 def test_how_far_the_attempt_came(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_how_far_the_attempt_came(tmp_path: Path) -> None:
 
 
 def test_attempts_are_counted_over_launches(tmp_path: Path) -> None:
-    assert _next_attempt(tmp_path) == 0
+    assert next_attempt(tmp_path) == 0
     for number in (0, 3, 10):
         (tmp_path / "logs" / f"attempt-{number}").mkdir(parents=True)
-    assert _next_attempt(tmp_path) == 11
+    assert next_attempt(tmp_path) == 11
 
 
 def test_restart_budget() -> None:
