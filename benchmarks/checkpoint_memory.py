@@ -47,7 +47,6 @@ def work(folder: str) -> dict[str, Any]:
     from drumline.core.config import OptimizerConfig
     from drumline.core.mesh import Mesh
     from drumline.core.model import ModelConfig
-    from drumline.core.strategies import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
     from drumline.models.build import lay_out
@@ -56,7 +55,8 @@ def work(folder: str) -> dict[str, Any]:
     from drumline.models.shards import Values
     from drumline.parallel.norms import local
     from drumline.parallel.optimizer import build_optimizer, optimizer_tensors
-    from drumline.parallel.transforms import apply_fsdp2
+    from drumline.strategies.fsdp2.spec import FSDP2Strategy
+    from drumline.strategies.fsdp2.transform import apply_fsdp2
 
     ranks = start("cpu", "gloo", 600)
     path = str(Path(folder) / "model")

@@ -53,14 +53,14 @@ def load(case: str, folder: str) -> dict[str, int]:
 
     from drumline.core.mesh import Mesh
     from drumline.core.model import ModelConfig
-    from drumline.core.strategies import FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh
     from drumline.dist.start import start, stop
     from drumline.models.build import lay_out
     from drumline.models.head import ForwardWithObjective
     from drumline.models.shards import Values
     from drumline.parallel.norms import local
-    from drumline.parallel.transforms import apply_fsdp2
+    from drumline.strategies.fsdp2.spec import FSDP2Strategy
+    from drumline.strategies.fsdp2.transform import apply_fsdp2
 
     ranks = start("cpu", "gloo", 600)
     init: Any = "random" if "random" in case else "pretrained"

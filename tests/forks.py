@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 MODULES = (HANDLER, "torch.distributed.run", "torch.distributed.tensor.parallel", "torch.distributed.fsdp",
            "transformers.models.llama.modeling_llama", "drumline.cli", "drumline.train.command", "drumline.train.entry",
-           "drumline.train.build", "drumline.train.setup", "drumline.launchers.agent", "drumline.strategies.deepspeed",
+           "drumline.train.build", "drumline.train.setup", "drumline.launchers.agent", "drumline.strategies.zero.engine",
            "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 ROOM = "x" * 8192  # for a child's arguments, and for its variables, where other processes read them
 

@@ -28,13 +28,7 @@ def count(number: float) -> str:
 
 def strategy_name(plan: Plan) -> str:
     """What the plan runs, mixes written out: `ddp`, `fsdp2 × tp 2`."""
-    kind, mesh = plan.config.strategy.kind, plan.mesh
-    base = plan.data_parallel if kind in ("tp", "cp", "pp", "model_parallel") else kind
-    parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
-    if kind == "model_parallel":
-        parts[0] = f"model_parallel {mesh.pp}"
-    # FSDP2 shards over the ranks of one sequence too: it is there even where all ranks see the same samples.
-    return " × ".join(parts if parts and mesh.data_ranks == 1 and base != "fsdp2" else [base, *parts])
+    return plan.config.strategy.title(plan.data_parallel, plan.mesh)
 
 
 def _parameters(predicted: Predicted) -> str:

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from drumline.core.config import Config
 from drumline.core.mistakes import Origins, check_numbers, first_mistake
 from drumline.core.secret import withhold
-from drumline.core.strategies import ZeroStrategy
 from drumline.core.suggest import kinds_at
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
@@ -89,10 +88,7 @@ def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_
         # Ranks read it from the plan, and no longer know where the YAML was.
         template = str((path.parent / config.model.chat_template).absolute())
         config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
-    if isinstance(config.strategy, ZeroStrategy) and isinstance(config.strategy.config, str):
-        file = path.parent / config.strategy.config
-        own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
-        config = config.model_copy(update={"strategy": config.strategy.model_copy(update={"config": own})})
+    config = config.model_copy(update={"strategy": config.strategy.with_files(path.parent)})
     if config.cluster is not None and config.cluster.calibration is not None:
         measured = str((path.parent / config.cluster.calibration).absolute())
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"calibration": measured})})

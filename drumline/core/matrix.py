@@ -9,15 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from drumline.core.config import Config
-from drumline.core.mesh import resolve_mesh
+from drumline.core.registry import kinds
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
-from drumline.core.together import NOT_TOGETHER
-from drumline.errors import PlanError
+from drumline.core.strategy import StrategySpec
+from drumline.errors import ConfigError, PlanError
 
-KINDS = (
-    "single", "dp", "ddp", "local_sgd", "diloco", "fsdp2", "zero1", "zero2", "zero3", "tp", "cp", "pp", "model_parallel",
-)  # fmt: skip
 # What is asked of each strategy, with the world size it is asked at.
 FEATURES: dict[str, dict[str, Any]] = {
     "tp": {"strategy": {"tp": 2}},
@@ -58,23 +55,30 @@ class Cell:
 
 def matrix(device: str) -> list[list[Cell]]:
     """One row a strategy, one cell a feature. `device`: cpu or cuda."""
-    return [[_cell(kind, feature, device) for feature in FEATURES] for kind in KINDS]
+    return [[_cell(kind, spec, feature, device) for feature in FEATURES] for kind, spec in strategies().items()]
 
 
-def _cell(kind: str, feature: str, device: str) -> Cell:
+def strategies() -> dict[str, type[StrategySpec]]:
+    """All but those in whose place the planner takes another."""
+    return {kind: spec for kind, spec in kinds(StrategySpec).items() if not spec.planned}
+
+
+def _cell(kind: str, spec: type[StrategySpec], feature: str, device: str) -> Cell:
     values = FEATURES[feature]
-    for key, value in values.get("strategy", {}).items():
-        spelled = f"offload_{value}" if key == "offload" else key
-        if (kind, spelled) in NOT_TOGETHER:
-            return Cell(kind, feature, *NOT_TOGETHER[kind, spelled])
-    options: dict[str, Any] = _own_words(kind, values.get("strategy", {}))
+    keys = {f"offload_{value}" if key == "offload" else key for key, value in values.get("strategy", {}).items()}
+    for rule in spec.rules:
+        if rule.phase == "schema" and rule.name in keys:
+            return Cell(kind, feature, str(rule.reason), str(rule.instead))
+    options = spec.example(kind, values.get("strategy", {}))
     sections = {name: section for name, section in values.items() if name != "strategy"}
     try:
         config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "strategy": options, **sections})
     except ValidationError as error:
-        raise AssertionError(f"{kind} × {feature} is neither in the schema nor in NOT_TOGETHER: {error}") from error
+        if not keys:  # its own keys have no defaults
+            raise ConfigError(f"no example of {kind}: {error.errors()[0]['msg']}", where="strategy", fix="override `example`") from None
+        return Cell(kind, feature, "it has no such key", "another strategy")
     try:
-        mesh = resolve_mesh(config.strategy, 1 if kind in ("single", "dp") else PROCESSES)
+        mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
         precision = config.precision.kind
         check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", "fp32" if precision == "auto" else precision, None))
     except PlanError as refusal:
@@ -82,20 +86,11 @@ def _cell(kind: str, feature: str, device: str) -> Cell:
     return Cell(kind, feature)
 
 
-def _own_words(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A strategy as one writes it with these options: tp and its kin are degrees of ddp, ZeRO offloads its optimizer."""
-    if kind in ("tp", "cp", "pp"):
-        return {"kind": "ddp", kind: 2, **options}
-    if "offload" in options and kind.startswith("zero"):
-        return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
-    return {"kind": kind, "degree": 2} if kind == "model_parallel" else {"kind": kind, **options}
-
-
 def as_text(device: str) -> str:
     """A row for each option, a column for each strategy; what does not go together has the number of a reason below."""
     rows, notes = _numbered(device)
-    first, widths = max(map(len, FEATURES)), [max(len(kind), 3) for kind in KINDS]
-    lines = [_padded("", KINDS, first, widths)]
+    first, widths = max(map(len, FEATURES)), [max(len(kind), 3) for kind in strategies()]
+    lines = [_padded("", list(strategies()), first, widths)]
     lines += [_padded(feature, marks, first, widths) for feature, marks in rows.items()]
     return "\n".join([*lines, "", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
 
@@ -103,7 +98,7 @@ def as_text(device: str) -> str:
 def as_markdown(device: str) -> str:
     """The same as a table, the reasons as a list."""
     rows, notes = _numbered(device)
-    lines = ["| | " + " | ".join(f"`{kind}`" for kind in KINDS) + " |", "|---|" + "---|" * len(KINDS)]
+    lines = ["| | " + " | ".join(f"`{kind}`" for kind in strategies()) + " |", "|---|" + "---|" * len(strategies())]
     lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
     return "\n".join([*lines, "", *(f"{number}. {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from drumline.core import strategies as s
 from drumline.core.estimate import Frozen
 from drumline.errors import PlanError
 
@@ -57,32 +56,8 @@ class Mesh(Frozen):
         return (self.data_rank(rank), *apart)
 
 
-def resolve_mesh(strategy: s.AnyStrategy, world: int) -> Mesh:
-    """The mesh of a strategy on `world` processes. Raises PlanError where they do not divide."""
-    kind = strategy.kind
-    if isinstance(strategy, s.SingleStrategy | s.DPStrategy):
-        if world != 1:
-            raise PlanError(
-                f"strategy {kind} runs one process, {world} were asked for", where="strategy", fix="use strategy=ddp or --nproc 1"
-            )
-        return Mesh()
-    if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy):
-        model = strategy.tp * strategy.cp * strategy.pp
-        rest = _divide(world, model, f"tp {strategy.tp} × cp {strategy.cp} × pp {strategy.pp}", "strategy")
-        degrees = {"tp": strategy.tp, "cp": strategy.cp, "pp": strategy.pp}
-        if isinstance(strategy, s.DDPStrategy):
-            return Mesh(replicate=rest, **degrees)
-        shard = _divide(rest, strategy.replicate, f"{strategy.replicate} copies", "strategy.replicate")
-        return Mesh(replicate=strategy.replicate, shard=shard, **degrees)
-    if isinstance(strategy, s.TPStrategy | s.CPStrategy | s.PPStrategy | s.ModelParallelStrategy):
-        degree = strategy.degree or world
-        name: Dimension = "pp" if strategy.kind == "model_parallel" else strategy.kind
-        return Mesh(**{name: degree, "replicate": _divide(world, degree, f"degree {degree}", "strategy.degree")})
-    # ZeRO shards its state over all ranks; local SGD and DiLoCo hold a copy on each.
-    return Mesh(shard=world) if isinstance(strategy, s.ZeroStrategy) else Mesh(replicate=world)
-
-
-def _divide(world: int, by: int, what: str, where: str) -> int:
+def divide(world: int, by: int, what: str, where: str) -> int:
+    """`world` / `by`. Raises PlanError where that is no whole number. `what`: the divisor in words, `where`: its key."""
     quotient, rest = divmod(world, by)
     if rest or not quotient:
         near = [n for n in range(1, world + 1) if world % n == 0]

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 
 from drumline.core.by_name import nearest
 from drumline.core.suggest import field_at, keys_at, kind_of, kinds_at, meant, models_at
-from drumline.core.together import NOT_TOGETHER
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -168,9 +167,9 @@ def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
 def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     key, section = place[-1], place[:-1]
     what = f"unknown key {key!r}"
-    if section == ("strategy",) and (kind, key) in NOT_TOGETHER:
-        reason, instead = NOT_TOGETHER[str(kind), key]
-        return f"{kind} has no {key}: {reason}", f"use {instead}"
+    for rule in [rule for model in models_at(section) if kind_of(model) == kind for rule in getattr(model, "rules", ())]:
+        if rule.phase == "schema" and rule.name == key:
+            return f"{kind} has no {key}: {rule.reason}", f"use {rule.instead}"
     owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
     if kind and owners:
         return f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it"

@@ -13,7 +13,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.model import Head, ModelConfig
 from drumline.core.secret import write_private
-from drumline.core.strategies import AnyStrategy, FSDP2Strategy, SingleStrategy, Zero3Strategy, ZeroStrategy
+from drumline.core.strategy import StrategySpec
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
 
@@ -102,7 +102,7 @@ class Layout(Frozen):
     roles: dict[str, RolePlan] = Field(default_factory=dict, description="reference, value, reward: models besides the policy.")
 
     @property
-    def strategy(self) -> AnyStrategy:
+    def strategy(self) -> StrategySpec:
         return self.config.strategy
 
     @property
@@ -154,13 +154,10 @@ class Layout(Frozen):
         values: dict[str, Any] = {"roles": {}, "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers})}
         if not role.learns:
             said["memory"] = MemoryConfig()
-            kept = self.data_parallel if self.data_parallel in ("dp", "fsdp2") else "none"
-            values |= {"activation_checkpointing": "none", "data_parallel": kept}
-            if isinstance(strategy, ZeroStrategy):
-                said["strategy"], values["engine"] = SingleStrategy(), "native"
-            if isinstance(strategy, Zero3Strategy):
-                offload = "none" if strategy.offload_parameters.kind == "none" else "cpu"
-                said["strategy"], values["data_parallel"] = FSDP2Strategy(offload=offload), "fsdp2"
+            frozen, how = strategy.frozen(), self.data_parallel
+            if frozen is not strategy:
+                said["strategy"], values["engine"], how = frozen, "native", frozen.data_parallel(Mesh())
+            values |= {"activation_checkpointing": "none", "data_parallel": how if how in ("dp", "fsdp2") else "none"}
         return self.model_copy(update={**values, "config": config.model_copy(update=said)})
 
 

@@ -32,7 +32,7 @@ class Spec(Section):
     module: ClassVar[str] = ""  # where this package's own are, if not in folders of their own
     short: ClassVar[bool] = True  # the kind alone may stand for a section without further keys
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
-    kind: str
+    kind: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its kind: another process finds the user's class by it, not by the module's name."""

@@ -7,19 +7,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from drumline.core import strategies as st
 from drumline.core.batch import resolve_batch, steps_of_rollouts
-from drumline.core.communication import communication_why
 from drumline.core.config import Config, NoAdapter, OptimizerConfig, ScheduleConfig
 from drumline.core.estimate import PROCESS
 from drumline.core.explain import size
 from drumline.core.facts import ModelFacts
-from drumline.core.mesh import Mesh, resolve_mesh
+from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, DataPlan, Layout, Plan, Predicted, RolePlan
-from drumline.core.rule import Case, cp_method, offloads
+from drumline.core.rule import Case
 from drumline.core.rules import check_rules
 from drumline.core.stages import in_flight, plan_pipeline, stage_layers
-from drumline.core.zero import Decided, adopt, deepspeed_config
 from drumline.errors import PlanError
 from drumline.hardware.catalog import peak_flops
 from drumline.hardware.detect import Machine
@@ -45,21 +42,23 @@ def resolve(
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
-    config = adopt(_with_strategy(config, world, why))
-    mesh = resolve_mesh(config.strategy, world)
+    strategy = config.strategy.settled(world, why)
+    config = strategy.adopted(config.model_copy(update={"strategy": strategy}))
+    strategy = config.strategy
+    mesh = strategy.mesh(world)
     precision = precision_of(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
     require(case, roles or {}, data)
-    batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, config.strategy))
+    batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy))
     why += batch_why + _batch_norm_why(config, batch, facts)
     layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
-    why += communication_why(config.strategy, world)
+    why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     return Plan(
         **dict(layout),
         run_dir=run_dir,
         base_dir=base_dir,
-        cp_method=cp_method(config.strategy),
-        offload=_offload(config.strategy),
+        cp_method=strategy.context_method(),
+        offload=_offload(strategy.offloads()),
         deepspeed=deepspeed_of(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
@@ -97,17 +96,14 @@ def lay_out(
     pipeline = plan_pipeline(mesh, strategy, batch, facts, why)
     sizes = facts.roles if facts is not None else {}
     layers = {name: stage_layers(mesh, strategy, sizes[name]) for name in roles if name in sizes}
-    devices = devices if strategy.kind == "dp" and case.device == "cuda" else 1
-    if strategy.kind == "dp":
-        why += _dp_why(devices, batch.micro_batch)
     why += _images_why(data)
     return Layout(
         config=config,
         mesh=mesh,
-        engine=engine_of(mesh, strategy),
-        data_parallel=data_parallel_of(mesh, strategy),
+        engine=strategy.engine(mesh),
+        data_parallel=strategy.data_parallel(mesh),
         pipeline=pipeline,
-        devices_per_rank=devices,
+        devices_per_rank=strategy.devices_per_rank(max(1, devices)) if case.device == "cuda" else 1,
         device=case.device,
         precision=case.precision,
         activation_checkpointing=config.memory.activation_checkpointing,
@@ -120,18 +116,7 @@ def lay_out(
 
 def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
     """What DeepSpeed is given; None where it is not the engine. Raises PlanError where the user's own config of it says otherwise."""
-    if not isinstance(layout.strategy, st.ZeroStrategy):
-        return None
-    return deepspeed_config(Decided(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts))
-
-
-def _with_strategy(config: Config, world: int, why: list[str]) -> Config:
-    """Where nobody has searched (see planner.search.search), auto is the plainest strategy there is."""
-    if config.strategy.kind != "auto":
-        return config
-    strategy = st.SingleStrategy() if world == 1 else st.DDPStrategy()
-    why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
-    return config.model_copy(update={"strategy": strategy})
+    return layout.strategy.engine_options(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts)
 
 
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
@@ -147,7 +132,7 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
     if launched is not None:
         return launched
     nproc = config.launch.nproc
-    if config.strategy.kind in ("single", "dp") and nproc is None:
+    if config.strategy.one_process and nproc is None:
         return 1
     if device == "cuda":
         found = len(machine.devices)
@@ -191,33 +176,7 @@ def _images_why(data: DataPlan | None) -> list[str]:
     return [f"{share}, where {mean:.0f} tokens of a sample stand for them on average"]
 
 
-def _dp_why(devices: int, micro_batch: int) -> list[str]:
-    lines = [
-        "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each forward"
-        " and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"
-    ]
-    if devices == 1:
-        return [*lines, "strategy dp: there is one device, so it is the same as single"]
-    share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
-    return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
-
-
-def engine_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["native", "pipeline", "deepspeed"]:
-    if isinstance(strategy, st.ZeroStrategy):
-        return "deepspeed"
-    return "pipeline" if mesh.pp > 1 else "native"
-
-
-def data_parallel_of(mesh: Mesh, strategy: st.AnyStrategy) -> Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]:
-    if isinstance(strategy, st.ZeroStrategy):
-        return "zero"
-    if isinstance(strategy, st.DPStrategy | st.FSDP2Strategy | st.LocalSGDStrategy | st.DiLoCoStrategy):
-        return strategy.kind
-    return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
-
-
-def _offload(strategy: st.AnyStrategy) -> Literal["none", "cpu", "nvme"]:
-    kinds = offloads(strategy)
+def _offload(kinds: tuple[str, str]) -> Literal["none", "cpu", "nvme"]:
     return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
 
 

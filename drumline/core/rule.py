@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from drumline.core import strategies as s
-from drumline.core.config import Config, LoRAConfig
-from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
+from drumline.errors import PlanError
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+    from drumline.core.facts import ModelFacts
+    from drumline.core.strategy import StrategySpec
+
+# When a rule can be asked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
+Phase = Literal["schema", "plan", "model"]
 
 
 @dataclass(frozen=True)
@@ -23,36 +29,50 @@ class Case:
     facts: ModelFacts | None
 
     @property
-    def strategy(self) -> s.AnyStrategy:
+    def strategy(self) -> StrategySpec:
         return self.config.strategy
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`. Words may be made
-    from the numbers of the case."""
+    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`; in phase schema the
+    option. The text may be made from the numbers of the case. A rule of phase model is asked where `facts` are known."""
 
     name: str
-    refuses: Callable[[Case], bool]
+    refuses: Callable[[Case], object]
     reason: str | Callable[[Case], str]
     instead: str | Callable[[Case], str]
     where: str = "strategy"
+    phase: Phase = "plan"
+
+    def check(self, case: Case) -> None:
+        """Raises PlanError where it refuses."""
+        if self.phase == "schema" or (self.phase == "model" and case.facts is None) or not self.refuses(case):
+            return
+        reason, instead = (text if isinstance(text, str) else text(case) for text in (self.reason, self.instead))
+        raise PlanError(f"{self.name}: {reason}", where=self.where, fix=instead)
 
 
-def offloads(strategy: s.AnyStrategy) -> tuple[str, str]:
-    """Where the optimizer's states lie, and weights that are not used: none (on the device), cpu or nvme."""
-    if isinstance(strategy, s.ZeroStrategy):
-        return strategy.offload_optimizer.kind, strategy.offload_parameters.kind if isinstance(strategy, s.Zero3Strategy) else "none"
-    return (strategy.offload, strategy.offload) if isinstance(strategy, s.FSDP2Strategy) else ("none", "none")
+def no_option(options: str, reason: str, instead: str) -> tuple[Rule, ...]:
+    """Options that a strategy has no key for, because the two cannot go together. offload_cpu and offload_nvme stand for its own way of
+    saying it."""
+    return tuple(Rule(option, lambda _: True, reason, instead, f"strategy.{option}", "schema") for option in options.split())
 
 
 def quantizes(config: Config) -> bool:
     """Whether QLoRA packs the linear layers of blocks."""
-    return isinstance(config.adapter, LoRAConfig) and config.adapter.quantize != "none"
+    return getattr(config.adapter, "quantize", "none") != "none"
 
 
-def cp_method(strategy: s.AnyStrategy) -> Literal["ulysses", "ring"]:
-    """How context parallelism is done; `ulysses` where there is none."""
-    if isinstance(strategy, s.CPStrategy):
-        return strategy.method
-    return strategy.cp_method if isinstance(strategy, s.DDPStrategy | s.FSDP2Strategy) else "ulysses"
+def sees(case: Case) -> bool:
+    """Whether images stand among the model's tokens."""
+    return case.facts is not None and case.facts.vision_language
+
+
+def plain(mesh: Mesh) -> bool:
+    """Without tensor, context and pipeline parallelism."""
+    return mesh.tp * mesh.cp * mesh.pp == 1
+
+
+def recomputes_some(case: Case) -> bool:
+    return case.config.memory.activation_checkpointing == "selective"

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from drumline.core.rule import Case, Rule, cp_method, quantizes
+from drumline.core.rule import Rule, plain, quantizes, sees
 
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         "images × an algorithm that is not sft or pretrain",
-        lambda c: _sees(c) and not c.config.algorithm.sees_images,
+        lambda c: sees(c) and not c.config.algorithm.sees_images,
         "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting",
         "use algorithm=sft, or a model of text",
         "algorithm",
     ),
     Rule(
-        "images × dp",
-        lambda c: _sees(c) and c.strategy.kind == "dp",
-        "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
-        "use strategy=ddp",
-    ),
-    Rule(
         "images × pp",
-        lambda c: _sees(c) and c.mesh.pp > 1,
+        lambda c: sees(c) and c.mesh.pp > 1,
         "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)",
         "use strategy=fsdp2",
     ),
     Rule(
         "images × cp",
-        lambda c: _sees(c) and c.mesh.cp > 1,
+        lambda c: sees(c) and c.mesh.cp > 1,
         "transformers puts the features of all images into the places it counts in a row, and a rank would have a part of the places",
         "use strategy=fsdp2 with activation checkpointing",
     ),
@@ -39,7 +33,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "QLoRA × weights that are cut or sharded",
-        lambda c: quantizes(c.config) and not (c.strategy.kind in ("single", "ddp") and c.mesh.tp * c.mesh.pp * c.mesh.cp == 1),
+        lambda c: quantizes(c.config) and not (c.strategy.takes_packed and plain(c.mesh)),
         "packed weights are proven whole on each rank only",
         "use strategy=ddp, or adapter.quantize=none",
         "adapter.quantize",
@@ -108,12 +102,8 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ring × tokens that see those behind them",
-        lambda c: c.mesh.cp > 1 and cp_method(c.strategy) == "ring" and c.facts is not None and c.facts.bidirectional,
+        lambda c: c.mesh.cp > 1 and c.strategy.context_method() == "ring" and c.facts is not None and c.facts.bidirectional,
         "torch's ring attention takes no mask, and padding is kept out by one",
         "use ulysses",
     ),
 )
-
-
-def _sees(case: Case) -> bool:
-    return case.facts is not None and case.facts.vision_language

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from drumline.core import strategies as s
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, PipelinePlan
+from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 
 Range = tuple[int, int]
@@ -25,14 +25,14 @@ class Cost(NamedTuple):
     parameters: float = 0.0
 
 
-def plan_pipeline(mesh: Mesh, strategy: s.AnyStrategy, batch: BatchPlan, facts: ModelFacts | None, why: list[str]) -> PipelinePlan | None:
+def plan_pipeline(mesh: Mesh, strategy: StrategySpec, batch: BatchPlan, facts: ModelFacts | None, why: list[str]) -> PipelinePlan | None:
     """How the pipeline of a run goes; None where there is none. `facts` None (the model is not known yet): the cut is left open.
 
     Raises PlanError where there are fewer layers than stages, or the micro-batches do not suit the schedule.
     """
     if mesh.pp == 1:
         return None
-    schedule, per_rank = _schedule(strategy)
+    schedule, per_rank = strategy.pipeline_schedule()
     stages = mesh.pp * per_rank
     _require_micro_batches(schedule, mesh.pp, batch.accumulation)
     layers = _cut_model(facts, stages) if facts else ()
@@ -45,34 +45,19 @@ def plan_pipeline(mesh: Mesh, strategy: s.AnyStrategy, batch: BatchPlan, facts: 
         )
     idle = bubble(schedule, mesh.pp, per_rank, batch.accumulation)
     why.append(f"{schedule} with {batch.accumulation} micro-batches in flight: a rank waits {idle:.0%} of a step, were stages equal")
-    if isinstance(strategy, s.FSDP2Strategy):
+    if strategy.data_parallel(mesh) == "fsdp2":
         why.append("fsdp2 in a pipeline reduces gradients once a step, after the last micro-batch")
     return PipelinePlan(schedule=schedule, stages_per_rank=per_rank, layers=layers)
 
 
-def stage_layers(mesh: Mesh, strategy: s.AnyStrategy, facts: ModelFacts) -> tuple[Range, ...]:
+def stage_layers(mesh: Mesh, strategy: StrategySpec, facts: ModelFacts) -> tuple[Range, ...]:
     """Blocks of each stage of another model in the same pipeline; none without one. Raises PlanError as `plan_pipeline`."""
-    return _cut_model(facts, mesh.pp * _schedule(strategy)[1]) if mesh.pp > 1 else ()
+    return _cut_model(facts, mesh.pp * strategy.pipeline_schedule()[1]) if mesh.pp > 1 else ()
 
 
-def _schedule(strategy: s.AnyStrategy) -> tuple[s.Schedule, int]:
-    """The schedule of a strategy with stages, and how many stages a rank holds."""
-    if isinstance(strategy, s.ModelParallelStrategy):
-        return "model_parallel", 1
-    options = strategy if isinstance(strategy, s.PPStrategy) else strategy.pipeline  # type: ignore[attr-defined]
-    interleaves = options.schedule in ("interleaved", "zero_bubble")
-    if options.stages_per_rank not in (None, 1) and not interleaves:
-        raise PlanError(
-            f"schedule {options.schedule} has one stage a rank, {options.stages_per_rank} were asked for",
-            where="strategy.stages_per_rank",
-            fix="use schedule: interleaved, or leave it out",
-        )
-    return options.schedule, (options.stages_per_rank or 2) if interleaves else 1
-
-
-def in_flight(mesh: Mesh, strategy: s.AnyStrategy) -> int:
+def in_flight(mesh: Mesh, strategy: StrategySpec) -> int:
     """Micro-batches a step should have at least, where the user leaves it open: one for each rank of a pipeline, so that all work."""
-    return mesh.pp if mesh.pp > 1 and not isinstance(strategy, s.ModelParallelStrategy) else 1
+    return mesh.pp if mesh.pp > 1 and strategy.pipeline_schedule()[0] != "model_parallel" else 1
 
 
 def bubble(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> float:

@@ -1,17 +1,243 @@
-"""What a strategy's spec is: the section of the YAML, and the answers that the rest of the house asks it for. No torch here."""
+"""What a strategy's spec is: the section of the YAML, and the answers that the rest of the house asks it for. No torch here.
+
+Each answer has a default, that of copies of the model on all ranks, so that a strategy of a user's own overrides only what differs.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+from pydantic import Field
+
+from drumline.core.mesh import Mesh
 from drumline.core.registry import Registered, Spec
+from drumline.core.rule import Rule
+from drumline.core.section import KIND_ALONE, MOST_STEPS, Section
+from drumline.errors import PlanError
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
+    from drumline.core.facts import ModelFacts
+    from drumline.core.plan import BatchPlan, Plan
+
+Engine = Literal["native", "pipeline", "deepspeed"]
+DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
+Precision = Literal["fp32", "bf16", "fp16"]
+# Of two strategies as fast as each other the planner takes the simpler: less to understand, and to go wrong.
+MIXED, OFFLOADED = 10, 5
+WITH_MEMORY = ("powersgd", "topk")  # compressions that keep on each rank what they have not sent
+
+
+class Compression(Section):
+    """What DDP sends instead of fp32 gradients."""
+
+    kind: Literal["none", "bf16", "fp16", "powersgd", "topk", "int8"] = Field(
+        "none",
+        description="bf16, fp16: half the bytes. powersgd: low-rank factors (Vogels et al. 2019). topk: the largest entries, the rest kept"
+        " for later (Stich et al. 2018). int8: 8-bit quantised, a quarter of the bytes.",
+    )
+    rank: int = Field(4, gt=0, le=10**6, description="powersgd: the rank of the factors.")
+    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="powersgd, topk: gradients are sent whole before this step.")
+    ratio: float = Field(0.01, gt=0, le=1, description="topk: the part of the entries that is sent.")
+
+    def compresses(self, step: int) -> bool:
+        """Whether gradients are compressed in the step after `step` steps."""
+        return self.kind != "none" and (self.kind not in WITH_MEMORY or step >= self.start_step)
+
+
+class CopyOptions(Section):
+    """How copies of the model are kept equal: DDP's options, or those that other strategies use around theirs."""
+
+    bucket_cap_mb: float = Field(25.0, gt=0, le=10**6, description="MiB of gradients reduced together.")
+    gradient_as_bucket_view: bool = Field(True, description="Gradients are views of the buckets: saves one copy of them.")
+    static_graph: bool = Field(False, description="The set of used parameters never changes: lets DDP skip work.")
+    find_unused_parameters: bool = Field(False, description="Some parameters may get no gradient in a step.")
+    broadcast_buffers: bool = Field(True, description="Copy rank 0's buffers to all before each forward.")
+    compression: Annotated[Compression, KIND_ALONE] = Field(
+        default_factory=Compression, description="What is sent instead of fp32 gradients."
+    )
+
+
+COPIES = CopyOptions()
+
+
+class Names(NamedTuple):
+    """`family`: what a strategy is called without its numbers; `name`: with them; `simple`: less is simpler."""
+
+    family: str
+    name: str
+    simple: int
+
+
+class Space(NamedTuple):
+    """What the search looks for strategies on. `layers`: of the model. `nvme`: a folder on a disk to offload to."""
+
+    nodes: int
+    per_node: int
+    layers: int
+    nvme: str | None
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
 
 
 class StrategySpec(Spec):
-    """The base of all strategies. Each answer has a default, so that a strategy overrides only what differs."""
+    """The base of all strategies."""
 
     group: ClassVar[str] = "strategies"
     thing: ClassVar[str] = "strategy"
+    simplicity: ClassVar[int] = MIXED
+    planned: ClassVar[bool] = False  # the planner chooses another in its place
+    compared: ClassVar[bool] = False  # by `drumline verify` where nobody names strategies
+    one_process: ClassVar[bool] = False
+    package: ClassVar[str | None] = None  # that it needs besides this one's dependencies
+    in_step: ClassVar[bool] = False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
+    takes_packed: ClassVar[bool] = False  # without tp, cp and pp: goes with QLoRA's packed weights
+    whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
+    reserve: ClassVar[float] = 1.08  # what CUDA's allocator reserves for each byte of tensors (docs/planning.md, "Constants")
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    # ------------------------------------------------------------------------------------------------ config and layout
+
+    @classmethod
+    def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        """The section as one writes it with these options: tp, cp, pp, replicate, compression, offload (cpu or nvme)."""
+        return {"kind": kind, **options}
+
+    def with_files(self, base_dir: Path) -> Self:
+        """With the contents of files that it names, relative to `base_dir`: ranks read the plan alone."""
+        return self
+
+    def settled(self, world: int, why: list[str]) -> StrategySpec:
+        """Itself; the plainest strategy there is where this one is chosen by the planner and nobody has asked it."""
+        return self
+
+    def adopted(self, config: Config) -> Config:
+        """The config with what only a file of this strategy's says."""
+        return config
+
+    def mesh(self, world: int) -> Mesh:
+        """Its mesh on `world` processes. Raises PlanError where they do not divide."""
+        if self.one_process and world != 1:
+            what = f"strategy {self.kind} runs one process, {world} were asked for"
+            raise PlanError(what, where="strategy", fix="use strategy=ddp or --nproc 1")
+        return Mesh(replicate=world)
+
+    def engine(self, mesh: Mesh) -> Engine:
+        return "pipeline" if mesh.pp > 1 else "native"
+
+    def data_parallel(self, mesh: Mesh) -> DataParallel:
+        """How ranks that see different samples share the work."""
+        return "ddp" if mesh.data_ranks * mesh.cp > 1 else "none"
+
+    def devices_per_rank(self, devices: int) -> int:
+        """Of the devices of a machine, those that one process drives."""
+        return 1
+
+    def offloads(self) -> tuple[str, str]:
+        """Where the optimizer's states lie, and weights that are not used: none (on the device), cpu or nvme."""
+        return "none", "none"
+
+    def context_method(self) -> Literal["ulysses", "ring"]:
+        """How context parallelism is done; `ulysses` where there is none."""
+        return "ulysses"
+
+    def pipeline_schedule(self) -> tuple[Schedule, int]:
+        """The schedule of a strategy with stages, and how many stages a rank holds."""
+        return "1f1b", 1
+
+    def copies(self) -> CopyOptions:
+        """How copies are kept equal, where there are some."""
+        return COPIES
+
+    def gathered_in(self, precision: Precision, images: bool) -> Precision | None:
+        """The low type in which weights are gathered; None: they are used as they are kept."""
+        return None
+
+    def engine_options(
+        self, config: Config, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+    ) -> dict[str, Any] | None:
+        """What another package's engine is given; None for Drumline's own."""
+        return None
+
+    def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        """What the user should know of it on this many processes, one line each."""
+        return []
+
+    def frozen(self) -> StrategySpec:
+        """How a model is spread that only answers, beside one that learns under this strategy."""
+        return self
+
+    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
+        """Raises EnvironmentFault where the machine lacks what it needs, before any process starts."""
+
+    # ----------------------------------------------------------------------------------- communication: pure, by the step
+
+    def step_kind(self, step: int) -> str:
+        """A name for what the step after `step` steps sends: steps of one kind send alike."""
+        return "whole"
+
+    def step_shares(self) -> dict[str, float]:
+        """Of a long run's steps, the part of each kind."""
+        return {"whole": 1.0}
+
+    def kept_bytes(self, world: int) -> int:
+        """Bytes for each trainable parameter that a rank keeps in buffers between steps for talking less."""
+        return 0
+
+    # --------------------------------------------------------------------------------------------------- search and tables
+
+    def names(self, world: int) -> Names:
+        return Names(self.kind, self.kind, self.simplicity)
+
+    def title(self, data_parallel: str, mesh: Mesh) -> str:
+        """What a plan's line calls it, mixes written out: `fsdp2 × tp 2`."""
+        parts = [f"{name} {getattr(mesh, name)}" for name in ("pp", "cp", "tp") if getattr(mesh, name) > 1]
+        return " × ".join(parts if parts and mesh.data_ranks == 1 and self.whole_weights else [self.kind, *parts])
+
+    def variants(self) -> Iterator[StrategySpec]:
+        """Where the user has named it: itself, and with what was left open."""
+        yield self
+
+    @classmethod
+    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        """What the search looks at where the user has left the strategy open."""
+        yield from ()
+
+    def lighter(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """(how much changes, strategy): what takes the same steps with less on each rank. `several`: more than one rank shares the work."""
+        return []
+
+    # ----------------------------------------------------------------------------------------------------------------- cost
+
+    def outer_bytes(self) -> int:
+        """Bytes for each trainable parameter that its own optimizer keeps, besides the run's."""
+        return 0
+
+    def early_gradients(self, gradients: int, precision: Precision) -> int:
+        """Of these bytes of gradients those that are there before backward, whatever the accumulation."""
+        return 0
+
+    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
+        """For a strategy that exchanges weights now and then, not gradients each step: by which collective, and in how much of the step
+        after `step` steps (None: of a long run's mean). None for the others."""
+        return None
+
+    # ----------------------------------------------------------------------------------------------- with torch, imported late
+
+    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        """The engine of a model that is laid out without weights; None: the one of `drumline.parallel` that the plan names. `options`: of
+        any module, see `parallel.native.prepare` (plain, overlaps) and its engine (make_optimizer)."""
+        return None
+
+    def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
+        """The `Spread` of a model, whose weights `values` fills; None: as copies. `whole`: the device mesh; `roots`: modules that run, each
+        with the model in it (of a pipeline, one for each stage)."""
+        return None
 
 
 Strategy = Annotated[StrategySpec, Registered(StrategySpec)]

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.core.communication import compresses
-from drumline.core.strategies import Compression
+from drumline.core.strategy import Compression
 
 BLOCK = 256  # entries that share a scale of the 8-bit code
 # Its name from torch 2.13 on, and before.
@@ -54,7 +53,7 @@ class Compressor:
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
-        exact = not compresses(self.options, self.step)
+        exact = not self.options.compresses(self.step)
         ready = torch.cuda.Event(enable_timing=True) if flat.is_cuda and bucket.is_last() else None
         if ready is not None:
             ready.record()

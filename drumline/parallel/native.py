@@ -1,4 +1,5 @@
-"""The native engine: one process, DDP, or FSDP2. PyTorch's autograd and optimizer, with the model changed by ordered transforms."""
+"""The native engine: PyTorch's autograd and optimizer over one process, copies, or what a strategy makes of a model. The model is changed
+by ordered transforms."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.core.plan import Plan
-from drumline.core.strategies import DDPStrategy, FSDP2Strategy
-from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
@@ -20,23 +20,32 @@ from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
-from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Sharded, Spread, Unreplicated
+from drumline.parallel.data_parallel import BucketedAllReduce, Replicated, Spread, Unreplicated
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.forward import Around, ForwardEngine, Plain
 from drumline.parallel.norms import LossScale, global_norm, local
 from drumline.parallel.optimizer import MakeOptimizer, build_optimizer, optimizer_tensors
 from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp, apply_dp, apply_fsdp2, gathered_in
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_ddp
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.torch import foreach_mul_
 
 E = TypeVar("E", bound=ForwardEngine)
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values, engine: Callable[..., E], plain: bool = False, overlaps: bool = True) -> E:
+def prepare(
+    plan: Plan,
+    model: nn.Module,
+    values: Values,
+    engine: Callable[..., E],
+    *,
+    plain: bool = False,
+    overlaps: bool = True,
+    make_optimizer: MakeOptimizer | None = None,
+) -> E:
     """Spread a model as the plan says: transforms in order, then its weights, then what the engine adds (an optimizer over the
     parameters there are, where it learns). `plain`: any module, not a Hugging Face model. `overlaps` False: copies are averaged without
-    DDP, which wants to see each forward that a backward goes through."""
+    DDP, which wants to see each forward that a backward goes through. `make_optimizer`: in place of the plan's."""
     config = plan.config
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
@@ -53,25 +62,19 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: Callable[..., 
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
-    return engine(plan, model, _spread(plan, whole, model, module, values, overlaps), around)
+    own = {} if make_optimizer is None else {"make_optimizer": make_optimizer}
+    return engine(plan, model, _spread(plan, whole, model, module, values, overlaps), around, **own)
 
 
 def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values, overlaps: bool) -> Spread:
-    """Data parallelism goes on last, around everything. FSDP2 takes a model without weights, the others one with them."""
-    strategy = plan.config.strategy
-    if isinstance(strategy, FSDP2Strategy):
-        assert whole is not None
-        # Any module may have inputs in fp32, as images are.
-        dtype = gathered_in(strategy, plan.precision, plan.config.images_alone or isinstance(module, Plain))
-        root = apply_fsdp2(module, model, strategy, data_mesh(whole), dtype)
-        values.fill(model, offloaded=plan.offload == "cpu")
-        return Sharded(root, strategy.sync_each_micro_batch, casts=dtype is not None)
+    """Data parallelism goes on last, around everything: the strategy's own, or copies."""
+    own: Spread | None = plan.config.strategy.spread(plan, whole, model, [(module, model)], values)
+    if own is not None:
+        return own
     values.fill(model)
-    if plan.data_parallel == "dp":
-        return Unreplicated(apply_dp(module, plan.device), reads=module)
     if whole is None or plan.data_parallel != "ddp":
         return Unreplicated(module)
-    options = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
+    options = plan.config.strategy.copies()
     if plan.mesh.tp > 1 or not overlaps:
         return BucketedAllReduce(module, gradient_group(whole), int(options.bucket_cap_mb * 2**20))
     ddp = apply_ddp(module, options, gradient_group(whole))

@@ -19,8 +19,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.core.plan import Plan
-from drumline.core.strategies import DDPStrategy, FSDP2Strategy
-from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
+from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.models.shards import Values
@@ -31,7 +30,7 @@ from drumline.parallel.native import NativeEngine
 from drumline.parallel.norms import global_norm, local
 from drumline.parallel.stages import Layout, Stage, find_layout, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, apply_fsdp2, gathered_in
+from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, gathered_in
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -80,22 +79,16 @@ def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
     """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
-    strategy = plan.config.strategy
-    return (gathered_in(strategy, plan.precision) if isinstance(strategy, FSDP2Strategy) else None) or torch.float32
+    return gathered_in(plan) or torch.float32
 
 
 def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whole: DeviceMesh, values: Values) -> Spread:
-    strategy = plan.config.strategy
-    if isinstance(strategy, FSDP2Strategy):
-        # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
-        dtype = gathered_in(strategy, plan.precision)
-        roots = [apply_fsdp2(s, s.stage.model, strategy, data_mesh(whole), dtype) for s in stages]
-        values.fill(model, offloaded=plan.offload == "cpu")
-        return Sharded(roots[0], sync_each_micro_batch=False, casts=dtype is not None, others=roots[1:])
+    own: Spread | None = plan.config.strategy.spread(plan, whole, model, [(stage, stage.stage.model) for stage in stages], values)
+    if own is not None:
+        return own
     values.fill(model)
     if plan.mesh.data_ranks * plan.mesh.cp > 1:
-        buckets = strategy if isinstance(strategy, DDPStrategy) else DDPStrategy()
-        return BucketedAllReduce(model, gradient_group(whole), int(buckets.bucket_cap_mb * 2**20))
+        return BucketedAllReduce(model, gradient_group(whole), int(plan.config.strategy.copies().bucket_cap_mb * 2**20))
     return Unreplicated(model)
 
 

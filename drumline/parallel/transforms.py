@@ -7,20 +7,17 @@ the data-parallel wrapper last, around everything, so that it sees the parameter
 from __future__ import annotations
 
 import functools
-from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drumline.core.config import CompileConfig
 from drumline.core.plan import Plan
-from drumline.core.strategies import DDPStrategy, FSDP2Strategy
+from drumline.core.strategy import CopyOptions
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 
@@ -85,46 +82,14 @@ def apply_compile(model: nn.Module, options: CompileConfig) -> None:
         block.compile(mode=options.mode)
 
 
-def gathered_in(options: FSDP2Strategy, precision: str, images: bool = False) -> torch.dtype | None:
-    """The type in which FSDP2 gathers weights; None: that in which they are kept. A model of images gets its pixels in fp32, so its weights
-    stay fp32 and autocast goes op by op."""
-    if images and options.param_dtype == "auto":
-        return None
-    dtype = DTYPES[precision if options.param_dtype == "auto" else options.param_dtype]
-    return None if dtype == torch.float32 else dtype
+def gathered_in(plan: Plan, plain: bool = False) -> torch.dtype | None:
+    """The low type in which weights are gathered; None: they are used as they are kept. `plain`: any module, whose inputs may be fp32 as
+    images are."""
+    low = plan.config.strategy.gathered_in(plan.precision, plan.config.images_alone or plain)
+    return None if low is None else DTYPES[low]
 
 
-def casts(plan: Plan) -> bool:
-    """Whether weights are gathered in a lower type than fp32."""
-    options = plan.config.strategy
-    return isinstance(options, FSDP2Strategy) and gathered_in(options, plan.precision, plan.config.images_alone) is not None
-
-
-def apply_fsdp2(
-    module: nn.Module, model: nn.Module, options: FSDP2Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None
-) -> FSDPModule:
-    """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
-
-    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Weights are gathered in `param_dtype`;
-    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
-    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
-    for unit in reversed(units):  # inner ones first: what they take is no part of the outer
-        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **shared)
-    root = fully_shard(module, reshard_after_forward=False, **shared)
-    ahead = options.prefetch
-    behind = ahead if options.backward_prefetch is None else options.backward_prefetch
-    for index, unit in enumerate(units):
-        assert isinstance(unit, FSDPModule)
-        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
-        unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
-    return root
-
-
-def apply_ddp(module: nn.Module, options: DDPStrategy, group: dist.ProcessGroup) -> DistributedDataParallel:
+def apply_ddp(module: nn.Module, options: CopyOptions, group: dist.ProcessGroup) -> DistributedDataParallel:
     """Replicate: gradients are averaged over the ranks of `group` while backward still runs (Li et al. 2020)."""
     # Named only where it is switched off: torch 2.13 warns about the name, and older ones know no other.
     buffers: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
@@ -140,39 +105,3 @@ def apply_ddp(module: nn.Module, options: DDPStrategy, group: dist.ProcessGroup)
     # Its own clocks around each step's communication; 1 = every step.
     wrapped._set_ddp_runtime_logging_sample_rate(1)
     return wrapped
-
-
-def apply_dp(module: nn.Module, device: str) -> nn.Module:
-    """nn.DataParallel: a module like `module` (a ForwardWithObjective on the first GPU) whose forward uses all GPUs of the machine from one
-    process; on a CPU it does all rows itself. DDP is faster; this is for where only one process may be had.
-
-    The rows of a batch are cut over the GPUs in equal runs, the weights copied to each, the sums added on the first. Where there are
-    fewer rows than GPUs, some GPUs idle.
-    """
-    rows = _Rows(module)
-    return _Scattered(nn.DataParallel(rows) if device == "cuda" else rows)
-
-
-class _Scattered(nn.Module):
-    """Batch in, sums out. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors."""
-
-    def __init__(self, over_devices: nn.Module) -> None:
-        super().__init__()
-        self.over_devices = over_devices
-
-    def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
-        loss_sums, sums = self.over_devices(tensors, batch, objective)
-        return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
-
-
-class _Rows(nn.Module):
-    """What each GPU does: its rows of the batch (`batch` gives what is not a tensor). Sums of shape [1], which are put end to end."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss_sum, sums = self.module(replace(batch, **tensors), objective)
-        return loss_sum[None], {name: value[None] for name, value in sums.items()}

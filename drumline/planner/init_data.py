@@ -82,7 +82,7 @@ def lacking(config: Config) -> list[str]:
     wanted = {
         "peft": adapter.kind == "lora",
         "bitsandbytes": getattr(adapter, "quantize", "none") != "none",
-        "deepspeed": config.strategy.kind.startswith("zero"),
+        **({config.strategy.package: True} if config.strategy.package else {}),
         "reasoning-gym": isinstance(config.data.train[0], TasksSource),
         "scikit-learn": isinstance(config.data.train[0], DigitsSource),
         "pillow": config.images_alone,

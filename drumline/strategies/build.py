@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -22,7 +21,7 @@ from drumline.parallel.composite import POLICY, CompositeEngine, of_role
 from drumline.parallel.engine import Engine, OpenEngine
 from drumline.parallel.forward import LOW_PRECISION, ForwardEngine
 from drumline.parallel.optimizer import MakeOptimizer
-from drumline.parallel.transforms import casts
+from drumline.parallel.transforms import gathered_in
 from drumline.telemetry.memory_tracker import MemoryStats
 
 # Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
@@ -70,22 +69,18 @@ def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: He
     if plan.engine != "deepspeed":  # it keeps all that it trains low, and fp32 values of what learns besides
         keep_frozen_low(plan, model)
     values = Values(source, device, config.run.seed, checkpoint_keys)
-    if plan.data_parallel in ("local_sgd", "diloco"):
-        from drumline.parallel.native import prepare
-        from drumline.strategies.local import LocalEngine
+    return config.strategy.prepare(plan, model, values) or _prepared(plan, model, values)
 
-        return prepare(plan, model, values, LocalEngine)
-    if plan.engine == "native":
-        from drumline.parallel.native import NativeEngine, prepare
 
-        return prepare(plan, model, values, NativeEngine)
-    if plan.engine == "deepspeed":
-        from drumline.strategies import deepspeed
+def _prepared(plan: Plan, model: Any, values: Values, **options: Any) -> Any:
+    """Drumline's own engine, for a strategy that brings none."""
+    if plan.engine == "pipeline":
+        from drumline.parallel import pipeline
 
-        return deepspeed.prepare(plan, model, values)
-    from drumline.parallel import pipeline
+        return pipeline.prepare(plan, model, values)
+    from drumline.parallel.native import NativeEngine, prepare
 
-    return pipeline.prepare(plan, model, values)
+    return prepare(plan, model, values, NativeEngine, **options)
 
 
 def build_module(
@@ -113,16 +108,9 @@ def build_module(
     set_blocks(model, units)
     freeze(model, plan.config.model.freeze)
     values = Values(source, device, seed, checkpoint_keys)
-    if whole:
-        from drumline.strategies import deepspeed
-
-        return deepspeed.prepare(plan, model, values, plain=True, make_optimizer=make_optimizer)
-    from drumline.parallel.native import NativeEngine, prepare
-    from drumline.strategies.local import LocalEngine
-
     model._tp_plan = tp_plan  # type: ignore[assignment]
-    engine = LocalEngine if plan.data_parallel in ("local_sgd", "diloco") else NativeEngine
-    return prepare(plan, model, values, partial(engine, make_optimizer=make_optimizer), plain=True, overlaps=overlaps)
+    options: dict[str, Any] = {"plain": True, "make_optimizer": make_optimizer, "overlaps": overlaps}
+    return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(plan, model, values, **options)
 
 
 def require_spreadable(plan: Plan, tp_plan: dict[str, str] | None) -> None:
@@ -145,7 +133,7 @@ def keep_frozen_low(plan: Plan, model: Any) -> None:
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
         keep_low([model], dtype)
-        if not casts(plan):
+        if gathered_in(plan) is None:
             give_fp32(model)
 
 
@@ -153,12 +141,12 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
     """`as_deepspeed`: where nothing gathers them in it, all weights lie in the low type, and there is no autocast."""
     model, source = _lay_out(plan, device, frozenset(), head, draws=False)
     model.requires_grad_(False)
-    dtype, cast = LOW_PRECISION.get(plan.precision), casts(plan)
-    pure = as_deepspeed and not cast
+    dtype, casts = LOW_PRECISION.get(plan.precision), gathered_in(plan) is not None
+    pure = as_deepspeed and not casts
     if dtype is not None:
         # In blocks autocast would round at each use, so not a number changes: what learns from the same weights is no way off.
-        keep_low([model] if cast or pure else blocks(model), dtype, vectors=pure)
-        if not (cast or pure):
+        keep_low([model] if casts or pure else blocks(model), dtype, vectors=pure)
+        if not (casts or pure):
             give_fp32(model)
     values = Values(source, device, plan.config.run.seed)
     if plan.engine == "pipeline":

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from drumline.core.communication import shares
 from drumline.core.estimate import Estimate
 from drumline.core.plan import Plan
 from drumline.dist.reduce import Gather
@@ -148,7 +147,7 @@ class Measure:
         alike = [rank for rank in range(world) if stages[rank] == stages[fullest]]
         hosts = [[r for r in range(world) if ranks["host"][r] == name] for name in sorted(set(ranks["host"]))]
         phases = {p: max(sum(int(ranks[p][r]) for r in host) for host in hosts) for p in self.host.bytes_ if _known(ranks[p])}
-        sent, often = self.traffic.known, shares(self.plan.config.strategy)
+        sent, often = self.traffic.known, self.plan.config.strategy.step_shares()
         batch = self.plan.batch
         planned_tokens = batch.micro_batch * batch.rows_per_sample * self.plan.config.data.max_length
         return Measurement(

@@ -15,7 +15,6 @@ from drumline.checkpoint.manifest import read_manifest
 from drumline.checkpoint.ranks import Ranks as Together
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
-from drumline.core.communication import step_kind
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
@@ -79,7 +78,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
-    traffic = Traffic(lambda step: step_kind(config.strategy, step), device)
+    traffic = Traffic(config.strategy.step_kind, device)
     return Loop(
         plan=plan,
         engine=engine,

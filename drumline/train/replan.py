@@ -12,8 +12,9 @@ from drumline.core.estimate import Estimate
 from drumline.core.explain import size
 from drumline.core.out_of_memory import Exhausted, limit, verdict
 from drumline.core.plan import Plan
+from drumline.core.registry import make
 from drumline.core.resolve import resolve
-from drumline.core.strategies import AutoStrategy
+from drumline.core.strategy import StrategySpec
 from drumline.hardware.detect import detect
 from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
@@ -74,7 +75,8 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
 def _otherwise(asked: Question, plan: Plan, said: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
     """Where no lighter form of the plan fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
-    answer = search(dataclasses.replace(asked, config=plan.config.model_copy(update={"strategy": AutoStrategy(), "batch": pinned})))
+    config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
+    answer = search(dataclasses.replace(asked, config=config))
     if answer.ranked:
         other = answer.ranked[0]
         return [dataclasses.replace(other, name=changed(said, other.config))], line

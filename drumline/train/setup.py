@@ -32,7 +32,6 @@ from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.telemetry.trackers import check_installed
-from drumline.train.helpers import require_deepspeed
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
 
@@ -81,7 +80,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))
     processes = request.world_size is not None or config.launch.nproc is not None
     question = assemble(config, policy, roles, data, cluster, processes=processes)
-    if config.strategy.kind == "auto":
+    if config.strategy.planned:
         config, reason = choose(question)
         why = [reason, *why] if reason else why
     else:
@@ -98,7 +97,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         roles=roles,
     )
     if not dry_run:
-        require_deepspeed(plan, on_progress)
+        plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
 

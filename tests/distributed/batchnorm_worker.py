@@ -41,12 +41,13 @@ def main(folder: Path) -> None:
     from torch.distributed.tensor import DTensor
 
     from drumline.core.mesh import Mesh
-    from drumline.core.strategies import DDPStrategy, FSDP2Strategy
     from drumline.dist.mesh import data_mesh, device_mesh, gradient_group
     from drumline.dist.start import start, stop
     from drumline.models.names import canonical_tensors
     from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
-    from drumline.parallel.transforms import apply_ddp, apply_fsdp2
+    from drumline.parallel.transforms import apply_ddp
+    from drumline.strategies.fsdp2.transform import apply_fsdp2
+    from tests.strategies import DDPStrategy, FSDP2Strategy
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

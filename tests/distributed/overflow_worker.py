@@ -32,7 +32,6 @@ def main(model_dir: Path, folder: Path) -> None:
 
     from drumline.algorithms.tokens.objective import NextToken
     from drumline.core.config import Config
-    from drumline.core.mesh import resolve_mesh
     from drumline.core.plan import BatchPlan, Plan, Predicted
     from drumline.data.batches import TokenBatch
     from drumline.dist.start import start, stop
@@ -54,7 +53,7 @@ def main(model_dir: Path, folder: Path) -> None:
     for name, strategy in WAYS.items():
         values = {"data": {"train": [{"kind": "file", "path": "x"}], "packing": False}, "strategy": strategy}
         config = Config.model_validate(values | {"precision": {"kind": "fp16", "initial_scale": SCALE}})
-        mesh = resolve_mesh(config.strategy, ranks.world_size)
+        mesh = config.strategy.mesh(ranks.world_size)
         plan = Plan(
             config=config, run_dir="r", mesh=mesh, engine="native", device="cpu", backend="gloo", precision="fp16",
             data_parallel={"ddp": "ddp", "fsdp2": "fsdp2"}.get(name, "none"),

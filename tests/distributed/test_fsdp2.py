@@ -15,18 +15,18 @@ from torch.distributed.fsdp import FSDPModule
 from drumline.core.load import load
 from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
-from drumline.core.strategies import FSDP2Strategy
 from drumline.dist.mesh import data_mesh, device_mesh
 from drumline.errors import PlanError
 from drumline.models.build import build_model, lay_out
 from drumline.models.head import ForwardWithObjective
 from drumline.models.shards import Values
 from drumline.parallel.tensor_parallel import apply_tp
-from drumline.parallel.transforms import apply_fsdp2
+from drumline.strategies.fsdp2.transform import apply_fsdp2
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.checkpoint_ranks import run
 from tests.distributed.ranks import run_plans
 from tests.harness import events, write_config
+from tests.strategies import FSDP2Strategy
 from tests.tiny import tiny_model_dir
 
 MESHES = [Mesh(shard=4), Mesh(replicate=2, shard=2), Mesh(replicate=2, tp=2), Mesh(shard=2, tp=2)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.core.strategies import DDPStrategy
 from tests.harness import drumline, events, losses, write_config
+from tests.strategies import DDPStrategy
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; this machine has none")

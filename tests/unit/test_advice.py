@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from drumline.core import strategies as s
 from drumline.core.config import Config, LoRAConfig
 from drumline.core.facts import with_length, with_lora
 from drumline.errors import PlanError
@@ -18,6 +17,7 @@ from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose
 from drumline.planner.search.heuristics import asked_first, chosen_by, disagreements
 from drumline.planner.search.search import fits, search, ways_of
+from tests import strategies as s
 from tests.unit.shapes import asks, facts, laid, question
 
 BATCH = {"global_samples": 64}

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from drumline.core import strategies as s
-from drumline.core.communication import kept_bytes, step_kind
 from drumline.errors import PlanError
+from tests import strategies as s
 from tests.unit.test_plan import plan
 
 
@@ -25,14 +24,14 @@ def ddp(kind: str, **options: Any) -> dict[str, Any]:
         (s.DiLoCoStrategy(period=5), [4]),
     ],
 )
-def test_when_copies_come_together(strategy: s.AnyStrategy, together: list[int]) -> None:
-    assert [step for step in range(9) if step_kind(strategy, step) == "together"] == together
+def test_when_copies_come_together(strategy: s.StrategySpec, together: list[int]) -> None:
+    assert [step for step in range(9) if strategy.step_kind(step) == "together"] == together
 
 
 @pytest.mark.parametrize(("kind", "first"), [("none", 9), ("bf16", 0), ("int8", 0), ("topk", 3), ("powersgd", 3)])
 def test_when_gradients_are_compressed(kind: Any, first: int) -> None:
     strategy = s.DDPStrategy(compression=s.Compression(kind=kind, start_step=3))
-    assert [step for step in range(9) if step_kind(strategy, step) == "compressed"] == list(range(first, 9))
+    assert [step for step in range(9) if strategy.step_kind(step) == "compressed"] == list(range(first, 9))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +70,6 @@ def test_the_plan_says_why(strategy: Any, world_size: int, says: str) -> None:
 
 
 def test_what_is_kept_between_steps_is_counted() -> None:
-    keeps = {kind: kept_bytes(s.DDPStrategy(compression=s.Compression(kind=kind)), 2) for kind in ("none", "int8", "topk", "powersgd")}
+    keeps = {kind: s.DDPStrategy(compression=s.Compression(kind=kind)).kept_bytes(2) for kind in ("none", "int8", "topk", "powersgd")}
     assert keeps == {"none": 0, "int8": 0, "topk": 4, "powersgd": 4}
-    assert (kept_bytes(s.DiLoCoStrategy(), 2), kept_bytes(s.LocalSGDStrategy(), 2)) == (8, 0)
+    assert (s.DiLoCoStrategy().outer_bytes(), s.LocalSGDStrategy().outer_bytes()) == (8, 0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drumline.core.strategies import Compression
 from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode
 from drumline.telemetry.traffic import SentBytes
+from tests.strategies import Compression
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from drumline.models.build import lay_out
 from drumline.models.shards import Values
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.native import prepare as native
-from drumline.strategies.zero_fill import filled, part
-from drumline.train import helpers
+from drumline.strategies.zero import machine as helpers
+from drumline.strategies.zero.fill import filled, part
 from tests.harness import ENV
 from tests.tiny import tiny_model_dir
 from tests.unit.test_native import batches
@@ -59,7 +59,7 @@ def engine(model_dir: Path, strategy: Any, precision: str = "fp32", **sections: 
     values = Values(source, "cpu", 0)
     if made.engine == "native":
         return native(made, model, values, NativeEngine)
-    from drumline.strategies.deepspeed import prepare
+    from drumline.strategies.zero.engine import prepare
 
     return prepare(made, model, values)
 
@@ -161,7 +161,7 @@ def test_the_flops_profile(model_dir: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.txt"
     made.deepspeed["flops_profiler"]["output_file"] = str(profile)
     model, source = lay_out(str(model_dir), ModelConfig(id=str(model_dir)), seed=0)
-    from drumline.strategies.deepspeed import prepare
+    from drumline.strategies.zero.engine import prepare
 
     steps(prepare(made, model, Values(source, "cpu", 0)), 2)
     assert "LlamaForCausalLM" in profile.read_text()
@@ -224,9 +224,9 @@ def test_what_is_missing_is_told_before_launch(
     model_dir: Path, strategy: Any, breaks: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(model_dir, strategy)
-    monkeypatch.setattr("drumline.train.helpers.ctypes.util.find_library", lambda name: f"lib{name}.so")  # this machine may lack libaio
+    monkeypatch.setattr(helpers.ctypes.util, "find_library", lambda name: f"lib{name}.so")  # this machine may lack libaio
     if breaks:
-        monkeypatch.setattr(f"drumline.train.helpers.{breaks[0]}", breaks[1])
+        monkeypatch.setattr(f"drumline.strategies.zero.machine.{breaks[0]}", breaks[1])
         monkeypatch.setattr("pathlib.Path.exists", lambda _: False)
     with pytest.raises(EnvironmentFault, match=said):
-        helpers.require_deepspeed(made, lambda *_: None)
+        made.config.strategy.require(made, lambda *_: None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.load import load_text
-from drumline.core.matrix import FEATURES, KINDS, as_markdown, as_text, matrix
+from drumline.core.matrix import FEATURES, as_markdown, as_text, matrix, strategies
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
-from drumline.core.together import NOT_TOGETHER
 from drumline.errors import ConfigError
 
 DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
@@ -17,17 +16,18 @@ DATA = "data: {train: [{kind: file, path: rows.jsonl}]}\n"
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_cell_has_an_answer(device: str) -> None:
     cells = [cell for row in matrix(device) for cell in row]
-    assert len(cells) == len(KINDS) * len(FEATURES)
+    assert len(cells) == len(strategies()) * len(FEATURES)
     assert all(cell.works or cell.instead for cell in cells)
     assert {"ddp", "fsdp2", "zero3"} <= {cell.kind for cell in cells if cell.works and cell.feature == "LoRA"}
 
 
 def test_every_strategy_has_a_row() -> None:
-    assert {*kinds(StrategySpec)} - {"auto"} == set(KINDS)
+    assert {*kinds(StrategySpec)} - {"auto"} == set(strategies())
 
 
 def test_the_config_refuses_with_the_words_of_the_table() -> None:
-    reason, instead = NOT_TOGETHER["zero3", "tp"]
+    (rule,) = (rule for rule in strategies()["zero3"].rules if rule.phase == "schema" and rule.name == "tp")
+    reason, instead = str(rule.reason), str(rule.instead)
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: {kind: zero3, tp: 2}\n", [], "c.yaml")
     assert reason in error.value.line() and instead in error.value.line() and error.value.line().startswith("c.yaml:2: strategy.tp")
@@ -35,6 +35,6 @@ def test_the_config_refuses_with_the_words_of_the_table() -> None:
 
 def test_the_table_is_printed_whole() -> None:
     text, markdown = as_text("cpu"), as_markdown("cpu")
-    for name in (*KINDS, *FEATURES):
+    for name in (*strategies(), *FEATURES):
         assert name in text and name in markdown
     assert max(map(len, text.splitlines()[: len(FEATURES) + 1])) <= 120

@@ -12,9 +12,7 @@ import pytest
 from drumline.core.config import Config
 from drumline.core.estimate import Memory
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.mesh import resolve_mesh
 from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
-from drumline.core.resolve import data_parallel_of, engine_of
 from drumline.core.stages import plan_pipeline
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
@@ -67,7 +65,7 @@ def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation
     config = Config.model_validate(
         {"data": {"train": [{"kind": "file", "path": "x"}], "max_length": length, "packing": False}, "strategy": strategy} | sections
     )
-    mesh = resolve_mesh(config.strategy, world)
+    mesh = config.strategy.mesh(world)
     batch = BatchPlan(
         global_samples=micro * accumulation * mesh.data_ranks, micro_batch=micro, accumulation=accumulation, eval_micro_batch=micro
     )
@@ -77,8 +75,8 @@ def layout(strategy: dict[str, Any], world: int, *, micro: int = 1, accumulation
         batch=batch,
         precision="fp32" if config.precision.kind == "auto" else config.precision.kind,
         device="cuda",
-        engine=engine_of(mesh, config.strategy),
-        data_parallel=data_parallel_of(mesh, config.strategy),
+        engine=config.strategy.engine(mesh),
+        data_parallel=config.strategy.data_parallel(mesh),
         activation_checkpointing=config.memory.activation_checkpointing,
         pipeline=plan_pipeline(mesh, config.strategy, batch, FACTS, []) if mesh.pp > 1 else None,
     )

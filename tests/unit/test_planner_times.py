@@ -12,10 +12,9 @@ from benchmarks.planner_published import ROWS, Published, predicted
 from drumline.core.config import Config
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts, Weight
-from drumline.core.mesh import Mesh, resolve_mesh
+from drumline.core.mesh import Mesh
 from drumline.core.model import ModelConfig
 from drumline.core.plan import BatchPlan, Layout
-from drumline.core.resolve import data_parallel_of, engine_of
 from drumline.core.stages import bubble, plan_pipeline
 from drumline.hardware import catalog
 from drumline.hardware.cluster import Cluster
@@ -55,7 +54,7 @@ def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: in
             **sections,
         }
     )
-    mesh: Mesh = resolve_mesh(config.strategy, world)
+    mesh: Mesh = config.strategy.mesh(world)
     batch = BatchPlan(
         global_samples=micro_batch * accumulation * mesh.data_ranks,
         micro_batch=micro_batch,
@@ -69,8 +68,8 @@ def layout(strategy: Any, world: int = 8, micro_batch: int = 2, accumulation: in
         batch=batch,
         precision="bf16",
         device="cuda",
-        engine=engine_of(mesh, config.strategy),
-        data_parallel=data_parallel_of(mesh, config.strategy),
+        engine=config.strategy.engine(mesh),
+        data_parallel=config.strategy.data_parallel(mesh),
         activation_checkpointing=config.memory.activation_checkpointing,
         pipeline=plan_pipeline(mesh, config.strategy, batch, model(), []),
     )

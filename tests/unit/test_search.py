@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from drumline.core import strategies as s
 from drumline.core.estimate import TIGHT, HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
@@ -16,6 +15,7 @@ from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_
 from drumline.planner.search.auto import with_little_room
 from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, ways_of
 from drumline.planner.search.space import describe, ways
+from tests import strategies as s
 from tests.unit.shapes import asks, facts, question
 
 BATCH = {"global_samples": 64}
@@ -198,7 +198,7 @@ def test_every_family_has_an_answer() -> None:
         (s.Zero3Strategy(offload_optimizer=s.Offload(kind="nvme", path="/d")), "zero3 nvme optimizer", "zero3 nvme optimizer"),
     ],
 )
-def test_names(strategy: s.AnyStrategy, name: str, family: str) -> None:
+def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
     way = describe(strategy, 8)
     assert (way.name, way.family) == (name, family)
 

@@ -15,7 +15,6 @@ from drumline.algorithms.base import policy_objective
 from drumline.core.facts import ModelFacts
 from drumline.core.load import load
 from drumline.core.plan import Plan
-from drumline.core.strategies import SingleStrategy
 from drumline.hardware.detect import Machine
 from drumline.models.load import facts, load_config
 from drumline.planner.cluster import found
@@ -26,6 +25,7 @@ from drumline.strategies.build import build_engine
 from drumline.telemetry.memory_tracker import LiveBytes
 from drumline.train.setup import Request, make_plan
 from tests.harness import LETTERS, write_config
+from tests.strategies import SingleStrategy
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from drumline.core import strategies as s
 from drumline.core.config import LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
-from drumline.core.rule import cp_method
 
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
@@ -98,8 +96,7 @@ def _stem(name: str) -> str:
 def kind_of(layout: Layout) -> Kind:
     if layout.precision == "fp32":
         return "fp32"
-    strategy = layout.strategy
-    casts = isinstance(strategy, s.FSDP2Strategy) and strategy.param_dtype != "fp32" and not layout.config.images_alone
+    casts = layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
     return "low" if casts or layout.data_parallel == "zero" else "autocast"
 
 
@@ -108,7 +105,7 @@ def formula(layout: Layout, facts: ModelFacts) -> Activations:
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
-    repeats = bool(mask) or (layout.mesh.cp > 1 and cp_method(layout.strategy) == "ring")
+    repeats = bool(mask) or (layout.mesh.cp > 1 and layout.strategy.context_method() == "ring")
     drops = facts.drops_stream * (1 if layout.device == "cuda" else 4 if layout.precision == "fp32" else 2)
     kept = Attention(mask, repeats, _score_bytes(layout, facts), drops)
     return _formula(facts, kind_of(layout), layout.activation_checkpointing, layout.length, kept, adapter, layout.mesh.tp)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
-from drumline.core.strategies import FSDP2Strategy
-from drumline.planner.cost.activations import block_of, formula, kind_of
+from drumline.core.rule import plain
+from drumline.planner.cost.activations import block_of, formula
 from drumline.planner.cost.states import FULL, LOW, Part, ends, part_of, rank_params, shards_of, state_of
 
 
@@ -45,11 +45,11 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
     """Weights of a model that only answers: what is multiplied lies in the type that it computes in (see strategies.build._frozen)."""
-    strategy, shards = own.strategy, shards_of(own)
+    shards = shards_of(own)
     has = rank_params(sizes, mine, own.mesh.tp, shards)
-    if isinstance(strategy, FSDP2Strategy) and strategy.offload == "cpu" and layout.device == "cuda":
+    if own.data_parallel == "fsdp2" and own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
         return 0
-    casts = isinstance(strategy, FSDP2Strategy) and kind_of(own) == "low"
+    casts = own.strategy.gathered_in(own.precision, own.config.images_alone) is not None
     if layout.precision == "fp32":
         return FULL * has.entries
     if layout.engine == "deepspeed" and not casts:
@@ -64,7 +64,7 @@ def samples_copy(layout: Layout) -> bool:
     algorithm, mesh = layout.config.algorithm.rollout, layout.mesh
     if algorithm is None or isinstance(algorithm.generator, VLLMGenerator):
         return False
-    whole = layout.data_parallel != "fsdp2" and mesh.tp * mesh.cp * mesh.pp == 1 and layout.strategy.kind != "zero3"
+    whole = layout.strategy.whole_weights and plain(mesh)
     return not whole or (isinstance(algorithm.generator, ContinuousGenerator) and layout.precision != "fp32")
 
 

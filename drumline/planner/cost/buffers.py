@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
-from drumline.core import strategies as s
-from drumline.core.communication import kept_bytes
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
-from drumline.core.rule import offloads, quantizes
-from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
+from drumline.core.rule import quantizes
 from drumline.planner.cost.activations import kind_of
 from drumline.planner.cost.states import FULL, LOW, Part, Sizes, ends, flattened, largest_block, rank_params, shards_of
 from drumline.planner.cost.volume import WIDTH, weights_of
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
+from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, user_config
+from drumline.strategies.zero.spec import Zero
 
 MIB = 2**20
 
@@ -55,7 +56,7 @@ def stepping(layout: Layout, here: Sizes) -> float:
 
 def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
-    here, strategy = rank_params(facts, mine, layout.mesh.tp), layout.strategy
+    here, strategy, copies_by = rank_params(facts, mine, layout.mesh.tp), layout.strategy, layout.strategy.copies()
     gradients, always, last, average, step = FULL * here.trainable, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
     # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
@@ -64,13 +65,12 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
     one = LOW * (largest.trainable * low + largest.linear * packed)
     backward = one if recomputes or packed else 0
-    if isinstance(strategy, s.DDPStrategy):
-        always += kept_bytes(strategy, layout.mesh.world_size) * here.trainable
-        if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not strategy.gradient_as_bucket_view:
-            always += gradients
+    always += strategy.kept_bytes(layout.mesh.world_size) * here.trainable
+    if layout.engine == "native" and layout.mesh.tp == 1 and layout.data_parallel == "ddp" and not copies_by.gradient_as_bucket_view:
+        always += gradients
     averaged = layout.data_parallel == "ddp" and (layout.mesh.tp > 1 or layout.engine == "pipeline")
     if averaged and layout.mesh.data_ranks * layout.mesh.cp > 1:
-        bucket = (strategy.bucket_cap_mb if isinstance(strategy, s.DDPStrategy) else 25.0) * MIB
+        bucket = copies_by.bucket_cap_mb * MIB
         average = min(gradients, 2 * max(bucket, FULL * here.largest))
     if layout.data_parallel == "dp" and layout.devices_per_rank > 1:
         last = 2 * gradients  # the first GPU adds up those of the others
@@ -89,9 +89,7 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
 
 def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
     """The root's weights stay whole from forward on; of the blocks the one that runs, and those on their way (fully_shard of torch)."""
-    strategy = layout.strategy
-    # A frozen role under ZeRO 3 is spread like this, too.
-    options = strategy if isinstance(strategy, s.FSDP2Strategy) else s.FSDP2Strategy()
+    options = cast(FSDP2Strategy, layout.strategy)
     tp, shards, kind = layout.mesh.tp, shards_of(layout), kind_of(layout)
     width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
     root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
@@ -123,14 +121,13 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
 
 def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     """Buckets of DeepSpeed's reduction, which are all taken at once, and what ZeRO 3 gathers."""
-    strategy, ranks = layout.strategy, layout.mesh.world_size
-    assert isinstance(strategy, s.ZeroStrategy)
+    strategy, ranks = cast(Zero, layout.strategy), layout.mesh.world_size
     cut, low = flattened(facts, ranks), layout.precision != "fp32"
     width = LOW if low else FULL
     own = user_config(strategy, facts)
     bucket = int(own.get("zero_optimization.reduce_bucket_size", min(MOST_IN_A_BUCKET, max(2, cut.trainable))))
-    optimizer, _ = offloads(strategy)
-    if strategy.kind == "zero3":
+    optimizer, _ = strategy.offloads()
+    if strategy.stage == 3:
         everything = cut.trainable + cut.frozen
         alive = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE))
         ahead = int(own.get("zero_optimization.stage3_prefetch_bucket_size", PREFETCHED))
@@ -142,18 +139,18 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
         reduced = width * min(bucket, cut.trainable)
         return Buffers(FULL * bucket + width * whole, 0.0, max(0, gathered), 0.0, 0.0, reduced, 0.0, reduced, staged)
     # A bucket in the type of the gradients, and in fp32 what is sent of it.
-    bf16_1 = strategy.kind == "zero1" and layout.precision == "bf16" and optimizer == "none"
+    bf16_1 = strategy.stage == 1 and layout.precision == "bf16" and optimizer == "none"
     buckets = 2 if own.get("zero_optimization.overlap_comm") else 1
-    taken = 0 if bf16_1 else (FULL if strategy.kind == "zero1" else width) * bucket * buckets
+    taken = 0 if bf16_1 else (FULL if strategy.stage == 1 else width) * bucket * buckets
     sent = FULL * min(bucket, cut.trainable) if low or bf16_1 else 0
     always = width * cut.largest if optimizer != "none" and layout.device == "cuda" else 0
     if optimizer != "none" and layout.device == "cpu":
         always = 2 * width * cut.largest + width * cut.flat // ranks
-    accumulated = FULL * cut.trainable if strategy.kind == "zero1" and layout.precision == "fp16" else 0
+    accumulated = FULL * cut.trainable if strategy.stage == 1 and layout.precision == "fp16" else 0
     flat = FULL * cut.flat // ranks if not low else 0
     # A gradient of its own for the largest weight, which the bucket does not take where it is full.
     # Whole gradients that ZeRO 1 adds up until the last micro-batch, where they are not among its states.
-    if strategy.kind == "zero1" and not bf16_1 and layout.batch.accumulation > 1:
+    if strategy.stage == 1 and not bf16_1 and layout.batch.accumulation > 1:
         always += FULL * cut.trainable
     full = bucket < cut.trainable  # then it is sent before the end, too
     return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)

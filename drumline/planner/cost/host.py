@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from drumline.core import strategies as s
 from drumline.core.estimate import PROCESS, HostMemory
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
-from drumline.core.rule import offloads
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.states import FULL, LOW, Part, ends, flattened, largest_block, part_of, slots, state_of
 
@@ -36,11 +34,11 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
 
 
 def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
-    """Bytes of a rank while DeepSpeed is given the weights (strategies.zero_fill), and makes what it keeps (`between`): in stage 1 and 2
+    """Bytes of a rank while DeepSpeed is given the weights (strategies.zero.fill), and makes what it keeps (`between`): in stage 1 and 2
     the whole model in fp32, at first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part."""
     lower = layout.precision != "fp32"
     low = LOW if lower else 0
-    if layout.strategy.kind != "zero3":
+    if layout.strategy.whole_weights:
         return FULL * facts.parameters + max(low * facts.parameters, between)
     every = Part(((0, len(facts.block_weights)),))
     piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
@@ -50,7 +48,7 @@ def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
 
 def _pinned(layout: Layout, facts: ModelFacts) -> int:
     """What DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
-    optimizer, parameters = offloads(layout.strategy)
+    optimizer, parameters = layout.strategy.offloads()
     cut = flattened(facts, layout.mesh.world_size)
     if optimizer == "none" and parameters == "none":
         return 0
@@ -63,8 +61,6 @@ def _saved(layout: Layout, facts: ModelFacts) -> int:
     and DeepSpeed's is gathered there in any case."""
     if not layout.config.checkpoint.asynchronous and layout.data_parallel != "zero":
         return 0
-    kept = FULL * (1 + slots(layout.config.optimizer)) * facts.trainable
-    if isinstance(layout.strategy, s.DiLoCoStrategy):
-        kept += 2 * FULL * facts.trainable
+    kept = (FULL * (1 + slots(layout.config.optimizer)) + layout.strategy.outer_bytes()) * facts.trainable
     copies = 2 if layout.data_parallel == "zero" and layout.config.checkpoint.asynchronous else 1
     return copies * -(-kept // layout.mesh.world_size)

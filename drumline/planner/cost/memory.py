@@ -25,9 +25,6 @@ from drumline.planner.cost.states import FULL, Part, State, end_weights, part, p
 GIB = 2**30
 CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
-# What the allocator reserves for each byte of tensors: published ratios, without expandable segments (docs/planning.md, "Constants").
-RESERVES = {"fsdp2": 1.24, "zero3": 1.24, "zero2": 1.05, "zero1": 1.05}
-RESERVES_ELSE = 1.08
 # Parts of a step that figures call backward: its begin, its way through the blocks, its end, and averaging behind it.
 BACKWARD = ("head", "blocks", "end", "average")
 # Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
@@ -73,7 +70,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
     overhead = overhead_of(layout)
-    factor = RESERVES.get(layout.strategy.kind, RESERVES_ELSE) if layout.device == "cuda" else 1.0
+    factor = layout.strategy.reserve if layout.device == "cuda" else 1.0
     return Memory(
         parameters=state.parameters + others.parameters,
         gradients=state.gradients + others.gradients,
@@ -180,13 +177,10 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
 
 def _early(layout: Layout, state: State) -> int:
     """Gradients that are there before backward: DDP's buckets and ZeRO's buffers, and those of the micro-batches before."""
-    strategy = layout.strategy.kind
     schedule = layout.pipeline.schedule if layout.pipeline else None
     several = layout.batch.accumulation > 1 and schedule != "gpipe"
     buckets = layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1
-    if several or buckets or strategy == "zero3":
-        return state.gradients
-    return state.gradients * 2 // 3 if strategy == "zero1" and layout.precision == "bf16" else 0
+    return state.gradients if several or buckets else layout.strategy.early_gradients(state.gradients, layout.precision)
 
 
 def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:

@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
-from drumline.core import strategies as s
-from drumline.core.communication import kept_bytes
 from drumline.core.config import LoRAConfig, OptimizerConfig
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
-from drumline.core.rule import offloads, quantizes
-from drumline.core.zero import STAGES
+from drumline.core.rule import quantizes
 from drumline.planner.cost.volume import WIDTH, cut_dimension
+from drumline.strategies.zero.spec import Zero
 
 FULL, LOW = 4, 2  # bytes of an entry
 # Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
@@ -182,11 +181,9 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
     and moments of what learns; moments are shaped like the weights."""
     has = rank_params(facts, mine, layout.mesh.tp, shards_of(layout))
-    kept = 4 * slots(layout.config.optimizer) * has.trainable
-    if isinstance(layout.strategy, s.DiLoCoStrategy):
-        kept += kept_bytes(layout.strategy, layout.mesh.world_size) * has.trainable
+    kept = (4 * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
     state = State(weight_bytes(layout, has), 4 * has.trainable, kept)
-    if isinstance(layout.strategy, s.FSDP2Strategy) and layout.strategy.offload == "cpu":
+    if layout.strategy.offloads()[0] == "cpu":
         return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
     return state
 
@@ -246,10 +243,10 @@ def _in_order(facts: ModelFacts) -> list[Weight]:
 
 def zero_state(layout: Layout, facts: ModelFacts) -> State:
     """Gradients: as they lie at the end of the last backward of a step. Weights have fp32 masters besides them in fp32, too."""
-    ranks, stage = layout.mesh.world_size, STAGES[layout.strategy.kind]
+    ranks, stage = layout.mesh.world_size, cast(Zero, layout.strategy).stage
     cut, low = flattened(facts, ranks), layout.precision != "fp32"
     width, kept = LOW if low else FULL, slots(layout.config.optimizer)
-    optimizer, parameters = offloads(layout.strategy)
+    optimizer, parameters = layout.strategy.offloads()
     if stage == 3:
         weights = width * (cut.pieces + cut.frozen_pieces)
         masters = FULL * cut.pieces * (kept + 1)

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import cast
 
-from drumline.core import strategies as s
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
-from drumline.core.rule import offloads
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.auxiliary import samples_copy
 from drumline.planner.cost.states import shards_of
 from drumline.planner.cost.volume import WIDTH, Flow, Sent
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
@@ -138,7 +138,7 @@ def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> fl
     """Bytes over the bandwidth of the memory where the step is taken."""
     options, trainable = layout.config.optimizer, _trainable_here(layout, facts)
     here = trainable * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
-    if layout.device == "cpu" or offloads(layout.strategy)[0] == "none":
+    if layout.device == "cpu" or layout.strategy.offloads()[0] == "none":
         return here / (cluster.calibration.memory or cluster.device.bandwidth)
     return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
 
@@ -147,14 +147,15 @@ def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: f
     """Copies between device and host, and between host and disk. FSDP2 copies beside computing: what takes longer counts. DeepSpeed
     waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
     micro-batch too)."""
-    strategy, (optimizer, weights) = layout.strategy, offloads(layout.strategy)
+    optimizer, weights = layout.strategy.offloads()
     if layout.device == "cpu" and optimizer != "nvme":
         return 0.0
     trainable, rounds = _trainable_here(layout, facts), layout.batch.accumulation
     low = 4 if layout.precision == "fp32" else 2
     if optimizer == "none":
         return 0.0
-    if isinstance(strategy, s.FSDP2Strategy):
+    if layout.data_parallel == "fsdp2":
+        strategy = cast(FSDP2Strategy, layout.strategy)
         up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
         down = 4 * trainable * (rounds if strategy.sync_each_micro_batch else 1)
         return max(0.0, _copy(cluster, up, down) - busy)

@@ -6,20 +6,18 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
-from drumline.core import strategies as s
-from drumline.core.communication import averages, compresses
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.model import Head
 from drumline.core.plan import Layout
-from drumline.core.rule import cp_method
 from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Beside, RankParams, Sent, rank_params, tp_ranks, weights_of
+from drumline.planner.cost.volume import WIDTH, Beside, Kind, RankParams, Sent, rank_params, tp_ranks, weights_of
 from drumline.planner.cost.volume_zero import zero
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 BLOCK = 256  # of parallel.compress.Int8
-CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local, bytes of parallel.data_parallel
+CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local_sgd, bytes of parallel.data_parallel
 NUMBER = 8  # bytes of an fp64
 TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 
@@ -46,32 +44,27 @@ def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, head: Head, step: i
     if layout.engine == "deepspeed":
         zero(sent, layout, facts)
         return
-    if isinstance(strategy, s.LocalSGDStrategy | s.DiLoCoStrategy):
-        together(sent, layout, facts, 1 / strategy.period if step is None else float(averages(strategy, step)))
+    if (exchanged := strategy.exchanged(step)) is not None:
+        together(sent, layout, facts, *exchanged)
         return
     if mesh.world_size == 1:
         return
-    wrap = tuple(strategy.wrap) if isinstance(strategy, s.FSDP2Strategy) and strategy.wrap is not None else None
+    wrap = getattr(strategy, "wrap", None)
     for tp_rank, part in tp_ranks(facts, mesh.tp):
-        has = rank_params(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap)
+        has = rank_params(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap and tuple(wrap))
         sent.part = part / mesh.pp  # all stages together, dealt to their ranks
         if layout.data_parallel == "fsdp2":
             fsdp2(sent, layout, facts, has)
         elif mesh.tp * mesh.pp > 1:
             averaged(sent, layout, has)
         else:
-            ddp(sent, layout, facts, _compresses(layout, step))
+            ddp(sent, layout, facts, strategy.step_kind(10**9 if step is None else step) == "compressed")
         pipeline(sent, layout, facts, has)
         sent.part = part
         norm(sent, layout, has)
     sent.part = 1 / mesh.pp
     tensor(sent, layout, facts, head)
     context(sent, layout, facts, head)
-
-
-def _compresses(layout: Layout, step: int | None) -> bool:
-    strategy = layout.strategy
-    return isinstance(strategy, s.DDPStrategy) and compresses(strategy.compression, 10**9 if step is None else step)
 
 
 # ---------- data parallelism: DDP and its compressions, FSDP2, copies that are averaged now and then, the gradient norm
@@ -83,8 +76,7 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     int8 and topk work bucket by bucket, and which bucket a gradient is in depends on the order in which backward makes them: exact where
     one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more, topk up to 4 × (ranks − 1) more or fewer.
     """
-    ranks, strategy = layout.mesh.data_ranks * layout.mesh.cp, layout.strategy
-    options = strategy if isinstance(strategy, s.DDPStrategy) else s.DDPStrategy()
+    ranks, options = layout.mesh.data_ranks * layout.mesh.cp, layout.strategy.copies()
     weights = weights_of(facts)
     if options.broadcast_buffers:
         sent.add("broadcast", facts.buffer_bytes, ranks, "gradients")
@@ -128,11 +120,9 @@ def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: RankParams) -> No
     """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
     each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
     whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
-    strategy, shards = layout.strategy, shards_of(layout)
-    assert isinstance(strategy, s.FSDP2Strategy)
+    strategy, shards = cast(FSDP2Strategy, layout.strategy), shards_of(layout)
     rounds, piped = layout.batch.accumulation, layout.mesh.pp > 1
-    images = layout.config.images_alone and strategy.param_dtype == "auto"
-    width = 4 if images else WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
+    width = WIDTH[strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
     spared = width - min(width, WIDTH[layout.precision])  # bytes of an entry that does not learn
     units, root = (width * all_ - spared * low for all_, low in ((mine.units, mine.units_low), (mine.root, mine.root_low)))
     if strategy.reshard_after_forward:
@@ -155,9 +145,9 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
     return max(1, len(facts.block_weights)) / layout.mesh.pp
 
 
-def together(sent: Sent, layout: Layout, facts: ModelFacts, share: float) -> None:
-    """Local SGD and DiLoCo: what learns at `share` of the steps; a number for the norm at each."""
-    sent.add("all_reduce", share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
+def together(sent: Sent, layout: Layout, facts: ModelFacts, kind: Kind, share: float) -> None:
+    """Copies that come together at `share` of the steps: what learns, then; a number for the norm at each step."""
+    sent.add(kind, share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
     sent.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
 
 
@@ -192,9 +182,8 @@ def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: RankParams) -> 
     ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
     if layout.mesh.pp == 1 or layout.pipeline is None:
         return
-    strategy, width = layout.strategy, 4
-    if isinstance(strategy, s.FSDP2Strategy):  # else the residual stream is fp32 under autocast
-        width = WIDTH[layout.precision if strategy.param_dtype == "auto" else strategy.param_dtype]
+    # The residual stream is fp32 under autocast.
+    width = WIDTH[layout.strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
     message = layout.rows * layout.length * facts.hidden * width
     boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
@@ -294,7 +283,7 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     width = WIDTH[layout.precision]
     # Under autocast the rotary embedding makes queries and keys fp32, and values travel with them.
     turned = width if layout.data_parallel == "fsdp2" else 4
-    if cp_method(layout.strategy) == "ulysses":
+    if layout.strategy.context_method() == "ulysses":
         kv *= ranks // math.gcd(kv, ranks)
         sent.add("all_to_all", passes * entries * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
     else:

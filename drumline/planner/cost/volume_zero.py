@@ -15,18 +15,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
-from drumline.core import strategies as s
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
-from drumline.core.zero import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
 from drumline.planner.cost.volume import WIDTH, Beside, Sent, weights_of
+from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
+from drumline.strategies.zero.spec import Zero, Zero3Strategy
 
 
 def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
-    strategy, ranks = layout.strategy, layout.mesh.shard
-    assert isinstance(strategy, s.ZeroStrategy)
+    strategy, ranks = cast(Zero, layout.strategy), layout.mesh.shard
     own, width = user_config(strategy, facts), WIDTH[layout.precision]
     low = 2 if own.get("communication_data_type", "fp32") in ("fp16", "bfp16", "bf16") else 4
     offloads = strategy.offload_optimizer.kind != "none"
@@ -34,8 +33,8 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     for weight, number in weights_of(facts):
         if weight.trainable:
             groups[len(weight.shape) >= 2] += number * weight.numel
-    if not isinstance(strategy, s.Zero3Strategy):
-        reductions = layout.batch.accumulation if isinstance(strategy, s.Zero2Strategy) else 1
+    if strategy.stage < 3:
+        reductions = layout.batch.accumulation if strategy.stage == 2 else 1
         buckets = reductions * math.ceil(facts.trainable / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
         beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
         if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
@@ -44,7 +43,7 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
             sent.add("broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks)
         for entries in groups.values():
             sent.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
-        if layout.precision == "bf16" and isinstance(strategy, s.Zero1Strategy):
+        if layout.precision == "bf16" and strategy.stage == 1:
             return  # each rank measures the norm of all gradients, which it has
         sent.add("all_reduce", 4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
         return
@@ -61,8 +60,8 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     live = int(own.get("zero_optimization.stage3_max_live_parameters", LIVE)) if ahead else 0
     parts = _cut(facts, ranks, persistent, reuse, live, layout.activation_checkpointing != "none")
     calls = rounds * max(1, len(facts.block_weights))
-    assert isinstance(layout.strategy, s.Zero3Strategy)
-    plus, gathered = layout.strategy.zeropp, 1 if layout.strategy.zeropp.quantized_weights else width
+    plus = cast(Zero3Strategy, layout.strategy).zeropp
+    gathered = 1 if plus.quantized_weights else width
     near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks
     sent.add("all_gather", width * parts["whole"], ranks, "shard")
     sent.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")

@@ -8,7 +8,7 @@ from functools import partial
 
 from drumline.core.config import BatchConfig, LoRAConfig
 from drumline.core.facts import with_length, with_lora
-from drumline.core.strategies import PPStrategy
+from drumline.core.stages import in_flight
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
@@ -147,8 +147,10 @@ def _of_length(question: Question, tokens: int) -> Question:
 
 def _of_batch(question: Question, way: Way, micro: int) -> Question:
     """With this micro-batch, as many at a step as the way has stages."""
-    strategy = way.strategy
-    stages = strategy.degree or question.cluster.world_size if isinstance(strategy, PPStrategy) else getattr(strategy, "pp", 1)
+    try:
+        stages = in_flight(way.strategy.mesh(question.cluster.world_size), way.strategy)
+    except PlanError:  # which the search says
+        stages = 1
     batch = BatchConfig(micro_batch=micro, accumulation=stages)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
 from drumline.core.stages import in_flight
-from drumline.core.strategies import AutoStrategy
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, gb
 from drumline.planner.search.heuristics import chosen_by
 from drumline.planner.search.search import look_at, search
 from drumline.planner.search.space import describe
+from drumline.strategies.auto.spec import AutoStrategy
 
 
 def choose(question: Question) -> tuple[Config, str | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from drumline.core import strategies as s
 from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec
 from drumline.core.config import BatchConfig, Config
 from drumline.core.explain import flow
@@ -64,7 +63,9 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
     if isinstance(algorithm, ChunkedSpec) and not algorithm.loss_chunk and algorithm.rollout is None:
         usual = type(algorithm).model_fields["loss_chunk"].default
         chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
-    for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, _spreads(plan)):
+    several = plan.mesh.data_ranks * plan.mesh.cp > 1
+    spreads = [(0, config.strategy), *config.strategy.lighter(several, plan.device)]
+    for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, spreads):
         fewer = micro < batch.micro_batch
         changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost
         if not changes:
@@ -79,32 +80,3 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
             "eval": config.eval.model_copy(update={"micro_batch": min(held_out, micro)}) if held_out and fewer else config.eval,
         }
         yield changes, config.model_copy(update=update)
-
-
-def _spreads(plan: Plan) -> list[tuple[int, s.AnyStrategy]]:
-    """(how much changes, strategy): the plan's own first, then those that keep less on each rank."""
-    strategy = plan.config.strategy
-    own: list[tuple[int, s.AnyStrategy]] = [(0, strategy)]
-    several = plan.mesh.data_ranks * plan.mesh.cp > 1
-    if isinstance(strategy, s.DDPStrategy) and several and strategy.compression.kind == "none":
-        sharded = s.FSDP2Strategy(**{name: getattr(strategy, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
-        return [*own, (2, sharded), *_offloaded(plan, sharded)]
-    if isinstance(strategy, s.FSDP2Strategy):
-        lean = strategy.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
-        return [*own, *([] if lean == strategy else [(2, lean)]), *_offloaded(plan, lean)]
-    if isinstance(strategy, s.Zero1Strategy | s.Zero2Strategy | s.Zero3Strategy) and strategy.config is None and not strategy.options:
-        host = strategy.offload_optimizer
-        if isinstance(strategy, s.Zero1Strategy):
-            own.append((2, s.Zero2Strategy(offload_optimizer=host)))
-        if not isinstance(strategy, s.Zero3Strategy):
-            own.append((2, s.Zero3Strategy(offload_optimizer=host)))
-        if host.kind == "none" and plan.device == "cuda":
-            own.append((3, strategy.model_copy(update={"offload_optimizer": s.Offload(kind="cpu")})))
-    return own
-
-
-def _offloaded(plan: Plan, strategy: s.FSDP2Strategy) -> list[tuple[int, s.AnyStrategy]]:
-    """States on the host: of use where that is another memory."""
-    if plan.device != "cuda" or strategy.offload == "cpu":
-        return []
-    return [(3, strategy.model_copy(update={"offload": "cpu"}))]

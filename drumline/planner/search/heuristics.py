@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from drumline.core import strategies as s
 from drumline.core.explain import count
+from drumline.core.strategy import StrategySpec
 from drumline.planner.search.answer import Answer, Candidate, Question, Refused, faster
 from drumline.planner.search.search import look_at
 from drumline.planner.search.space import describe
+from drumline.strategies.auto.spec import AutoStrategy
+from drumline.strategies.ddp.spec import DDPStrategy
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
+from drumline.strategies.single.spec import SingleStrategy
+from drumline.strategies.zero.spec import Zero2Strategy, Zero3Strategy
 
 BILLION = 1_000_000_000
 Asks = Callable[[Question], bool]
@@ -25,7 +30,7 @@ class Row:
 
     when: str
     holds: Asks
-    strategy: s.AnyStrategy
+    strategy: StrategySpec
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Disagreement:
     reason: str
 
 
-def _fits(strategy: s.AnyStrategy) -> Asks:
+def _fits(strategy: StrategySpec) -> Asks:
     def fits(question: Question) -> bool:
         found = look_at(question, strategy)
         return isinstance(found, Candidate) and found.estimate.verdict != "no"
@@ -45,12 +50,12 @@ def _fits(strategy: s.AnyStrategy) -> Asks:
     return fits
 
 
-DDP, FSDP, OFFLOADED = s.DDPStrategy(), s.FSDP2Strategy(), s.FSDP2Strategy(offload="cpu")
+DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cpu")
 GUIDES: dict[str, tuple[Row, ...]] = {
     "parameters": (
         Row("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
-        Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, s.Zero2Strategy()),
-        Row("more than 7B parameters", lambda _: True, s.Zero3Strategy()),
+        Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, Zero2Strategy()),
+        Row("more than 7B parameters", lambda _: True, Zero3Strategy()),
     ),
     "devices": (
         Row("up to 4 devices and 8B parameters", lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION, DDP),
@@ -64,18 +69,18 @@ GUIDES: dict[str, tuple[Row, ...]] = {
 }
 
 
-def chosen_by(question: Question, guide: str) -> tuple[s.AnyStrategy, str]:
+def chosen_by(question: Question, guide: str) -> tuple[StrategySpec, str]:
     """The guide's strategy (on one device plain data parallel is single), and the line of it that holds."""
     row = next(row for row in GUIDES[guide] if row.holds(question))
-    alone = question.cluster.world_size == 1 and isinstance(row.strategy, s.DDPStrategy)
-    return (s.SingleStrategy() if alone else row.strategy), row.when
+    alone = question.cluster.world_size == 1 and row.strategy is DDP
+    return (SingleStrategy() if alone else row.strategy), row.when
 
 
 def asked_first(answer: Answer) -> tuple[Answer, str]:
     """The answer with the guide's strategy first, where `strategy: {kind: auto, by: rules}` asked for it, and that in words: a run takes
     it whatever the others promise. Otherwise as it is."""
     question, asked = answer.question, answer.question.config.strategy
-    if not isinstance(asked, s.AutoStrategy) or asked.by != "rules":
+    if not isinstance(asked, AutoStrategy) or asked.by != "rules":
         return answer, ""
     strategy, when = chosen_by(question, asked.guide)
     name = describe(strategy, question.cluster.world_size).name

@@ -15,13 +15,11 @@ from dataclasses import dataclass, field, replace
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
 from drumline.core.estimate import Estimate
-from drumline.core.mesh import resolve_mesh
 from drumline.core.plan import Layout
 from drumline.core.resolve import deepspeed_of, device_of, lay_out, precision_of, require, resolve
-from drumline.core.rule import Case, offloads
+from drumline.core.rule import Case
 from drumline.core.stages import in_flight
-from drumline.core.strategies import AnyStrategy, AutoStrategy, ZeroStrategy
-from drumline.core.zero import adopt
+from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
@@ -47,7 +45,7 @@ class _Family:
 
 def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
     """The best few of each family, and of the others the reason. `among`: ways to look at; None: all."""
-    question = replace(question, config=adopt(question.config))
+    question = replace(question, config=question.config.strategy.adopted(question.config))
     look, families = _Look(question), dict[str, _Family]()
     for number, way in enumerate(ways_of(question) if among is None else among):
         family = families.setdefault(way.family, _Family())
@@ -76,11 +74,11 @@ def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
 def ways_of(question: Question) -> Iterator[Way]:
     """All ways that the question is open to."""
     asked = question.config.strategy
-    nvme = asked.nvme if isinstance(asked, AutoStrategy) else None
+    nvme = getattr(asked, "nvme", None)
     return ways(asked, question.cluster, question.facts, question.nvme or nvme)
 
 
-def look_at(question: Question, strategy: AnyStrategy) -> Candidate | Refused:
+def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
     """The best of one strategy."""
     answer = search(question, [describe(strategy, question.cluster.world_size)])
     return answer.ranked[0] if answer.ranked else answer.refused[0]
@@ -89,7 +87,7 @@ def look_at(question: Question, strategy: AnyStrategy) -> Candidate | Refused:
 def fits(question: Question, among: Iterable[Way] | None = None) -> bool:
     """Whether any way fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. No more is asked than it
     takes to know."""
-    question = replace(question, config=adopt(question.config))
+    question = replace(question, config=question.config.strategy.adopted(question.config))
     look = _Look(question)
     return any(look.fits(way) for way in (ways_of(question) if among is None else among))
 
@@ -100,7 +98,7 @@ def evaluate(question: Question, config: Config, name: str) -> Candidate:
         config,
         run_dir="",
         machine=_machine(question.cluster),
-        world_size=_world(question, config.strategy.kind),
+        world_size=_world(question, config.strategy),
         facts=question.facts,
         model_path=None,
         data=question.data,
@@ -170,16 +168,16 @@ class _Look:
         """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
         question = self.question
         strategy = way.strategy
-        if isinstance(strategy, ZeroStrategy) and not question.deepspeed:
+        if strategy.package == "deepspeed" and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
-        if self.device == "cpu" and "cpu" in offloads(strategy) and strategy != question.config.strategy:
+        if self.device == "cpu" and "cpu" in strategy.offloads() and strategy != question.config.strategy:
             raise PlanError("the device's memory is the host's: there is nothing to offload to")
-        world = _world(question, strategy.kind)
+        world = _world(question, strategy)
         if question.processes and world != question.cluster.world_size:
             raise PlanError(f"it is one process, and there are {question.cluster.world_size}")
         memory = self.config.memory.model_copy(update={"activation_checkpointing": checkpointing})
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
-        case = Case(config, resolve_mesh(strategy, world), self.device, self.precision, question.facts)
+        case = Case(config, strategy.mesh(world), self.device, self.precision, question.facts)
         require(case, question.roles, question.data)
         refusal, any_ = None, False
         for batch in batches(config, case.mesh.data_ranks, question.cluster.world_size, in_flight(case.mesh, strategy)):
@@ -238,9 +236,9 @@ def _words(error: PlanError) -> str:
     return error.what + (f" — {error.fix}" if error.fix else "")
 
 
-def _world(question: Question, kind: str) -> int:
+def _world(question: Question, strategy: StrategySpec) -> int:
     """Processes of a strategy."""
-    return 1 if kind in ("single", "dp") else question.cluster.world_size
+    return 1 if strategy.one_process else question.cluster.world_size
 
 
 def _machine(cluster: Cluster) -> Machine:

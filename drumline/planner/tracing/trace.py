@@ -19,12 +19,11 @@ from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
 from drumline.core.plan import DataPlan, Layout, Plan, Predicted
-from drumline.core.rule import cp_method
-from drumline.core.strategies import FSDP2Strategy, SingleStrategy
+from drumline.core.registry import make
+from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError
 from drumline.models.load import load_config
 from drumline.models.package import cache_dir
-from drumline.parallel.transforms import DTYPES, gathered_in
 from drumline.planner.tracing.run import Traced, Untraceable, run
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         raise Untraceable("it sees images of many sizes")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
         raise Untraceable("its pipeline's stages are cut")
-    plain: dict[str, Any] = {"strategy": SingleStrategy(), "compile": CompileConfig()}
+    plain: dict[str, Any] = {"strategy": make(StrategySpec, "single"), "compile": CompileConfig()}
     if isinstance(config.adapter, LoRAConfig):
         plain["adapter"] = config.adapter.model_copy(update={"quantize": "none"})
     plan = Plan(
@@ -72,7 +71,7 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         run_dir="",
         mesh=Mesh(tp=layout.mesh.tp, cp=layout.mesh.cp),
         engine="native",
-        cp_method=cp_method(config.strategy),
+        cp_method=config.strategy.context_method(),
         device="cpu",
         backend="gloo",
         precision="fp32" if layout.precision == "fp32" else "bf16",
@@ -86,11 +85,8 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         first_position=facts.first_position or 0,
         predicted=Predicted(),
     )
-    low = None
-    if isinstance(config.strategy, FSDP2Strategy):
-        gathered = gathered_in(config.strategy, plan.precision, config.images_alone)
-        low = next((name for name, dtype in DTYPES.items() if dtype == gathered), None)
-    elif layout.engine == "deepspeed" and plan.precision != "fp32":
+    low = config.strategy.gathered_in(plan.precision, config.images_alone)
+    if layout.engine == "deepspeed" and plan.precision != "fp32":
         low = plan.precision
     hf_config = load_config(model_path, config.model)
     layers = _layers(getattr(hf_config.get_text_config(), "layer_types", None) or [], facts.layers)

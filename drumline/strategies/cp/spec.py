@@ -1,3 +1,21 @@
-from drumline.core.strategies import CPStrategy
+"""Context parallelism by its name."""
 
-__all__ = ["CPStrategy"]
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.core.degrees import OneDegree
+from drumline.core.mesh import Dimension
+
+
+class CPStrategy(OneDegree):
+    position: ClassVar[int] = 11
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "cp"
+    kind: Literal["cp"] = "cp"
+    method: Literal["ulysses", "ring"] = Field("ulysses", description="As cp_method of the other strategies.")
+
+    def context_method(self) -> Literal["ulysses", "ring"]:
+        return self.method

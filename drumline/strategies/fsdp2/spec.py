@@ -1,3 +1,141 @@
-from drumline.core.strategies import FSDP2Strategy
+"""Weights, gradients and moments sharded over ranks (ZeRO-3, Rajbhandari et al. 2020), by torch's fully_shard."""
 
-__all__ = ["FSDP2Strategy"]
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import Field
+
+from drumline.core.degrees import Degrees, mixes
+from drumline.core.mesh import Mesh, divide
+from drumline.core.plan import Plan
+from drumline.core.rule import Case, Rule, no_option
+from drumline.core.section import Ranks
+from drumline.core.strategy import OFFLOADED, DataParallel, Precision, Space, StrategySpec
+
+MOST_COPIES = 4  # sizes of a hybrid's shard groups that are tried: a host, two, four, eight
+
+
+def _of(case: Case) -> FSDP2Strategy:
+    return cast(FSDP2Strategy, case.strategy)
+
+
+def _not_there(case: Case) -> list[str]:
+    """Classes that should be wrapped and the model does not have."""
+    return sorted(set(_of(case).wrap or ()) - case.facts.classes) if case.facts else []
+
+
+class FSDP2Strategy(Degrees):
+    position: ClassVar[int] = 6
+    simplicity: ClassVar[int] = 3
+    compared: ClassVar[bool] = True
+    in_step: ClassVar[bool] = True
+    whole_weights: ClassVar[bool] = False
+    reserve: ClassVar[float] = 1.24
+    rules = (
+        *no_option("offload_nvme", "torch offloads to host memory only", "fsdp2 with offload=cpu, or zero3 with offload_parameters"),
+        *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),
+        Rule(
+            "wrap × the model",
+            _not_there,
+            lambda c: f"the model has no module of class {', '.join(_not_there(c))}",
+            lambda c: f"there are {', '.join(sorted(c.facts.classes))}" if c.facts else "",
+            "strategy.wrap",
+            "model",
+        ),
+        Rule(
+            "fp16 weights or gradients × no loss scale",
+            lambda c: c.precision != "fp16" and "fp16" in (_of(c).param_dtype, _of(c).reduce_dtype),
+            "gradients in fp16 fall to zero without the loss scale of precision=fp16",
+            "use precision=fp16, or bf16 for the two types",
+        ),
+        Rule(
+            "weights of images in low precision",
+            lambda c: c.config.images_alone and _of(c).param_dtype in ("bf16", "fp16"),
+            "pixels and the statistics of batch norms are fp32, and layers take one type",
+            "leave strategy.param_dtype out: autocast computes in low precision, op by op",
+            "strategy.param_dtype",
+        ),
+        Rule(
+            "zero_bubble × fsdp2",
+            lambda c: c.mesh.pp > 1 and c.strategy.pipeline_schedule()[0] == "zero_bubble",
+            "the split backward does not see through FSDP2's hooks: measured, weights of later stages get no gradient and nothing is said",
+            "use schedule: interleaved",
+        ),
+    )
+    kind: Literal["fsdp2"] = "fsdp2"
+    reshard_after_forward: bool = Field(
+        True, description="true: full shard, weights are gathered again for backward. false: only gradients and moments stay sharded."
+    )
+    replicate: Ranks = Field(1, description="Hybrid: this many copies, each sharded over the other ranks. 1: one copy over all ranks.")
+    sync_each_micro_batch: bool = Field(True, description="Reduce gradients after each micro-batch; false: keep them whole until the step.")
+    prefetch: int = Field(1, ge=0, le=1000, description="Blocks gathered ahead of the one that computes in forward. 0: as torch orders it.")
+    backward_prefetch: int | None = Field(None, ge=0, le=1000, description="The same in backward; null: as in forward.")
+    offload: Literal["none", "cpu"] = Field("none", description="cpu: weights, gradients and moments stay, and the step runs, on the host.")
+    param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Type weights are gathered in; auto: the precision's. fp32: gathered whole, cast op by op to the precision.",
+    )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Type gradients are reduced in.")
+    wrap: list[str] | None = Field(None, description="Class names of the blocks that are gathered by themselves; null: the model's own.")
+
+    def mesh(self, world: int) -> Mesh:
+        rest, degrees = self.rest(world)
+        shard = divide(rest, self.replicate, f"{self.replicate} copies", "strategy.replicate")
+        return Mesh(replicate=self.replicate, shard=shard, **degrees)
+
+    def data_parallel(self, mesh: Mesh) -> DataParallel:
+        return "fsdp2"
+
+    def offloads(self) -> tuple[str, str]:
+        return self.offload, self.offload
+
+    def gathered_in(self, precision: Precision, images: bool) -> Precision | None:
+        """A model of images gets its pixels in fp32, so its weights stay fp32 and autocast goes op by op."""
+        if images and self.param_dtype == "auto":
+            return None
+        dtype: Precision = precision if self.param_dtype == "auto" else self.param_dtype
+        return None if dtype == "fp32" else dtype
+
+    def words(self, mixed: bool, data: int) -> tuple[str, str]:
+        hybrid, offload = self.replicate > 1, self.offload != "none"
+        word = self.kind + " grad-op" * (not self.reshard_after_forward) + " hybrid" * hybrid + " offload" * offload
+        return (self.kind if mixed else word), word + f" {self.replicate}" * hybrid
+
+    def unusual(self) -> int:
+        return int(self.replicate > 1 or super().unusual() > 0) + OFFLOADED * (self.offload != "none")
+
+    @classmethod
+    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        if space.world > 1:
+            yield from cls.shardings(space, {}, 1)
+        yield cls(offload="cpu")
+        for degrees in mixes(space):
+            model = degrees["tp"] * degrees["cp"] * degrees["pp"]
+            if space.world // model * degrees["cp"] > 1:
+                yield from cls.shardings(space, degrees, model)
+
+    @classmethod
+    def shardings(cls, space: Space, degrees: dict[str, Any], model: int) -> Iterator[StrategySpec]:
+        """Full, of gradients alone, and hybrids whose shards stay within a host, two, four or eight. `model`: ranks that share samples."""
+        yield cls(**degrees)
+        yield cls(**degrees, reshard_after_forward=False)
+        data = space.world // model
+        for hosts in (2**i for i in range(MOST_COPIES)):
+            shard, rest = divmod(space.per_node * hosts, model)
+            if hosts < space.nodes and not rest and shard > 1 and shard < data and data % shard == 0:
+                yield cls(**degrees, replicate=data // shard)
+
+    def lighter(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        lean = self.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
+        return [*([] if lean == self else [(2, lean)]), *lean.offloaded(device)]
+
+    def offloaded(self, device: str) -> list[tuple[int, StrategySpec]]:
+        """States on the host: of use where that is another memory."""
+        return [(3, self.model_copy(update={"offload": "cpu"}))] if device == "cuda" and self.offload != "cpu" else []
+
+    def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
+        from drumline.strategies.fsdp2.transform import spread
+
+        return spread(self, plan, whole, model, roots, values)

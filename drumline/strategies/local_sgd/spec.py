@@ -1,3 +1,64 @@
-from drumline.core.strategies import LocalSGDStrategy
+"""Each rank trains by itself, and the copies come together now and then."""
 
-__all__ = ["LocalSGDStrategy"]
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.core.mesh import Mesh
+from drumline.core.plan import Plan
+from drumline.core.rule import no_option
+from drumline.core.section import MOST_STEPS, Steps
+from drumline.core.strategy import DataParallel, StrategySpec
+
+
+class Apart(StrategySpec):
+    """The base of strategies whose ranks train copies of their own, and come together every `period` steps."""
+
+    rules = (
+        *no_option("tp cp pp replicate", "each rank trains a whole model by itself between two exchanges", "fsdp2 with tp, cp or pp"),
+        *no_option("compression", "it sends weights once a period, not gradients each step", "a longer period"),
+        *no_option("offload_cpu offload_nvme", "each rank keeps a whole optimizer by itself", "zero2 with offload_optimizer"),
+    )
+    period: Steps = Field(8, description="Steps between two averagings.")
+
+    def data_parallel(self, mesh: Mesh) -> DataParallel:
+        return "local_sgd"
+
+    def averages(self, step: int) -> bool:
+        """Whether the ranks come together at the end of the step after `step` steps."""
+        return (step + 1) % self.period == 0
+
+    def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
+        lines = [
+            f"{self.kind}: each rank clips by its own gradient norm; grad_norm is the root mean square over ranks",
+            f"{self.kind}: evaluation and checkpoints see the mean of the ranks' weights; a checkpoint gives it to all, with moments",
+        ]
+        return lines if plan_world > 1 else [*lines, f"{self.kind}: one process, so the mean is its own weights"]
+
+    def step_kind(self, step: int) -> str:
+        return "together" if self.averages(step) else "apart"
+
+    def step_shares(self) -> dict[str, float]:
+        often = 1 / self.period
+        return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
+
+    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
+        return "all_reduce", 1 / self.period if step is None else float(self.averages(step))
+
+    def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
+        from drumline.strategies.local_sgd.engine import prepare
+
+        return prepare(plan, model, values, **options)
+
+
+class LocalSGDStrategy(Apart):
+    """Each rank trains by itself; every `period` steps the weights are averaged (Stich 2019)."""
+
+    position: ClassVar[int] = 4
+    kind: Literal["local_sgd"] = "local_sgd"
+    start_step: int = Field(0, ge=0, le=MOST_STEPS, description="Average at each step before this one.")
+
+    def averages(self, step: int) -> bool:
+        return step < self.start_step or super().averages(step)

@@ -1,3 +1,30 @@
-from drumline.core.strategies import ModelParallelStrategy
+"""Layers on devices in turn, without a schedule."""
 
-__all__ = ["ModelParallelStrategy"]
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from drumline.core.degrees import OneDegree
+from drumline.core.mesh import Dimension
+from drumline.core.rule import no_option
+from drumline.core.strategy import Schedule
+
+
+class ModelParallelStrategy(OneDegree):
+    """The naive one: layers on devices in turn, one micro-batch at a time."""
+
+    position: ClassVar[int] = 13
+    dimension: ClassVar[Dimension] = "pp"
+    rules = (
+        *OneDegree.rules,
+        *no_option("tp cp pp", "it is the naive way, one stage at a time", "strategy={kind: ddp, pp: N, …}"),
+        *no_option("compression", "only DDP has hooks for gradients", "strategy=ddp"),
+    )
+    kind: Literal["model_parallel"] = "model_parallel"
+
+    @classmethod
+    def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": kind, "degree": 2}
+
+    def pipeline_schedule(self) -> tuple[Schedule, int]:
+        return "model_parallel", 1

@@ -1,3 +1,30 @@
-from drumline.core.strategies import SingleStrategy
+"""One process, and nothing to spread over."""
 
-__all__ = ["SingleStrategy"]
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from drumline.core.rule import no_option
+from drumline.core.strategy import Space, StrategySpec
+
+
+class OneProcess(StrategySpec):
+    one_process: ClassVar[bool] = True
+    rules = (
+        *no_option("tp cp pp replicate", "it is one process, and there is nothing to spread over", "strategy={kind: ddp, …} or fsdp2"),
+        *no_option("compression", "one process sends no gradients", "strategy=ddp"),
+        *no_option("offload_cpu offload_nvme", "it keeps its state where it computes", "zero2 or zero3 with one process, which offload"),
+    )
+
+
+class SingleStrategy(OneProcess):
+    position: ClassVar[int] = 1
+    simplicity: ClassVar[int] = 0
+    in_step: ClassVar[bool] = True
+    takes_packed: ClassVar[bool] = True
+    kind: Literal["single"] = "single"
+
+    @classmethod
+    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        yield cls()

@@ -1,3 +1,15 @@
-from drumline.core.strategies import TPStrategy
+"""Tensor parallelism by its name."""
 
-__all__ = ["TPStrategy"]
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from drumline.core.degrees import OneDegree
+from drumline.core.mesh import Dimension
+
+
+class TPStrategy(OneDegree):
+    position: ClassVar[int] = 10
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "tp"
+    kind: Literal["tp"] = "tp"

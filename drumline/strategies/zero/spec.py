@@ -1,3 +1,246 @@
-from drumline.core.strategies import Zero1Strategy, Zero2Strategy, Zero3Strategy
+"""ZeRO 1, 2 and 3 (Rajbhandari et al. 2020) by DeepSpeed: the optimizer's states sharded; the gradients too; and the weights."""
 
-__all__ = ["Zero1Strategy", "Zero2Strategy", "Zero3Strategy"]
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, cast
+
+from pydantic import Field
+
+from drumline.core.config import Config
+from drumline.core.facts import ModelFacts
+from drumline.core.mesh import Mesh
+from drumline.core.plan import BatchPlan, Plan
+from drumline.core.rule import Case, Rule, no_option, recomputes_some
+from drumline.core.section import PathText
+from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
+from drumline.strategies.fsdp2.spec import FSDP2Strategy
+from drumline.strategies.single.spec import SingleStrategy
+from drumline.strategies.zero.options import Offload, OffloadField, ZeroPlusPlus
+
+CPU = Offload(kind="cpu")
+
+
+def _on_disk(case: Case) -> bool:
+    return case.strategy.offloads()[0] == "nvme"
+
+
+class Zero(StrategySpec):
+    stage: ClassVar[Literal[1, 2, 3]]
+    simplicity: ClassVar[int] = 4
+    compared: ClassVar[bool] = True
+    in_step: ClassVar[bool] = True
+    package: ClassVar[str | None] = "deepspeed"
+    reserve: ClassVar[float] = 1.05
+    rules = (
+        *no_option("tp cp pp", "DeepSpeed cuts flat buffers, and knows nothing of matrices cut by DTensor or of stages",
+                   "fsdp2 with tp, cp or pp"),
+        *no_option("compression", "DeepSpeed reduces gradients itself, without hooks", "zero3 with zeropp: {quantized_gradients: true}"),
+        Rule(
+            "ZeRO × fp16 × CPU",
+            lambda c: c.device == "cpu" and c.precision == "fp16",
+            "DeepSpeed takes fp16 on GPUs only",
+            "use precision=bf16 or fp32, or strategy=fsdp2",
+            "precision",
+        ),
+    )  # fmt: skip
+    config: PathText | dict[str, Any] | None = Field(
+        None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
+    )
+    offload_optimizer: OffloadField = Field(default_factory=Offload, description="Where moments and fp32 weights live, and the step runs.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Any other keys of a DeepSpeed config, passed through.")
+    flops_profiler: bool = Field(False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt.")
+
+    @classmethod
+    def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+        if "offload" not in options:
+            return {"kind": kind, **options}
+        return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
+
+    def with_files(self, base_dir: Path) -> Self:
+        from drumline.strategies.zero.config import with_own
+
+        return with_own(self, base_dir)
+
+    def adopted(self, config: Config) -> Config:
+        from drumline.strategies.zero.config import adopt
+
+        return adopt(config, self)
+
+    def mesh(self, world: int) -> Mesh:
+        return Mesh(shard=world)  # its state is sharded over all ranks
+
+    def engine(self, mesh: Mesh) -> Engine:
+        return "deepspeed"
+
+    def data_parallel(self, mesh: Mesh) -> DataParallel:
+        return "zero"
+
+    def offloads(self) -> tuple[str, str]:
+        return self.offload_optimizer.kind, "none"
+
+    def engine_options(
+        self, config: Config, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+    ) -> dict[str, Any] | None:
+        from drumline.strategies.zero.config import Decided, deepspeed_config
+
+        return deepspeed_config(Decided(config, self, batch, precision, steps, run_dir, facts))
+
+    def frozen(self) -> StrategySpec:
+        return SingleStrategy()
+
+    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
+        from drumline.strategies.zero.machine import require
+
+        require({"strategy.offload_optimizer": self.offload_optimizer}, on_progress)
+
+    def names(self, world: int) -> Names:
+        name = " ".join([self.kind, *self.places()])
+        return Names(name, name, self.simplicity + OFFLOADED * bool(self.places()))
+
+    def places(self) -> list[str]:
+        """What a table says of offloading."""
+        return {"nvme": ["nvme"], "cpu": ["offload"]}.get(self.offload_optimizer.kind, [])
+
+    @classmethod
+    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        if space.world > 1:
+            yield cls()
+        yield cls(offload_optimizer=CPU)
+
+    def lighter(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """Further stages, and the optimizer on the host: where no file of the user's own says what DeepSpeed does."""
+        if self.config is not None or self.options:
+            return []
+        more: list[type[Zero]] = [Zero2Strategy, Zero3Strategy]
+        host = self.offload_optimizer
+        found: list[tuple[int, StrategySpec]] = [(2, each(offload_optimizer=host)) for each in more if each.stage > self.stage]
+        if host.kind == "none" and device == "cuda":
+            found.append((3, self.model_copy(update={"offload_optimizer": CPU})))
+        return found
+
+    def prepare(self, plan: Plan, model: Any, values: Any, *, overlaps: bool = True, **options: Any) -> Any:
+        from drumline.strategies.zero.engine import prepare
+
+        return prepare(plan, model, values, **options)
+
+
+NO_DISK = (
+    *no_option("replicate", "DeepSpeed has a second partition for ZeRO-3 only", "fsdp2 with replicate"),
+    Rule(
+        "zero1, zero2 × NVMe offload",
+        _on_disk,
+        "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory",
+        "use strategy=zero3, or offload_optimizer=cpu",
+        "strategy.offload_optimizer",
+    ),
+)
+
+
+class Zero1Strategy(Zero):
+    position: ClassVar[int] = 7
+    stage: ClassVar[Literal[1, 2, 3]] = 1
+    rules = (*Zero.rules, *NO_DISK)
+    kind: Literal["zero1"] = "zero1"
+
+    def early_gradients(self, gradients: int, precision: Precision) -> int:
+        return gradients * 2 // 3 if precision == "bf16" else 0
+
+
+class Zero2Strategy(Zero):
+    position: ClassVar[int] = 8
+    stage: ClassVar[Literal[1, 2, 3]] = 2
+    rules = (*Zero.rules, *NO_DISK)
+    kind: Literal["zero2"] = "zero2"
+
+
+def _plus(case: Case) -> ZeroPlusPlus:
+    return cast(Zero3Strategy, case.strategy).zeropp
+
+
+class Zero3Strategy(Zero):
+    position: ClassVar[int] = 9
+    stage: ClassVar[Literal[1, 2, 3]] = 3
+    whole_weights: ClassVar[bool] = False
+    reserve: ClassVar[float] = 1.24
+    rules = (
+        *Zero.rules,
+        *no_option("replicate", "DeepSpeed calls it otherwise", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),
+        Rule(
+            "selective checkpointing × zero3",
+            recomputes_some,
+            "torch's selective checkpointing wants the same operations again, and DeepSpeed gathers weights within a block otherwise then",
+            "use memory.activation_checkpointing=full, or strategy=fsdp2",
+            "memory.activation_checkpointing",
+        ),
+        Rule(
+            "zero3 × compile",
+            lambda c: c.config.compile.enabled,
+            "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
+            "use strategy=zero2 or fsdp2",
+            "compile.enabled",
+        ),
+        Rule(
+            "zero3 with its optimizer on the device × parameters on NVMe",
+            lambda c: c.strategy.offloads() == ("none", "nvme"),
+            "the step would bring all weights back to the device",
+            "set offload_optimizer to cpu or nvme as well",
+            "strategy.offload_parameters",
+        ),
+        Rule(
+            "zero3 on NVMe × SGD",
+            lambda c: _on_disk(c) and c.config.optimizer.kind == "sgd",
+            "DeepSpeed swaps the moments of Adam only",
+            "use optimizer.kind=adamw, or offload_optimizer=cpu",
+            "strategy.offload_optimizer",
+        ),
+        Rule(
+            "ZeRO++ quantisation × CPU",
+            lambda c: c.device == "cpu" and (_plus(c).quantized_weights or _plus(c).quantized_gradients),
+            "its kernels are for GPUs",
+            "leave quantized_weights and quantized_gradients out",
+            "strategy.zeropp",
+        ),
+        Rule(
+            "ZeRO++ hierarchical_partition × number of processes",
+            lambda c: c.mesh.world_size % _plus(c).hierarchical_partition != 0,
+            "the ranks of a second copy must divide all ranks",
+            "use the number of GPUs of one host",
+            "strategy.zeropp.hierarchical_partition",
+        ),
+    )
+    kind: Literal["zero3"] = "zero3"
+    offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
+    zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
+
+    def offloads(self) -> tuple[str, str]:
+        return self.offload_optimizer.kind, self.offload_parameters.kind
+
+    def frozen(self) -> StrategySpec:
+        return FSDP2Strategy(offload="none" if self.offload_parameters.kind == "none" else "cpu")
+
+    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
+        from drumline.strategies.zero.machine import require
+
+        offloads = {"strategy.offload_optimizer": self.offload_optimizer, "strategy.offload_parameters": self.offload_parameters}
+        require(offloads, on_progress)
+
+    def places(self) -> list[str]:
+        kinds = self.offloads()
+        for kind, word in (("nvme", "nvme"), ("cpu", "offload")):
+            if kind in kinds:
+                return [word if kinds[1] == kind else f"{word} optimizer"]
+        return []
+
+    @classmethod
+    def candidates(cls, space: Space) -> Iterator[StrategySpec]:
+        yield from super().candidates(space)
+        yield cls(offload_optimizer=CPU, offload_parameters=CPU)
+        if space.nvme is not None:
+            disk = Offload(kind="nvme", path=space.nvme)
+            yield cls(offload_optimizer=disk)
+            yield cls(offload_optimizer=disk, offload_parameters=disk)
+
+    def early_gradients(self, gradients: int, precision: Precision) -> int:
+        return gradients

@@ -39,7 +39,7 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.forward import LOW_PRECISION, Plain, precise
 from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
-from drumline.strategies.zero_fill import InTurn, filled, part, require_slots, share
+from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 

@@ -1,4 +1,4 @@
-"""Strategies that talk rarely: each rank trains a copy by itself, and every `period` steps the copies come together.
+"""The engine of strategies that talk rarely: each rank trains a copy by itself, and every `period` steps the copies come together.
 
 A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the global batch): the mean over ranks is
 DDP's gradient, and each token weighs the same. A rank clips by the norm of its own gradient. The figure that is logged is the root mean
@@ -14,32 +14,36 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from drumline.core.communication import averages
 from drumline.core.plan import Plan
-from drumline.core.strategies import DiLoCoStrategy, LocalSGDStrategy
 from drumline.dist.reduce import add_up
 from drumline.models.names import canonical_tensors
+from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Spread, buckets
 from drumline.parallel.forward import Around
 from drumline.parallel.native import NativeEngine
+from drumline.parallel.native import prepare as prepare_native
 from drumline.parallel.optimizer import MakeOptimizer
-from drumline.telemetry.memory_tracker import MemoryStats
-from drumline.vendor.torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_, foreach_zero_
+from drumline.vendor.torch import foreach_copy_
+
+if TYPE_CHECKING:
+    from drumline.strategies.local_sgd.spec import Apart
 
 CHUNK = 2**26  # bytes averaged by one collective
 
 
-class LocalEngine(NativeEngine):
-    """Local SGD (Stich 2019): weights are averaged every `period` steps, moments stay each rank's own.
+def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> LocalEngine:
+    return prepare_native(plan, model, values, LocalEngine, **options)
 
-    With DiLoCo the average is not taken as it is: it tells an outer optimizer where to go (see `Outer`).
-    """
+
+class LocalEngine(NativeEngine):
+    """Local SGD (Stich 2019): weights are averaged every `period` steps, moments stay each rank's own. Another strategy overrides
+    `exchange`."""
 
     def __init__(
         self,
@@ -50,15 +54,10 @@ class LocalEngine(NativeEngine):
         make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(plan, model, spread, around, make_optimizer)
-        strategy = plan.config.strategy
-        assert isinstance(strategy, LocalSGDStrategy | DiLoCoStrategy)
-        self.strategy = strategy
+        self.strategy = cast("Apart", plan.config.strategy)
         self.ranks = plan.mesh.data_ranks
         # What differs between ranks: learned weights, and statistics that a forward updates.
         self.apart = {name: tensor for name, tensor in canonical_tensors(model).items() if tensor.is_floating_point()}
-        self.outer = None
-        if isinstance(strategy, DiLoCoStrategy):
-            self.outer = Outer(strategy, {n: t for n, t in self.apart.items() if n.removeprefix("model.") in self.named})
         self.steps = 0
         self.own_norm = self.told_norm = torch.zeros((), dtype=torch.float64)
         self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
@@ -96,69 +95,29 @@ class LocalEngine(NativeEngine):
         tensors = super().tensors()
         average([t for n, t in tensors.items() if n in self.apart or (n.startswith("optim.") and t.is_floating_point())], self.ranks)
         self.together = True
-        return tensors | (self.outer.tensors() if self.outer else {})
-
-    def state(self) -> dict[str, Any]:
-        return super().state() | ({"outer": True} if self.outer else {})
+        return tensors
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         super().load_state(state, tensors)
         self.steps = state["step"]
-        if self.outer and not state.get("outer"):
-            self.outer.start_from_here()
-
-    def memory_stats(self) -> MemoryStats:
-        outer = [*self.outer.anchors, *self.outer.moments] if self.outer else []
-        return super().memory_stats() + MemoryStats.of((), (), outer)
 
     def exposed_communication(self) -> float:
         """Seconds of the last averaging, told with the step that follows it."""
         waited, self.waited = self.waited, 0.0
         return waited
 
+    def exchange(self) -> None:
+        """What the ranks do when they come together; afterwards `together` says whether all hold the same. Collective."""
+        average(list(self.apart.values()), self.ranks)
+        self.together = True
+
     def _end_step(self) -> None:
         """Come together where it is time to; a step that was passed over counts like any other."""
         self.steps += 1
-        if averages(self.strategy, self.steps - 1):
+        if self.strategy.averages(self.steps - 1):
             began = time.perf_counter()
-            average(list(self.apart.values()), self.ranks)
+            self.exchange()
             self.waited = time.perf_counter() - began
-            self.together = True
-            if self.outer:
-                self.outer.step()
-
-
-class Outer:
-    """DiLoCo's outer optimizer (Douillard et al. 2023, algorithm 1): SGD with Nesterov momentum on how far the ranks have come.
-
-    With θ the weights after the last outer step, Δ = θ − mean of the copies, m ← μ m + Δ, and θ ← θ − rate × (Δ + μ m), where all ranks
-    go on from. Costs 8 bytes a parameter on each rank. Saved as `outer.<fqn>.weight` and `outer.<fqn>.momentum`; other strategies
-    leave that section where it is. A run that comes from one of them starts with m = 0 and θ = its weights.
-    """
-
-    def __init__(self, strategy: DiLoCoStrategy, weights: dict[str, torch.Tensor]) -> None:
-        self.rate, self.momentum = strategy.outer_lr, strategy.outer_momentum
-        self.names, self.weights = [n.removeprefix("model.") for n in weights], list(weights.values())
-        self.anchors = [weight.clone() for weight in self.weights]
-        self.moments = [torch.zeros_like(weight) for weight in self.weights]
-
-    def step(self) -> None:
-        """The live weights are the mean of the copies; afterwards they are the new θ."""
-        deltas = foreach_sub(self.anchors, self.weights)
-        foreach_mul_(self.moments, self.momentum)
-        foreach_add_(self.moments, deltas)
-        foreach_add_(deltas, self.moments, alpha=self.momentum)
-        foreach_sub_(self.anchors, deltas, alpha=self.rate)
-        foreach_copy_(self.weights, self.anchors)
-
-    def start_from_here(self) -> None:
-        foreach_copy_(self.anchors, self.weights)
-        foreach_zero_(self.moments)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"outer.{n}.weight": t for n, t in zip(self.names, self.anchors, strict=True)} | {
-            f"outer.{n}.momentum": t for n, t in zip(self.names, self.moments, strict=True)
-        }
 
 
 @torch.no_grad()

@@ -13,30 +13,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from drumline.core.plan import Plan
-from drumline.core.strategies import Zero3Strategy, ZeroStrategy
 from drumline.errors import EnvironmentFault
+from drumline.strategies.zero.options import Offload
 
 HELPER, MARKER = "async_io", "drumline.built"
 COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"
 A_MOMENT = 30.0  # seconds between torch's lock and its ninja, at most
 
 
-def require_deepspeed(plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-    """Raises EnvironmentFault for what is missing. Nothing where DeepSpeed is not the engine."""
-    strategy = plan.config.strategy
-    if not isinstance(strategy, ZeroStrategy):
-        return
+def require(offloads: dict[str, Offload], on_progress: Callable[[str, int, int | None], None]) -> None:
+    """Raises EnvironmentFault for what is missing. `offloads`: where each is set in the YAML, and how."""
     if importlib.util.find_spec("deepspeed") is None:
         raise EnvironmentFault("the package deepspeed is missing", where="strategy", fix="pip install deepspeed ninja")
-    if plan.offload != "nvme":
-        return
-    assert isinstance(strategy, Zero3Strategy), "the rules refuse the others"
-    offloads = {"strategy.offload_optimizer": strategy.offload_optimizer, "strategy.offload_parameters": strategy.offload_parameters}
-    for where, offload in offloads.items():
-        if offload.kind == "nvme":
-            _require_disk(Path(offload.path or "."), where)
-    compile_helper(on_progress)
+    on_disk = {where: offload for where, offload in offloads.items() if offload.kind == "nvme"}
+    for where, offload in on_disk.items():
+        _require_disk(Path(offload.path or "."), where)
+    if on_disk:
+        compile_helper(on_progress)
 
 
 def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
@@ -57,7 +50,7 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(root)
         # It holds our lock too, so that the lock outlives a launcher that is killed.
-        command = [sys.executable, "-m", "drumline.strategies.deepspeed"]
+        command = [sys.executable, "-m", "drumline.strategies.zero.engine"]
         made = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock.fileno(),))
         if made.returncode != 0:
             errors = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]

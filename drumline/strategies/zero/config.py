@@ -6,17 +6,22 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from drumline.core import strategies as s
 from drumline.core.config import BatchConfig, Config
 from drumline.core.facts import ModelFacts
-from drumline.core.load import flat
+from drumline.core.load import flat, read_deepspeed
 from drumline.core.plan import BatchPlan
+from drumline.core.secret import withhold
 from drumline.errors import PlanError
+from drumline.strategies.zero.options import Offload, ZeroPlusPlus
+
+if TYPE_CHECKING:
+    from drumline.strategies.zero.spec import Zero
+
+    Z = TypeVar("Z", bound=Zero)
 
 AUTO = "auto"
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 # The YAML's optimizer and schedule, as DeepSpeed calls them. DeepSpeed's Adam is AdamW unless adam_w_mode is false.
 OPTIMIZERS = {"adamw": ("AdamW", "Adam"), "sgd": ("SGD",)}
 BATCH = {
@@ -83,6 +88,7 @@ class Decided:
     """What the plan knows by the time the DeepSpeed config is made."""
 
     config: Config
+    strategy: Zero
     batch: BatchPlan
     precision: Literal["fp32", "bf16", "fp16"]
     steps: int | None
@@ -90,26 +96,33 @@ class Decided:
     facts: ModelFacts | None
 
 
-def adopt(config: Config) -> Config:
+def with_own(strategy: Z, base_dir: Path) -> Z:
+    """With the keys of the user's DeepSpeed JSON in the place of its path. Raises ConfigError."""
+    if not isinstance(strategy.config, str):
+        return strategy
+    file = base_dir / strategy.config
+    own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
+    return strategy.model_copy(update={"config": own})
+
+
+def adopt(config: Config, strategy: Zero) -> Config:
     """The config with what only the user's DeepSpeed config says: batch sizes, precision, offloading, ZeRO++."""
-    if not isinstance(config.strategy, s.ZeroStrategy):
-        return config
-    own, update = flat(_own(config.strategy)), dict[str, Any]()
+    own, update = flat(_own(strategy)), dict[str, Any]()
     if config.batch == BatchConfig():
         update["batch"] = BatchConfig(**{ours: own[theirs] for theirs, ours in BATCH.items() if isinstance(own.get(theirs), int)})
     kinds = [kind for kind in ("bf16", "fp16") if own.get(f"{kind}.enabled") is True]
     if config.precision.kind == AUTO and kinds:
         update["precision"] = config.precision.model_copy(update={"kind": kinds[0]})
-    strategy: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for part, name in OFFLOADED.items():
         theirs = {key: own.get(f"zero_optimization.{part}.{key}") for key in ("device", "nvme_path", "pin_memory")}
-        if hasattr(config.strategy, name) and getattr(config.strategy, name).kind == "none" and theirs["device"] in ("cpu", "nvme"):
+        if hasattr(strategy, name) and getattr(strategy, name).kind == "none" and theirs["device"] in ("cpu", "nvme"):
             pin = theirs["pin_memory"] is True
-            strategy[name] = s.Offload(kind=theirs["device"], path=theirs["nvme_path"] or ".", pin_memory=pin)
-    if isinstance(config.strategy, s.Zero3Strategy) and config.strategy.zeropp == s.ZeroPlusPlus():
+            changes[name] = Offload(kind=theirs["device"], path=theirs["nvme_path"] or ".", pin_memory=pin)
+    if getattr(strategy, "zeropp", None) == ZeroPlusPlus():
         plus = {name: own[f"zero_optimization.{key}"] for name, key in ZEROPP.items() if f"zero_optimization.{key}" in own}
-        strategy["zeropp"] = s.ZeroPlusPlus(**plus)
-    return config.model_copy(update=update | {"strategy": config.strategy.model_copy(update=strategy)})
+        changes["zeropp"] = ZeroPlusPlus(**plus)
+    return config.model_copy(update=update | {"strategy": strategy.model_copy(update=changes)})
 
 
 def deepspeed_config(decided: Decided) -> dict[str, Any]:
@@ -118,8 +131,7 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no value for, and for what
     Drumline does itself or cannot do.
     """
-    strategy = decided.config.strategy
-    assert isinstance(strategy, s.ZeroStrategy)
+    strategy = decided.strategy
     own = _own(strategy)
     made = _without_auto(own, sizes := _sizes(decided.facts))
     ruled = _ruled(decided, strategy)
@@ -130,7 +142,7 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
             _require_equal(path, value, ruled[path])
         elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
             raise PlanError(f"{path}: the plan has no value for auto", where="strategy.config", fix="write a value, or leave the key out")
-        elif path in STAGE_3_ONLY and strategy.kind != "zero3" and value != STAGE_3_ONLY[path]:
+        elif path in STAGE_3_ONLY and strategy.stage != 3 and value != STAGE_3_ONLY[path]:
             raise PlanError(f"{path} is for stage 3", where="strategy.config", fix="use strategy.kind: zero3")
         elif path in NEUTRAL and value != NEUTRAL[path]:
             raise PlanError(
@@ -148,19 +160,19 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
     return made
 
 
-def _own(strategy: s.ZeroStrategy) -> dict[str, Any]:
+def _own(strategy: Zero) -> dict[str, Any]:
     """The user's own DeepSpeed config, `options` over the file."""
     assert not isinstance(strategy.config, str), "config.load puts the file in the place of its path"
     return _merge(strategy.config or {}, strategy.options)
 
 
-def user_config(strategy: s.ZeroStrategy, facts: ModelFacts | None) -> dict[str, Any]:
+def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
     """Dotted path → what the user's own DeepSpeed config says, `auto` for sizes filled in."""
     own = _own(strategy)
     return flat(_without_auto(own, _sizes(facts))) if own else {}
 
 
-def _ruled(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Ruled]:
+def _ruled(decided: Decided, strategy: Zero) -> dict[str, Ruled]:
     """What the YAML says, by DeepSpeed's names. Where it says nothing of offloading and ZeRO++, the user's file has its way."""
     config, fp16 = decided.config, decided.precision == "fp16"
     ruled = {
@@ -170,14 +182,14 @@ def _ruled(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Ruled]:
         "gradient_clipping": Ruled(config.optimizer.max_grad_norm or 0.0, "optimizer.max_grad_norm"),
         "bf16.enabled": Ruled(decided.precision == "bf16", "precision"),
         "fp16.enabled": Ruled(fp16, "precision"),
-        "zero_optimization.stage": Ruled(STAGES[strategy.kind], "strategy.kind"),
+        "zero_optimization.stage": Ruled(strategy.stage, "strategy.kind"),
     }
     if fp16:
         ruled["fp16.initial_scale_power"] = Ruled(round(math.log2(config.precision.initial_scale)), "precision.initial_scale")
     for part, name in OFFLOADED.items():
-        ruled |= _offloaded(part, getattr(strategy, name, s.Offload()), f"strategy.{name}")
-    if isinstance(strategy, s.Zero3Strategy) and strategy.zeropp != s.ZeroPlusPlus():
-        plus = strategy.zeropp.model_dump()
+        ruled |= _offloaded(part, getattr(strategy, name, Offload()), f"strategy.{name}")
+    if (zeropp := getattr(strategy, "zeropp", ZeroPlusPlus())) != ZeroPlusPlus():
+        plus = zeropp.model_dump()
         ruled |= {f"zero_optimization.{key}": Ruled(plus[name], f"strategy.zeropp.{name}") for name, key in ZEROPP.items()}
     if strategy.flops_profiler:
         ruled["flops_profiler.enabled"] = Ruled(True, "strategy.flops_profiler")
@@ -185,20 +197,20 @@ def _ruled(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Ruled]:
     return ruled
 
 
-def _offloaded(part: str, option: s.Offload, where: str) -> dict[str, Ruled]:
+def _offloaded(part: str, option: Offload, where: str) -> dict[str, Ruled]:
     if option.kind == "none":
         return {}
     values = {"device": option.kind, "pin_memory": option.pin_memory} | ({"nvme_path": option.path} if option.kind == "nvme" else {})
     return {f"zero_optimization.{part}.{key}": Ruled(value, where) for key, value in values.items()}
 
 
-def _defaults(decided: Decided, strategy: s.ZeroStrategy) -> dict[str, Any]:
+def _defaults(decided: Decided, strategy: Zero) -> dict[str, Any]:
     """What holds where neither the user nor the plan says anything."""
     made: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if decided.facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.
         made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, decided.facts.trainable))
-        if isinstance(strategy, s.Zero3Strategy) and strategy.offload_parameters.kind == "nvme":
+        if strategy.offloads()[1] == "nvme":
             made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, decided.facts.parameters)
     if decided.precision != "fp32":
         # Gradients are added and averaged in fp32, as the native engine does it.

@@ -1,0 +1,54 @@
+"""nn.DataParallel around a model."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.core.plan import Plan
+from drumline.models.shards import Values
+from drumline.parallel.data_parallel import Unreplicated
+
+
+def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> Unreplicated:
+    values.fill(model)
+    return Unreplicated(apply_dp(module, plan.device), reads=module)
+
+
+def apply_dp(module: nn.Module, device: str) -> nn.Module:
+    """nn.DataParallel: a module like `module` (a ForwardWithObjective on the first GPU) whose forward uses all GPUs of the machine from one
+    process; on a CPU it does all rows itself. DDP is faster; this is for where only one process may be had.
+
+    The rows of a batch are cut over the GPUs in equal runs, the weights copied to each, the sums added on the first. Where there are
+    fewer rows than GPUs, some GPUs idle.
+    """
+    rows = _Rows(module)
+    return _Scattered(nn.DataParallel(rows) if device == "cuda" else rows)
+
+
+class _Scattered(nn.Module):
+    """Batch in, sums out. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors."""
+
+    def __init__(self, over_devices: nn.Module) -> None:
+        super().__init__()
+        self.over_devices = over_devices
+
+    def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
+        loss_sums, sums = self.over_devices(tensors, batch, objective)
+        return loss_sums.sum(), {name: values.sum() for name, values in sums.items()}
+
+
+class _Rows(nn.Module):
+    """What each GPU does: its rows of the batch (`batch` gives what is not a tensor). Sums of shape [1], which are put end to end."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tensors: dict[str, torch.Tensor], batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss_sum, sums = self.module(replace(batch, **tensors), objective)
+        return loss_sum[None], {name: value[None] for name, value in sums.items()}

@@ -1,0 +1,57 @@
+"""torch's fully_shard around a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from drumline.core.plan import Plan
+from drumline.dist.mesh import data_mesh
+from drumline.models.blocks import blocks
+from drumline.models.shards import Values
+from drumline.parallel.data_parallel import Sharded
+from drumline.parallel.forward import Plain
+from drumline.parallel.transforms import DTYPES, gathered_in
+
+if TYPE_CHECKING:
+    from drumline.strategies.fsdp2.spec import FSDP2Strategy
+
+
+def spread(
+    options: FSDP2Strategy, plan: Plan, whole: DeviceMesh, model: nn.Module, roots: list[tuple[nn.Module, nn.Module]], values: Values
+) -> Sharded:
+    """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
+    dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
+    first, *others = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype) for root, inner in roots]
+    values.fill(model, offloaded=plan.offload == "cpu")
+    # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
+    sync = options.sync_each_micro_batch and plan.engine != "pipeline"
+    return Sharded(first, sync, casts=dtype is not None, others=others)
+
+
+def apply_fsdp2(
+    module: nn.Module, model: nn.Module, options: FSDP2Strategy, mesh: DeviceMesh, param_dtype: torch.dtype | None
+) -> FSDPModule:
+    """Shard weights, gradients and moments (ZeRO-3, Rajbhandari et al. 2020), each parameter as a DTensor. `module` is the root.
+
+    Each block is a unit of its own, the rest (embedding, last norm, head) belongs to the root. Weights are gathered in `param_dtype`;
+    gradients are averaged over all ranks of the mesh in `options.reduce_dtype`. The parameters may be on the meta device.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[options.reduce_dtype], cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload == "cpu" else OffloadPolicy()
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    units = blocks(model) if options.wrap is None else [m for m in model.modules() if type(m).__name__ in options.wrap]
+    for unit in reversed(units):  # inner ones first: what they take is no part of the outer
+        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, **shared)
+    root = fully_shard(module, reshard_after_forward=False, **shared)
+    ahead = options.prefetch
+    behind = ahead if options.backward_prefetch is None else options.backward_prefetch
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])  # type: ignore[arg-type]
+        unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])  # type: ignore[arg-type]
+    return root
