@@ -73,8 +73,8 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
 
 
 def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
-    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is said, it is
-    that of plain data parallel over all `world` processes, so that ways compare; where micro-batch and accumulation are said, that of
+    """Each batch that the user leaves open on this many data ranks, the smallest micro-batch first. Where no global batch is set, it is
+    that of plain data parallel over all `world` processes, so that layouts compare; where micro-batch and accumulation are set, that of
     the data ranks. `least`: micro-batches in flight.
 
     Raises PlanError where the numbers do not go together.
@@ -107,12 +107,12 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(number: int, by: int) -> str:
-    """The multiples of `by` next to a number that is none, in words."""
+    """The multiples of `by` next to a number that is none."""
     return " or ".join(map(str, sorted({max(1, number // by) * by, (number // by + 1) * by})))
 
 
 def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
-    """`tokens` of a sample, and how they are called."""
+    """`tokens` of a sample, and their name in a message."""
     if batch.global_tokens is None:
         return batch.global_samples
     what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
@@ -134,7 +134,7 @@ def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
 
 def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
     """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
-    not come out whole, and for a generator that cannot be told the weights."""
+    not come out whole, and for a generator that cannot take the weights."""
     if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
         raise PlanError(
             "vLLM is handed whole weights, and an adapter lies beside them",

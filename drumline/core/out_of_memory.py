@@ -21,19 +21,19 @@ class Exhausted(Frozen):
 
     rank: int
     during: str = Field(description="Where in a step: loading, forward, the loss, backward, …")
-    asked: int | None = Field(None, description="The request that failed.")
+    requested: int | None = Field(None, description="The request that failed.")
     allocated: int | None = Field(None, description="Memory in use: that of the allocator on a GPU, resident bytes on a CPU.")
     reserved: int | None = Field(None, description="The same, with what the allocator keeps in reserve.")
     room: int | None = Field(None, description="The most that tensors can use here: without other processes and torch's own memory.")
     killed: bool = Field(False, description="The kernel killed the process, because the host was out of memory.")
-    held: dict[str, int] = Field(
+    memory_stats: dict[str, int] = Field(
         default_factory=dict, description="Parts of `allocated`, as the engine counts them: parameters, gradients, optimizer."
     )
 
     @property
     def needed(self) -> int | None:
         """Bytes that were needed at least."""
-        return None if self.allocated is None else self.allocated + (self.asked or 0)
+        return None if self.allocated is None else self.allocated + (self.requested or 0)
 
     def describe(self) -> str:
         """`ran out of memory in backward: 3.10 GiB in use, 512 MiB more requested, room for 3.40 GiB`."""
@@ -41,7 +41,7 @@ class Exhausted(Frozen):
             return "was killed by the kernel: the host was out of memory"
         known = [
             "" if self.allocated is None else f"{size(self.allocated)} in use",
-            "" if self.asked is None else f"{size(self.asked)} more requested",
+            "" if self.requested is None else f"{size(self.requested)} more requested",
             "" if self.room is None else f"room for {size(self.room)}",
         ]
         return f"ran out of memory in {self.during}" + (f": {', '.join(k for k in known if k)}" if any(known) else "")
@@ -63,9 +63,13 @@ class Misestimate:
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
     """None if nothing contradicts the plan, for example because its prediction does not fit either."""
     sizes = planned.model_dump()
-    found = [Misestimate(name, sizes[name], out.held[name]) for name in STATES if out.held.get(name, 0) > sizes[name] * (1 + NOISE)]
+    found = [
+        Misestimate(name, sizes[name], out.memory_stats[name])
+        for name in STATES
+        if out.memory_stats.get(name, 0) > sizes[name] * (1 + NOISE)
+    ]
     if out.needed is not None and out.needed > planned.peak:
-        states = sum(out.held.values()) if out.held else sum(sizes[name] for name in STATES)
+        states = sum(out.memory_stats.values()) if out.memory_stats else sum(sizes[name] for name in STATES)
         rest, category = planned.activations + planned.logits + planned.buffers, GROWS.get(out.during, "activations")
         over = out.needed - states - rest
         if over > NOISE * planned.peak:
@@ -89,7 +93,7 @@ def correction(out: Exhausted, planned: Memory) -> float:
     """The factor from predicted to needed bytes; 1 where the prediction was enough."""
     if out.needed is None or not planned.peak:
         return 1.0
-    fragmented = 0.0 if out.reserved is None else (out.reserved + (out.asked or 0)) / max(1, planned.reserved - planned.overhead)
+    fragmented = 0.0 if out.reserved is None else (out.reserved + (out.requested or 0)) / max(1, planned.reserved - planned.overhead)
     return max(1.0, out.needed / planned.peak, fragmented)
 
 

@@ -32,7 +32,7 @@ TASKS, HUB = "tasks:", "hub:"
 
 @dataclass(frozen=True)
 class Answers:
-    """What is asked, each None where it was not said. `data`: a file, a folder of save_to_disk, hub:OWNER/NAME, tasks:NAME,NAME or
+    """The answers, each None where it was not given. `data`: a file, a folder of save_to_disk, hub:OWNER/NAME, tasks:NAME,NAME or
     digits; `adapter`: full, lora or qlora; `length` in tokens."""
 
     model: str | None = None
@@ -46,11 +46,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class Ask:
-    """One of the five questions: the field that it fills in, what is typed for it by default, and what it says."""
+    """One of the five questions: the field that it fills in, its usual answer, and its text."""
 
     field: str
     default: str
-    words: str
+    text: str
 
 
 QUESTIONS = (
@@ -63,7 +63,7 @@ QUESTIONS = (
 
 
 def init(path: Path, answers: Answers, yes: bool) -> int:
-    """`drumline init`. `yes`: nothing is asked; what was not said is as by default. Returns the exit code.
+    """`drumline init`. `yes`: no question is shown; what was not given has its default. Returns the exit code.
 
     Raises EnvironmentFault for a file that is there already, UserError for an answer that cannot be, or a plan that nothing fits.
     """
@@ -79,10 +79,10 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
         looked = look(config, model, path.absolute().parent, on_progress)
         text_config = None if config.images_alone else model.hf_config.get_text_config()
         config = fitted(config, looked, getattr(text_config, "max_position_embeddings", None))
-        asked = ask(Loaded(config, path, path.parent), on_progress)
-    for note in asked.notes:
+        request = ask(Loaded(config, path, path.parent), on_progress)
+    for note in request.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    answer = search(_with_batch(asked.question))
+    answer = search(_with_batch(request.question))
     if not answer.ranked:
         raise refusal(answer, nothing_fits(answer))
     text = file(answer, str(path))
@@ -90,7 +90,7 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     _write(path, text)
     print(f"wrote {path}, and {SCHEMA} beside it for editors\n{why(answer)}")
     data = answer.question.config.data
-    print(f"data: {looked.words()}" if looked else f"data: not here yet; rows are taken to have {data.max_length} tokens")
+    print(f"data: {looked.describe()}" if looked else f"data: not here yet; rows are taken to have {data.max_length} tokens")
     if missing := lacking(answer.ranked[0].config):
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
@@ -110,7 +110,7 @@ def _require_id(config: Config, path: str | None) -> None:
 
 
 def _with_batch(question: Question) -> Question:
-    """With a global batch to begin with, where none was said: BATCH samples, or a multiple of the devices."""
+    """With a global batch to begin with, where none was given: BATCH samples, or a multiple of the devices."""
     if question.config.batch.model_fields_set:
         return question
     devices = question.cluster.world_size
@@ -131,19 +131,19 @@ def _write(path: Path, text: str) -> None:
 
 
 def _interview(answers: Answers, path: Path, console: Console) -> Config:
-    """Ask for what was not said. In a terminal a wrong answer is asked for again; otherwise it ends the command."""
+    """Ask for what was not given. In a terminal a wrong answer is asked for again; otherwise it ends the command."""
     again = sys.stdin.isatty()
     for number, question in enumerate(QUESTIONS, start=1):
         if getattr(answers, question.field) is not None:
             continue
         usual = f"full {answers.length}" if question.field == "adapter" and answers.length else question.default
         while True:
-            words = question.words.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
-            console.print(f"{number}/{len(QUESTIONS)}  {words} [{usual}]", markup=False, soft_wrap=True)
-            said = _line(words) or usual
+            text = question.text.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
+            console.print(f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True)
+            typed = _line(text) or usual
             try:
-                told = replace(answers, **_parsed(question.field, said))
-                config = _config(told, path)
+                more = replace(answers, **_parsed(question.field, typed))
+                config = _config(more, path)
                 if question.field == "model":
                     find_model(config.model, lambda *_: None)
             except UserError as error:
@@ -151,28 +151,30 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
                     raise
                 console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
                 continue
-            answers = told
+            answers = more
             break
     return _config(answers, path)
 
 
-def _line(words: str) -> str:
+def _line(text: str) -> str:
     try:
         return input("     > ").strip()
     except EOFError:
         flags = " ".join(f"--{f.name} …" for f in fields(Answers))
-        raise UserError(f"no answer to: {words}", where="stdin", fix=f"answer it, or say it by flags: {flags} --yes") from None
+        raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
 
 
-def _parsed(field: str, said: str) -> dict[str, Any]:
+def _parsed(field: str, typed: str) -> dict[str, Any]:
     """An answer as fields of Answers."""
     if field != "adapter":
-        return {field: said}
-    words = said.replace(",", " ").split()
-    numbers = [word for word in words if word.isdecimal()]
-    names = [word for word in words if not word.isdecimal()]
+        return {field: typed}
+    parts = typed.replace(",", " ").split()
+    numbers = [part for part in parts if part.isdecimal()]
+    names = [part for part in parts if not part.isdecimal()]
     if len(numbers) > 1 or len(names) > 1:
-        raise UserError(f"{said!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096")
+        raise UserError(
+            f"{typed!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096"
+        )
     if numbers and int(numbers[0]) < 2:
         raise UserError(
             f"rows of {numbers[0]} tokens have nothing to learn from", where="question 5", fix="2 tokens at least, such as lora 4096"
@@ -184,7 +186,7 @@ def _parsed(field: str, said: str) -> dict[str, Any]:
 
 
 def _config(answers: Answers, path: Path) -> Config:
-    """The config that was said, defaults where nothing was. Raises UserError or ConfigError."""
+    """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
     usual = {question.field: question.default for question in QUESTIONS}
     algorithm = answers.algorithm or usual["algorithm"]
     if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
@@ -192,21 +194,21 @@ def _config(answers: Answers, path: Path) -> Config:
     cluster = None if answers.cluster in (None, "here") else answers.cluster
     flags = Flags(answers.model or usual["model"], cluster, answers.length, answers.adapter or "full", answers.batch, algorithm)
     source = json.dumps(source_of(answers.data or usual["data"], path))
-    said = {override: words for override, words in flags.overrides().items() if override != "adapter=none"}
-    with mistakes_by_flag(said):
-        return load_text(f"data: {{train: [{source}]}}", list(said), "init")
+    given = {override: flag for override, flag in flags.overrides().items() if override != "adapter=none"}
+    with mistakes_by_flag(given):
+        return load_text(f"data: {{train: [{source}]}}", list(given), "init")
 
 
-def source_of(said: str, path: Path) -> dict[str, Any]:
+def source_of(typed: str, path: Path) -> dict[str, Any]:
     """A source of `data.train` from what a human types; files relative to the folder of the YAML `path`."""
-    if said.startswith(TASKS):
-        names = [name.strip() for name in said.removeprefix(TASKS).split(",") if name.strip()]
+    if typed.startswith(TASKS):
+        names = [name.strip() for name in typed.removeprefix(TASKS).split(",") if name.strip()]
         return {"kind": "tasks", "tasks": {name: {} for name in names}}
-    if said == "digits":
+    if typed == "digits":
         return {"kind": "digits"}
-    place = Path(said).expanduser()
-    if said.startswith(HUB):
-        return {"kind": "hub", "id": said.removeprefix(HUB)}
+    place = Path(typed).expanduser()
+    if typed.startswith(HUB):
+        return {"kind": "hub", "id": typed.removeprefix(HUB)}
     if place.is_dir():
         return {"kind": "saved", "path": os.path.relpath(place.absolute(), path.absolute().parent)}
-    return {"kind": "file", "path": said if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)}
+    return {"kind": "file", "path": typed if place.is_absolute() else os.path.relpath(place.absolute(), path.absolute().parent)}

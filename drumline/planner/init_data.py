@@ -30,7 +30,7 @@ class Looked:
     more: bool
     lengths: list[int]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         rows = f"{self.rows:,}{' and more' * self.more} rows"
         return (
             rows if not self.lengths else f"{rows}, {sum(self.lengths) / self.rows:,.0f} tokens on average, {max(self.lengths):,} at most"
@@ -54,7 +54,7 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> L
 
 
 def fitted(config: Config, looked: Looked | None, positions: int | None) -> Config:
-    """With a length that the rows fit in, where none was said, rows held out, and intervals at which is saved and evaluated."""
+    """With a length that the rows fit in, where none was given, rows held out, and intervals at which is saved and evaluated."""
     data: dict[str, Any] = {} if config.data.eval else {"holdout": FEW}
     every = {"every": MOST_HELD}
     if looked is not None:

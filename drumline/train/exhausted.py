@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: recognised, measured at once, and told in one line. What the plan says to it is `train.replan`'s."""
+"""A rank that runs out of memory: recognised, measured at once, and reported in one line. The advice is `train.replan`'s."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from drumline.hardware.detect import detect
 from drumline.parallel.engine import Engine
 from drumline.telemetry.host import process_bytes
 
-# Words of errors that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
-WORDS = (
+# Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
+MESSAGES = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS):
+        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in MESSAGES):
             return True
         error = error.__cause__
     return False
@@ -70,8 +70,8 @@ class Watched:
         """Bytes at the moment of `error`, as far as anything tells them."""
         stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
         during = doing(error.__traceback__)
-        known = said_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
-        return Exhausted(rank=self.rank, during=during, held=stats, **known)
+        known = reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
+        return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
     def _on_cpu(self, message: str) -> dict[str, int]:
         """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""
@@ -83,8 +83,8 @@ class Watched:
             if soft != resource.RLIM_INFINITY:
                 rooms.append(soft - self.before[count])
         known = {"allocated": max(0, now["VmHWM"] - self.before["VmRSS"]), "room": max(0, min(rooms))}
-        if asked := re.search(r"allocate (\d+) bytes", message):
-            known["asked"] = int(asked[1])
+        if requested := re.search(r"allocate (\d+) bytes", message):
+            known["requested"] = int(requested[1])
         return known
 
 
@@ -110,17 +110,17 @@ def doing(stack: TracebackType | None) -> str:
     return message
 
 
-def said_by_cuda(message: str) -> dict[str, int]:
-    """The figures in the message of CUDA's caching allocator, in bytes, as far as it has them."""
+def reported_by_cuda(message: str) -> dict[str, int]:
+    """The numbers in the message of CUDA's caching allocator, in bytes, as far as it has them."""
     found = {
-        "asked": rf"Tried to allocate {_SIZE}",
+        "requested": rf"Tried to allocate {_SIZE}",
         "free": rf"of which {_SIZE} is free",
         "allowed": rf"{_SIZE} allowed;",
         "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
     }
-    values = {name: round(float(m[1]) * UNITS[m[2]]) for name, words in found.items() if (m := re.search(words, message))}
-    known: dict[str, int] = {name: values[name] for name in ("asked", "allocated") if name in values}
+    values = {name: round(float(m[1]) * UNITS[m[2]]) for name, pattern in found.items() if (m := re.search(pattern, message))}
+    known: dict[str, int] = {name: values[name] for name in ("requested", "allocated") if name in values}
     if "allocated" in values and "idle" in values:
         known["reserved"] = values["allocated"] + values["idle"]
         known["room"] = min(known["reserved"] + values.get("free", 0), values.get("allowed", 2**62))

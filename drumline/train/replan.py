@@ -47,10 +47,10 @@ def question(plan: Plan) -> Question:
     return assemble(plan.config, policy, plan.roles, plan.data, cluster, processes=True)
 
 
-def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
+def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
     """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
-    `said`: the config that changes are told against; None: the plan's."""
-    said = said or batched(plan)
+    `baseline`: the config that changes are shown against; None: the plan's."""
+    baseline = baseline or batched(plan)
     asked = question(plan)
     # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
     predicted = estimate(plan, asked.facts, asked.cluster)
@@ -61,10 +61,10 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     there = limit(out, predicted.memory, predicted.limit)
     device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
     smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
-    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, said)
+    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, baseline)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
     if not fitting:
-        fitting, line = _otherwise(smaller, plan, said, line, leanest)
+        fitting, line = _otherwise(smaller, plan, baseline, line, leanest)
     if fitting:
         best = fitting[0]
         needs = size(best.estimate.memory.peak)
@@ -72,14 +72,14 @@ def advise(plan: Plan, out: Exhausted, said: Config | None = None) -> Advice:
     return Advice(line, None, predicted)
 
 
-def _otherwise(asked: Question, plan: Plan, said: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
+def _otherwise(asked: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
     """Where no lighter form of the plan fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
     config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
     answer = search(dataclasses.replace(asked, config=config))
     if answer.ranked:
         other = answer.ranked[0]
-        return [dataclasses.replace(other, name=changed(said, other.config))], line
+        return [dataclasses.replace(other, name=changed(baseline, other.config))], line
     least = "" if leanest is None else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
     changes = nothing_fits(answer)
     change = f"; what would: {changes[0].line()}" if changes else ""
@@ -98,12 +98,12 @@ class Replanner:
 
     def __init__(self, plan: Plan, plan_path: Path) -> None:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
-        self.said = batched(plan)
+        self.baseline = batched(plan)
         self.batch = plan.config.batch
 
     def __call__(self, out: Exhausted, step: int) -> tuple[str, str | None]:
         """(the line, why the run does not go on). None: plan.json holds the next plan. `step`: the last one done."""
-        advice = advise(self.plan, out, self.said)
+        advice = advise(self.plan, out, self.baseline)
         if self.plan.config.memory.on_oom == "stop":
             return advice.line, "memory.on_oom is stop; replan goes on by itself"
         if advice.nearest is None:

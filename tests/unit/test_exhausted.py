@@ -15,7 +15,7 @@ from drumline.core.out_of_memory import Exhausted, correction, limit, misestimat
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.fallbacks import changed
-from drumline.train.exhausted import Watched, doing, is_out_of_memory, said_by_cuda
+from drumline.train.exhausted import Watched, doing, is_out_of_memory, reported_by_cuda
 from tests.unit.test_loop import plan
 
 GiB = 2**30
@@ -35,7 +35,7 @@ def planned(**more: Any) -> Memory:
     return Memory(**{**figures, "buffers": 2 * GiB, "overhead": GiB, "peak": 40 * GiB, "reserved": 45 * GiB, "phase": "backward", **more})
 
 
-HELD = {"parameters": 5 * GiB, "gradients": 5 * GiB, "optimizer": 10 * GiB}
+STATS = {"parameters": 5 * GiB, "gradients": 5 * GiB, "optimizer": 10 * GiB}
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,23 @@ def test_what_was_done_is_read_from_the_stack() -> None:
 
 
 def test_figures_of_cudas_message() -> None:
-    assert said_by_cuda(CUDA) == {"asked": 2 * GiB, "allocated": 70 * GiB, "reserved": round(70.5 * GiB), "room": 72 * GiB}
-    assert said_by_cuda(CAPPED)["room"] == 8 * GiB
-    assert said_by_cuda("CUDA error: out of memory") == {}
+    assert reported_by_cuda(CUDA) == {"requested": 2 * GiB, "allocated": 70 * GiB, "reserved": round(70.5 * GiB), "room": 72 * GiB}
+    assert reported_by_cuda(CAPPED)["room"] == 8 * GiB
+    assert reported_by_cuda("CUDA error: out of memory") == {}
 
 
 @pytest.mark.parametrize(
     ("out", "category", "by"),
     [
-        (Exhausted(rank=0, during="backward", allocated=44 * GiB, asked=2 * GiB, held=HELD), "activations", 6 * GiB),
-        (Exhausted(rank=0, during="the loss", allocated=44 * GiB, asked=2 * GiB, held=HELD), "logits", 6 * GiB),
-        (Exhausted(rank=0, during="the optimizer's step", allocated=44 * GiB, held=HELD | {"optimizer": 20 * GiB}), "optimizer", 10 * GiB),
-        (Exhausted(rank=0, during="loading", allocated=41 * GiB, asked=GiB), "parameters", 2 * GiB),
-        (Exhausted(rank=0, during="backward", allocated=30 * GiB, asked=2 * GiB, held=HELD, room=31 * GiB), None, 0),
+        (Exhausted(rank=0, during="backward", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS), "activations", 6 * GiB),
+        (Exhausted(rank=0, during="the loss", allocated=44 * GiB, requested=2 * GiB, memory_stats=STATS), "logits", 6 * GiB),
+        (
+            Exhausted(rank=0, during="the optimizer's step", allocated=44 * GiB, memory_stats=STATS | {"optimizer": 20 * GiB}),
+            "optimizer",
+            10 * GiB,
+        ),
+        (Exhausted(rank=0, during="loading", allocated=41 * GiB, requested=GiB), "parameters", 2 * GiB),
+        (Exhausted(rank=0, during="backward", allocated=30 * GiB, requested=2 * GiB, memory_stats=STATS, room=31 * GiB), None, 0),
         (Exhausted(rank=0, during="", killed=True), None, 0),
     ],
 )
@@ -99,17 +103,17 @@ def test_which_line_was_misestimate(out: Exhausted, category: str | None, by: in
 
 
 def test_a_plan_that_was_right_says_that_there_is_too_little() -> None:
-    out = Exhausted(rank=0, during="backward", allocated=30 * GiB, asked=2 * GiB, held=HELD, room=31 * GiB)
+    out = Exhausted(rank=0, during="backward", allocated=30 * GiB, requested=2 * GiB, memory_stats=STATS, room=31 * GiB)
     assert verdict(out, planned()) == "the plan predicted 40.00 GiB, more than there is room for; most of it activations, 14.00 GiB"
     assert correction(out, planned()) == 1.0
     assert limit(out, planned(), 80 * GiB) == 32 * GiB
 
 
 def test_what_the_plan_was_short_of_makes_the_limit_smaller() -> None:
-    out = Exhausted(rank=0, during="backward", allocated=48 * GiB, asked=12 * GiB, held=HELD, room=59 * GiB)
+    out = Exhausted(rank=0, during="backward", allocated=48 * GiB, requested=12 * GiB, memory_stats=STATS, room=59 * GiB)
     assert correction(out, planned()) == 1.5
     assert limit(out, planned(), 80 * GiB) == 40 * GiB
-    fragmented = Exhausted(rank=0, during="backward", allocated=30 * GiB, reserved=86 * GiB, asked=2 * GiB, room=87 * GiB)
+    fragmented = Exhausted(rank=0, during="backward", allocated=30 * GiB, reserved=86 * GiB, requested=2 * GiB, room=87 * GiB)
     assert correction(fragmented, planned()) == 2.0
 
 

@@ -1,4 +1,4 @@
-"""What a search is asked, and what it answers: candidates ranked, families refused with their reason. Pure."""
+"""The question of a search, and its answer: candidates ranked, families refused with their reason. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TIE = 0.03  # predicted speeds that differ by less are the same: no prediction i
 
 @dataclass(frozen=True)
 class Question:
-    """What a search is asked: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
-    `processes`: are there already, or were asked for, so each must have work. `deepspeed`: whether it is, or may be, installed.
+    """The question: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
+    `processes`: are there already, or were set, so each must have work. `deepspeed`: whether it is, or may be, installed.
     `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
 
     config: Config
@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's words. `best`: its nearest candidate."""
+    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's reason. `best`: its nearest candidate."""
 
     name: str
     reason: str
@@ -58,7 +58,7 @@ class Refused:
 @dataclass(frozen=True)
 class Answer:
     """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
-    layouts that were estimated; `probes`: candidates that were tried for a few steps, by which all estimates are corrected. `tight`: the
+    layouts that were estimated; `probes`: candidates that ran for a few steps, by which all estimates are corrected. `tight`: the
     fastest of all that are tight, where it is faster than what fits."""
 
     question: Question
@@ -69,16 +69,16 @@ class Answer:
     tight: Candidate | None = None
 
 
-def why_not(estimated: Estimate) -> str:
+def why_not(estimate: Estimate) -> str:
     """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
-    held, limit = estimated.memory.reserved, estimated.limit
-    if held > limit:
-        return f"{gb(held)} > {gb(limit)}"
-    if held > TIGHT * limit:
-        return f"{gb(held)} > {TIGHT:.0%} of {gb(limit)}"
-    host = estimated.host
+    needs, limit = estimate.memory.reserved, estimate.limit
+    if needs > limit:
+        return f"{gb(needs)} > {gb(limit)}"
+    if needs > TIGHT * limit:
+        return f"{gb(needs)} > {TIGHT:.0%} of {gb(limit)}"
+    host = estimate.host
     most, phase = max((host.load, "to load"), (host.train, "to train"), (host.save, "to save"), (host.export, "to export"))
-    return f"{gb(most)} of host memory {phase} > {gb(estimated.host_limit or 0)}"
+    return f"{gb(most)} of host memory {phase} > {gb(estimate.host_limit or 0)}"
 
 
 def gb(bytes_: float) -> str:
@@ -86,14 +86,14 @@ def gb(bytes_: float) -> str:
     return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
-def faster(estimated: Estimate, other: Estimate) -> bool:
+def faster(estimate: Estimate, other: Estimate) -> bool:
     """By more than no prediction is better than."""
-    return estimated.tokens_per_s * (1 - TIE) > other.tokens_per_s
+    return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
 def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where nobody said
-    how much memory a host has, what wants more than twice as much of it as another that is as fast comes behind that."""
+    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where the memory
+    of a host is not known, what needs more than twice as much of it as another that is as fast comes behind that."""
     for fits in (True, False):
         left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
         while left:
@@ -107,7 +107,7 @@ def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
 
 
 def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
-    """The answer with every estimate corrected (of a candidate that was tried by its own factors, of the others by the mean of these) and
+    """The answer with every estimate corrected (of a candidate that ran by its own factors, of the others by the mean of these) and
     ranked anew; what does not fit any more is refused, and what fits now is not. One that failed is refused."""
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())

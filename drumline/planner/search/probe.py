@@ -28,7 +28,7 @@ class Factors(Frozen):
 
 
 class Probe(Frozen):
-    """One candidate that was tried. `measured` None: it failed, as `failed` says. `predicted`: before anything was corrected."""
+    """One candidate that ran for a few steps. `measured` None: it failed, as `failed` says. `predicted`: before anything was corrected."""
 
     name: str
     predicted: Estimate

@@ -175,8 +175,8 @@ def in_child(question: dict[str, Any]) -> list[Traced]:
         raise Untraceable(f"no answer within {CHILD_SECONDS} s") from None
     lines = done.stdout.strip().splitlines() or [""]
     if done.returncode or not lines[-1].startswith("["):
-        said = done.stderr.strip().splitlines() or ["nothing was said"]
-        raise Untraceable(said[-1])
+        lines = done.stderr.strip().splitlines() or ["it ended without a reason"]
+        raise Untraceable(lines[-1])
     return [Traced(**traced) for traced in json.loads(lines[-1])]
 
 

@@ -1,4 +1,4 @@
-"""What lives while a model runs forward and backward, told apart by where it is: in which block, ahead of them, in the loss."""
+"""What lives while a model runs forward and backward, by where it is: in which block, ahead of them, in the loss."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Watch(LiveBytes):
         blocks[-1].register_forward_hook(self._ends)
 
     def objective(self, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def asked(outputs: Any, batch: Any) -> Any:
+        def watched(outputs: Any, batch: Any) -> Any:
             self.at("loss")
             self.copies_at_loss = self.copies
             return inner(outputs, batch)
 
-        return asked
+        return watched
 
     def at(self, place: str) -> None:
         self.place = place
