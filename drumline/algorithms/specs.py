@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drumline.core.algorithm import AlgorithmSpec, Asked, ChunkedSpec
+from drumline.core.algorithm import AlgorithmSpec, ChunkedSpec, HeadOutput
 from drumline.core.data import PAIR_FORMS, DataConfig, Forms
 from drumline.core.plan import Plan
 from drumline.core.rollouts import RolloutSpec
@@ -60,8 +60,8 @@ class PairSpec(AlgorithmSpec):
 
         return pair_collator(plan, width)
 
-    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {"prompt": words(1), "chosen": words(length), "rejected": words(length)}
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"prompt": random_text(1), "chosen": random_text(length), "rejected": random_text(length)}
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
         from drumline.data.batches import learned_pairs
@@ -73,7 +73,7 @@ class AnswerPairSpec(PairSpec, ChunkedSpec):
     """Pairs that are compared by their answers' log-probabilities."""
 
     metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
-    asks: ClassVar[frozenset[Asked]] = frozenset({"log_probs"})
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs"})
 
 
 class PromptSpec(RolloutSpec):

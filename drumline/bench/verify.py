@@ -78,9 +78,9 @@ def compare(
     display: bool = False,
 ) -> Comparison:
     """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default."""
-    said = [override(key, value) for key, value in (overrides or {}).items()]
+    changes = [override(key, value) for key, value in (overrides or {}).items()]
     with aside(display) as on_progress:
-        found = _outcomes(reader(config), said, list(strategies), steps, nproc, None if keep is None else Path(keep), on_progress)
+        found = _outcomes(reader(config), changes, list(strategies), steps, nproc, None if keep is None else Path(keep), on_progress)
     return Comparison(tuple(found), tolerance)
 
 

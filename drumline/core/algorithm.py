@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from drumline.core.rollouts import RolloutSpec
 
 ReferenceKind = Literal["none", "precomputed", "live", "adapter"]
-Asked = Literal["cross_entropy", "log_probs", "entropy"]  # by an objective, of the logits of a language model
+HeadOutput = Literal["cross_entropy", "log_probs", "entropy"]  # by an objective, of the logits of a language model
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AlgorithmSpec(Spec):
     sees_images: ClassVar[bool] = False  # rows may have images beside text
     has_answers: ClassVar[bool] = False  # a row is a prompt and the answer to it, which a generated one can be compared with
     writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
-    asks: ClassVar[frozenset[Asked]] = frozenset({"cross_entropy"})
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
 
     @property
     def forms(self) -> Forms:
@@ -110,8 +110,8 @@ class AlgorithmSpec(Spec):
         the longest has."""
         raise NotImplementedError
 
-    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any] | None:
-        """A row of at least `length` tokens, for `plan --probe`; `words(n)` gives n words. None where random words will not do."""
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any] | None:
+        """A row of at least `length` tokens, for `plan --probe`; `random_text(n)` gives n words. None where random words will not do."""
         return None
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:

@@ -150,15 +150,15 @@ class Layout(Frozen):
         """The layout of one of `roles` by itself: spread like the policy, without adapter. A frozen one under DeepSpeed runs on the native
         engine, whole, or under ZeRO 3 by FSDP2: nothing is to be reduced or stepped."""
         role, config, strategy = self.roles[name], self.config, self.strategy
-        said: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
+        update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
         values: dict[str, Any] = {"roles": {}, "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers})}
         if not role.learns:
-            said["memory"] = MemoryConfig()
+            update["memory"] = MemoryConfig()
             frozen, how = strategy.frozen(), self.data_parallel
             if frozen is not strategy:
-                said["strategy"], values["engine"], how = frozen, "native", frozen.data_parallel(Mesh())
+                update["strategy"], values["engine"], how = frozen, "native", frozen.data_parallel(Mesh())
             values |= {"activation_checkpointing": "none", "data_parallel": how if how in ("dp", "fsdp2") else "none"}
-        return self.model_copy(update={**values, "config": config.model_copy(update=said)})
+        return self.model_copy(update={**values, "config": config.model_copy(update=update)})
 
 
 class Predicted(Frozen):

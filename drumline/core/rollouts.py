@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from drumline.core.algorithm import Asked, AuxiliaryModel, ChunkedSpec
+from drumline.core.algorithm import AuxiliaryModel, ChunkedSpec, HeadOutput
 from drumline.core.data import PROMPT_FORMS, Forms
 from drumline.core.model import ModelConfig
 from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_WEIGHT, Above0, Amount, Count, PathText, Seconds, Section, Steps, Weight
@@ -198,7 +198,7 @@ class RolloutSpec(ChunkedSpec):
     rate: ClassVar[float] = 1e-6
     metrics: ClassVar[tuple[str, ...]] = ("reward", "length", "length_max", "ended")  # and reward/DOMAIN
     best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
-    asks: ClassVar[frozenset[Asked]] = frozenset({"log_probs", "entropy"})
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
 
     rewards: list[Reward] = Field(default_factory=_task_reward, min_length=1, description="What an episode is worth: a weighted sum.")
     reward_workers: int | None = Field(

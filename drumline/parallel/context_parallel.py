@@ -117,7 +117,7 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
     return received
 
 
-def whole_mask(part: SequencePart, sdpa_mask: Function, **asked: Any) -> Tensor | None:
+def whole_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
     """The mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
 
     The model says which tokens may meet by their places (`mask_function`: causal, a window, chunks). Which documents they are of
@@ -129,10 +129,10 @@ def whole_mask(part: SequencePart, sdpa_mask: Function, **asked: Any) -> Tensor 
     assert positions_BT is not None
     documents_BT = find_packed_sequence_indices(positions_BT)
     if documents_BT is not None:
-        asked["mask_function"] = packed_mask(asked["mask_function"], positions_BT, documents_BT)
-        asked["allow_is_causal_skip"] = False
+        options["mask_function"] = packed_mask(options["mask_function"], positions_BT, documents_BT)
+        options["allow_is_causal_skip"] = False
     length, there_BT = positions_BT.shape[1], None if part.mask_BT is None else part.mask_BT.bool()
-    return sdpa_mask(**asked | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
+    return sdpa_mask(**options | {"q_length": length, "kv_length": length, "attention_mask": there_BT})
 
 
 def ring(
@@ -144,9 +144,9 @@ def ring(
     return sdpa(_Heads(1, True), query, key, value, None, **options)
 
 
-def no_mask(part: SequencePart, sdpa_mask: Function, **asked: Any) -> Tensor | None:
+def no_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
     """For the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
-    if asked.get("local_size") is not None or not asked.get("allow_is_causal_skip", True):
+    if options.get("local_size") is not None or not options.get("allow_is_causal_skip", True):
         what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         raise PlanError(what, where="strategy", fix="use ulysses")
     return None

@@ -74,12 +74,12 @@ class Sharded(Spread):
     """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits in the middle of forward and backward, and has no
     clocks there: how long is not known."""
 
-    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, others: Iterable[FSDPModule] = ()) -> None:
-        """`casts`: weights are gathered in a lower precision than they are kept in. `others`: further roots (stages of one rank)."""
+    def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, more_roots: Iterable[FSDPModule] = ()) -> None:
+        """`casts`: weights are gathered in a lower precision than they are kept in. `more_roots`: further roots (stages of one rank)."""
         assert isinstance(module, nn.Module)
         super().__init__(module)
         self.casts = casts
-        roots = nn.ModuleList([module, *others])  # type: ignore[list-item]
+        roots = nn.ModuleList([module, *more_roots])  # type: ignore[list-item]
         self.units = [unit for unit in roots.modules() if isinstance(unit, FSDPModule)]
         self.fsdp, self.sync_each_micro_batch = module, sync_each_micro_batch
 
@@ -157,14 +157,14 @@ class _Bucket:
 def buckets(tensors: Iterable[T], bucket_bytes: int) -> Iterator[list[T]]:
     """Neighbours of one dtype, up to `bucket_bytes` together (one larger than that goes by itself)."""
     bucket: list[T] = []
-    held = 0
+    filled = 0
     for tensor in tensors:
         size = local(tensor).numel() * tensor.element_size()
-        if bucket and (held + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
+        if bucket and (filled + size > bucket_bytes or tensor.dtype != bucket[0].dtype):
             yield bucket
-            bucket, held = [], 0
+            bucket, filled = [], 0
         bucket.append(tensor)
-        held += size
+        filled += size
     if bucket:
         yield bucket
 

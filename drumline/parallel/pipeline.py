@@ -65,16 +65,16 @@ def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
     mine = range(rank, len(layers), plan.mesh.pp)
     shared = tied(model, layout)
     dtype = _boundary_dtype(plan)
-    held = part(model, layout, [layers[index] for index in mine], dtype)
-    if not next(held.parameters()).is_meta:
-        held.to(values.device)
+    model_part = part(model, layout, [layers[index] for index in mine], dtype)
+    if not next(model_part.parameters()).is_meta:
+        model_part.to(values.device)
     if plan.mesh.tp > 1:
-        apply_tp(held, whole["tp"])
-    apply_activation_checkpointing(held, plan.activation_checkpointing)
-    apply_compile(held, plan.config.compile)
-    stages = [StageWithObjective(Stage(held, layout, layers[index], dtype)) for index in mine]
-    spread = _spread(plan, held, stages, whole, values)
-    return (held, spread, stages, layout, whole["pp"], torch.device(values.device)), shared
+        apply_tp(model_part, whole["tp"])
+    apply_activation_checkpointing(model_part, plan.activation_checkpointing)
+    apply_compile(model_part, plan.config.compile)
+    stages = [StageWithObjective(Stage(model_part, layout, layers[index], dtype)) for index in mine]
+    spread = _spread(plan, model_part, stages, whole, values)
+    return (model_part, spread, stages, layout, whole["pp"], torch.device(values.device)), shared
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
@@ -120,9 +120,9 @@ class StageWithObjective(nn.Module):
             return self._loss(out, batch)
 
     def _loss(self, out: Any, batch: Any) -> torch.Tensor:
-        told = self.objective(out, batch)
-        self.outs.append({"loss": told.loss_sum.detach(), **told.sums})
-        return (told.loss_sum * (1.0 if self.scale is None else self.scale)).reshape(1)
+        answer = self.objective(out, batch)
+        self.outs.append({"loss": answer.loss_sum.detach(), **answer.sums})
+        return (answer.loss_sum * (1.0 if self.scale is None else self.scale)).reshape(1)
 
     def _loss_at_once(self, out: Any, batch: Any) -> torch.Tensor:
         """The objective's backward right behind its forward, for a schedule that goes through a stage's graph twice: the chunked
@@ -211,11 +211,11 @@ class ForwardPipeline(ForwardEngine):
         mine = all_tensors(self.model)
         of_ranks: list[Any] = [None] * self.ranks
         dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
-        told: set[str] = set()
+        counted: set[str] = set()
         for rank, forms in enumerate(of_ranks):
             for name, form in forms.items():
-                if name not in told:  # both ends hold tied weights
-                    told.add(name)
+                if name not in counted:  # both ends hold tied weights
+                    counted.add(name)
                     yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
 
     def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -232,11 +232,11 @@ class ForwardPipeline(ForwardEngine):
     def _sums(self) -> Sums:
         """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
         last = self.stages[-1]
-        told = [total(last.outs) if last.stage.is_last else None]
+        answer = [total(last.outs) if last.stage.is_last else None]
         last.outs.clear()
-        dist.broadcast_object_list(told, group=self.group, group_src=self.ranks - 1)
-        assert told[0] is not None
-        return told[0]
+        dist.broadcast_object_list(answer, group=self.group, group_src=self.ranks - 1)
+        assert answer[0] is not None
+        return answer[0]
 
     def _train(self, mode: bool) -> None:
         for stage in self.stages:
@@ -278,9 +278,9 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             for turn, module in enumerate(self.stages)
         ]
         kind = SCHEDULES[plan.pipeline.schedule]
-        several = plan.pipeline.schedule in ("interleaved", "zero_bubble")
+        interleaves = plan.pipeline.schedule in ("interleaved", "zero_bubble")
         # The loss is a sum and scaled already.
-        return kind(made if several else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
+        return kind(made if interleaves else made[0], self.at_once, loss_fn=lambda out, _target: out.sum(), scale_grads=False)
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
         scale = self.averaged_over / denominator * self.loss_scale.value

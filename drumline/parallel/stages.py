@@ -22,7 +22,7 @@ from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, try_small
 
-TRIED = 4  # blocks of the copy: a first, a last, and two between
+TRIAL_BLOCKS = 4  # blocks of the copy: a first, a last, and two between
 # For all that cannot be cut: what else there is for a model too large for one device.
 INSTEAD = "use strategy: fsdp2 or tp instead"
 
@@ -55,7 +55,7 @@ def find_layout(model: Any) -> Layout:
         found.append(layout)
         return stages_make_the_whole(small, layout, tuple((i, i + 1) for i in range(layout.number)), 2, ids_BT)
 
-    if not try_small(model, "cpu", trial, layers=TRIED):
+    if not try_small(model, "cpu", trial, layers=TRIAL_BLOCKS):
         raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"
@@ -176,8 +176,8 @@ def part(model: Any, layout: Layout, ranges: list[Range], dtype: torch.dtype = t
     """The part of a model that a rank holds: blocks of `ranges`, what comes before the first block where that is among them, what
     comes after the last likewise. Weights that both ends share (a tied head) are held by both. The model given is left as it is.
     `dtype`: what hidden states travel in."""
-    held = {block for first, stop in ranges for block in range(first, stop)}
-    ends = dict.fromkeys(layout.before, 0 in held) | dict.fromkeys(layout.after, layout.number - 1 in held)
+    own = {block for first, stop in ranges for block in range(first, stop)}
+    ends = dict.fromkeys(layout.before, 0 in own) | dict.fromkeys(layout.after, layout.number - 1 in own)
     needed = {id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()}
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
@@ -187,7 +187,7 @@ def part(model: Any, layout: Layout, ranges: list[Range], dtype: torch.dtype = t
             makes = name in layout.before and isinstance(module, nn.Embedding | nn.Linear)
             lacks[name] = Blank(module, dtype) if makes else Hand()
     blocks = model.get_submodule(layout.blocks)
-    lacks |= {f"{layout.blocks}.{i}": Absent(block, layout.returns) for i, block in enumerate(blocks) if i not in held}
+    lacks |= {f"{layout.blocks}.{i}": Absent(block, layout.returns) for i, block in enumerate(blocks) if i not in own}
     return _with(model, lacks)
 
 
@@ -240,8 +240,8 @@ class Stage(nn.Module):
 
 def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
     """Whether stages, each of its rank's part, give the model's own logits one after another. Raises PlanError where they do not run."""
-    held = [part(model, layout, list(ranges[rank::ranks])) for rank in range(ranks)]
-    stages = [Stage(held[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
+    parts = [part(model, layout, list(ranges[rank::ranks])) for rank in range(ranks)]
+    stages = [Stage(parts[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
     batch = Tokens(ids_BT)

@@ -110,15 +110,15 @@ def plan(
     """All plans that fit, before anything is launched; no weights are needed, and no data. Give a config (a path, or its keys), or a
     model and the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    said = [override(key, value) for key, value in (overrides or {}).items()]
+    changes = [override(key, value) for key, value in (overrides or {}).items()]
     with aside(display) as on_progress:
-        found = ask(_loaded(config, said, flags), on_progress)
+        found = ask(_loaded(config, changes, flags), on_progress)
     return Plans(search(found.question), found.notes)
 
 
-def _loaded(config: str | Path | Mapping[str, Any] | None, said: list[str], flags: Flags) -> Loaded:
+def _loaded(config: str | Path | Mapping[str, Any] | None, changes: list[str], flags: Flags) -> Loaded:
     if not isinstance(config, Mapping):
-        return load_with_flags(None if config is None else Path(config), said, flags)
+        return load_with_flags(None if config is None else Path(config), changes, flags)
     made = flags.overrides()
     with mistakes_by_flag(made):
-        return load_values(config, [*made, *said])
+        return load_values(config, [*made, *changes])

@@ -24,7 +24,7 @@ def generator(
     config: c.Generator,
     tokenizer: Any,
     seed: int,
-    live: Any | None,
+    unsharded: Any | None,
     build: Callable[[], Any],
     autocast: torch.dtype | None = None,
     model_path: str | None = None,
@@ -32,17 +32,17 @@ def generator(
 ) -> tuple[Generator, Refresh | None]:
     """What samples, and what hands it the weights that learned (`Engine.whole_weights`, before each rollout); None: it has them already.
 
-    `live`: the model that learns, where it lies whole and alone on this rank's device (one process, DDP); None: it is spread, and a copy
+    `unsharded`: the trainable model, if this rank's device has all of it (one process, DDP); None: it is sharded, and a copy
     made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the live model computes in, where
     that is not its weights'; continuous batching, whose thread has no autocast, then takes a copy too. vLLM starts from the folder or
     hub id `model_path`, and reads new weights in a folder of `run_dir`.
     """
     if isinstance(config, c.VLLMGenerator):
         return _vllm(config, tokenizer, seed, autocast or torch.float32, model_path, run_dir)
-    if isinstance(config, c.HFGenerator) and live is not None:
-        return HFGenerator(config, live, tokenizer, seed, autocast), None
-    if isinstance(config, c.ContinuousGenerator) and live is not None and autocast is None:
-        return ContinuousGenerator(config, live, tokenizer, seed), None
+    if isinstance(config, c.HFGenerator) and unsharded is not None:
+        return HFGenerator(config, unsharded, tokenizer, seed, autocast), None
+    if isinstance(config, c.ContinuousGenerator) and unsharded is not None and autocast is None:
+        return ContinuousGenerator(config, unsharded, tokenizer, seed), None
     whole = InferenceCopy(build)
     if isinstance(config, c.ContinuousGenerator):
         return ContinuousGenerator(config, whole.model, tokenizer, seed), whole.refresh

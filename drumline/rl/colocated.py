@@ -16,10 +16,10 @@ from drumline.core.secret import reveal
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rl.generate import WHERE, Weights, require_room
 from drumline.rl.sampling import Completion, Request
-from drumline.rl.vllm import Asking, require_whole
+from drumline.rl.vllm import VLLMClient, require_whole
 
 
-class VLLMEngine(Asking):
+class VLLMEngine(VLLMClient):
     """`generate` by `vllm.LLM` of the model at `model_path`, computing in `dtype` (bfloat16, float16 or float32)."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int, model_path: str, dtype: str) -> None:
@@ -45,21 +45,21 @@ class VLLMEngine(Asking):
 
     def refresh(self, weights: Weights) -> None:
         """Take over all weights. Collective where they are. Raises PlanError for an adapter's names, after the last weight."""
-        wrong: list[PlanError] = []
+        mistakes: list[PlanError] = []
 
         def whole() -> Weights:
             for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
                 try:
                     require_whole(name)
                 except PlanError as error:
-                    wrong.append(error)
-                if not wrong:
+                    mistakes.append(error)
+                if not mistakes:
                     yield name, tensor
 
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole()})
         self.llm.reset_prefix_cache()
-        if wrong:
-            raise wrong[0]
+        if mistakes:
+            raise mistakes[0]
 
     def _completion(self, made: Any) -> Completion:
         tokens = list(made.token_ids)

@@ -99,25 +99,25 @@ class InferenceCopy:
 
         Raises ModelError, after the last of them, for a name or shape that is not the copy's, and for a weight that did not come.
         """
-        wrong, came = [], set()
+        misfits, came = [], set()
         for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
             mine = self.tensors.get(name)
             if mine is None or mine.shape != tensor.shape:
-                wrong.append(f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}")
+                misfits.append(f"{name} {tuple(tensor.shape)} against {'nothing' if mine is None else tuple(mine.shape)}")
                 continue
             mine.copy_(tensor)
             came.add(mine.data_ptr() if mine.numel() else id(mine))
-        wrong += [f"{name} did not come" for name, t in self.tensors.items() if t.numel() and t.data_ptr() not in came]
-        if wrong:
-            what = f"the weights do not fit the copy that rollouts are sampled from: {wrong[0]} ({len(wrong)} such)"
+        misfits += [f"{name} did not come" for name, t in self.tensors.items() if t.numel() and t.data_ptr() not in came]
+        if misfits:
+            what = f"the weights do not fit the copy that rollouts are sampled from: {misfits[0]} ({len(misfits)} such)"
             raise ModelError(what, where="model")
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """All ids that end a text: of the tokenizer, its chat template and the model's generation config (chat models have several)."""
     of_model = getattr(model.generation_config, "eos_token_id", None)
-    several = of_model if isinstance(of_model, list) else [of_model]
-    return frozenset(end_ids(tokenizer) | {int(i) for i in several if i is not None})
+    ids = of_model if isinstance(of_model, list) else [of_model]
+    return frozenset(end_ids(tokenizer) | {int(i) for i in ids if i is not None})
 
 
 def positions(model: Any) -> int | None:

@@ -68,11 +68,11 @@ class Isolated:
             self.kill()
             raise
 
-    def _start(self, told: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
+    def _start(self, task: dict[str, Any], rewards: dict[int, Reward], seconds: float) -> None:
         """Hand the options over, and wait until everything is imported."""
         try:
-            self.channel.send(told, seconds)
-            said = self.channel.receive(seconds)
+            self.channel.send(task, seconds)
+            reply = self.channel.receive(seconds)
         except TimeoutError:
             paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
             raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there") from None
@@ -80,9 +80,9 @@ class Isolated:
             how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(self._own_end(END_SECONDS))
             fix = "look for the reason in the rank's log, or above"
             raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
-        if wrong := said.get("wrong"):
-            kind: type[DrumlineError] = getattr(errors, wrong["kind"])
-            raise kind(wrong["what"], where=wrong["where"], fix=wrong["fix"])
+        if mistake := reply.get("wrong"):
+            kind: type[DrumlineError] = getattr(errors, mistake["kind"])
+            raise kind(mistake["what"], where=mistake["where"], fix=mistake["fix"])
 
     @property
     def alive(self) -> bool:
@@ -96,10 +96,10 @@ class Isolated:
         began = time.monotonic()
         try:
             self.channel.send(request, timeout_seconds)
-            said = self.channel.receive(timeout_seconds)
-            if said.get("token") != token:
+            reply = self.channel.receive(timeout_seconds)
+            if reply.get("token") != token:
                 raise Garbled
-            return Answer(said.get("value"), said.get("failure"), time.monotonic() - began)
+            return Answer(reply.get("value"), reply.get("failure"), time.monotonic() - began)
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):

@@ -68,8 +68,8 @@ def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
     """Reads log-probs, [1, B, T], and after them the values of a head on the same model, [2, B, T]."""
 
     def read(outputs: Any, batch: EpisodeBatch) -> torch.Tensor:
-        said = [outputs.log_probs(batch.targets_BT, chunk, temperature)[0]]
-        return torch.stack([*said, outputs.values()] if values else said)
+        read_values = [outputs.log_probs(batch.targets_BT, chunk, temperature)[0]]
+        return torch.stack([*read_values, outputs.values()] if values else read_values)
 
     return read
 

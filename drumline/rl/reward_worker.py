@@ -42,8 +42,8 @@ def _serve(fd: int) -> None:
     channel = Channel(socket.socket(fileno=fd))
     channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
     try:
-        told = channel.receive()
-        scorers = {int(index): _build(reward, int(index), told) for index, reward in told["rewards"].items()}
+        task = channel.receive()
+        scorers = {int(index): _build(reward, int(index), task) for index, reward in task["rewards"].items()}
     except DrumlineError as error:
         channel.send({"wrong": {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}})
         return
@@ -54,9 +54,9 @@ def _serve(fd: int) -> None:
             channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
 
 
-def _build(reward: dict[str, Any], index: int, told: dict[str, Any]) -> Scorer:
+def _build(reward: dict[str, Any], index: int, task: dict[str, Any]) -> Scorer:
     made: Reward = TypeAdapter(Reward).validate_python(reward)
-    return scorer(made, Path(told["base_dir"]), f"algorithm.rewards[{index}]", told["columns"])
+    return scorer(made, Path(task["base_dir"]), f"algorithm.rewards[{index}]", task["columns"])
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:

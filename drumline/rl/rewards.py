@@ -135,10 +135,10 @@ class Rewards:
 
         `seconds` says afterwards what each reward took, summed over the processes. Raises EnvironmentFault where no process can be started.
         """
-        asked = list(self._pool.map(self._ask, items)) if self.isolated else [{} for _ in items]
+        replies = list(self._pool.map(self._ask, items)) if self.isolated else [{} for _ in items]
         self.seconds = dict.fromkeys(self.names, 0.0)
         result = []
-        for number, (item, answers) in enumerate(zip(items, asked, strict=True)):
+        for number, (item, answers) in enumerate(zip(items, replies, strict=True)):
             parts, failures, value = {}, {}, 0.0
             for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
                 if index in answers:

@@ -187,11 +187,9 @@ class Rollouts:
 
     def _score(self, cache: TokenCache, ids: list[int], episodes: list[tuple[list[int], Completion]]) -> Sampled:
         metas = [cache.meta(prompt) for prompt in ids]
-        items = [
-            Item(meta["prompt"], self.decode(said.tokens), len(said.tokens), meta) for meta, (_, said) in zip(metas, episodes, strict=True)
-        ]
-        asked = _episodes(episodes)
-        given = {name: read(asked).tolist() for name, read in self.readers.rewards.items()}
+        items = [Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), meta) for meta, (_, c) in zip(metas, episodes, strict=True)]
+        batch = _episodes(episodes)
+        given = {name: read(batch).tolist() for name, read in self.readers.rewards.items()}
         scored = score_together(self.rewards, items, given)
         penalty = self.algorithm.missing_stop_penalty
         samples = [
@@ -208,8 +206,8 @@ class Rollouts:
         """Episodes with all that the objective needs, and figures."""
         episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
         if self.readers.policy is not None:
-            said = self.readers.policy(episodes)
-            episodes = replace(episodes, log_probs_NM=said[0], values_NM=said[1] if len(said) > 1 else episodes.values_NM)
+            policy = self.readers.policy(episodes)
+            episodes = replace(episodes, log_probs_NM=policy[0], values_NM=policy[1] if len(policy) > 1 else episodes.values_NM)
         if self.readers.value is not None:
             episodes = replace(episodes, values_NM=self.readers.value(episodes)[0])
         kl_NM = torch.zeros_like(episodes.log_probs_NM)
@@ -269,11 +267,11 @@ class Rollouts:
 
 
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
-    prompts, completions = [np.asarray(prompt, np.int64) for prompt, _ in made], [np.asarray(said.tokens, np.int64) for _, said in made]
-    episodes = Episodes.start(prompts, completions, [said.ended for _, said in made])
+    prompts, completions = [np.asarray(p, np.int64) for p, _ in made], [np.asarray(c.tokens, np.int64) for _, c in made]
+    episodes = Episodes.start(prompts, completions, [completion.ended for _, completion in made])
     said_NM = torch.zeros_like(episodes.log_probs_NM)
-    for row, (_, said) in enumerate(made):
-        said_NM[row, : len(said.tokens)] = torch.tensor(said.log_probs)
+    for row, (_, completion) in enumerate(made):
+        said_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
     return replace(episodes, sampler_log_probs_NM=said_NM)
 
 
@@ -290,10 +288,10 @@ def _means(sampled: Sampled) -> dict[str, float]:
 
 
 def _lengths(sampled: Sampled) -> dict[str, float]:
-    completions = [said for _, said in (sample.episode for sample in sampled.samples)]
-    sizes = [len(said.tokens) for said in completions]
+    completions = [completion for _, completion in (sample.episode for sample in sampled.samples)]
+    sizes = [len(completion.tokens) for completion in completions]
     return {
         "length": sum(sizes) / len(sizes),
         "length_max": float(max(sizes)),
-        "ended": sum(said.ended for said in completions) / len(sizes),
+        "ended": sum(completion.ended for completion in completions) / len(sizes),
     }

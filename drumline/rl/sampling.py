@@ -57,16 +57,16 @@ def gumbel(seeds_B: torch.Tensor, positions_B: torch.Tensor, vocab: int) -> torc
     return uniform_BV.log_().neg_().log_().neg_().float()
 
 
-def _mix(words: torch.Tensor) -> torch.Tensor:
+def _mix(bits: torch.Tensor) -> torch.Tensor:
     """SplitMix64's output function, in place on int64."""
-    words = words.bitwise_xor_(_shift(words, 30)).mul_(_FIRST)
-    words = words.bitwise_xor_(_shift(words, 27)).mul_(_SECOND)
-    return words.bitwise_xor_(_shift(words, 31))
+    bits = bits.bitwise_xor_(_shift(bits, 30)).mul_(_FIRST)
+    bits = bits.bitwise_xor_(_shift(bits, 27)).mul_(_SECOND)
+    return bits.bitwise_xor_(_shift(bits, 31))
 
 
-def _shift(words: torch.Tensor, by: int) -> torch.Tensor:
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
     """To the right, zeros coming in: int64's own shift copies the sign."""
-    return (words >> by).bitwise_and_(2 ** (64 - by) - 1)
+    return (bits >> by).bitwise_and_(2 ** (64 - by) - 1)
 
 
 class Sampler:

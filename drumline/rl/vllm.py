@@ -29,7 +29,7 @@ TOKEN = "token_id:"
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 
 
-class Asking:
+class VLLMClient:
     """What vLLM is asked for, of its server or in this process."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
@@ -56,7 +56,7 @@ class Asking:
         }
 
 
-class VLLMServer(Asking):
+class VLLMServer(VLLMClient):
     """`generate` by POST /v1/completions, one request a prompt, `config.batch` at once. The first one finds out how the server tells
     log-probs, for the completions' are those of softmax(logits / temperature)."""
 
@@ -164,7 +164,7 @@ class _Files:
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.folder, self.dtype = folder, dtype
-        self.held: dict[str, torch.Tensor] = {}
+        self.shard: dict[str, torch.Tensor] = {}
         self.bytes = self.number = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -172,9 +172,9 @@ class _Files:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
         kept = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True).contiguous()
-        if self.held and self.bytes + kept.nbytes > SHARD_BYTES:
+        if self.shard and self.bytes + kept.nbytes > SHARD_BYTES:
             self._write()
-        self.held[name] = kept
+        self.shard[name] = kept
         self.bytes += kept.nbytes
 
     def close(self) -> None:
@@ -186,10 +186,10 @@ class _Files:
 
         self.number += 1
         try:
-            save_file(self.held, self.folder / f"model-{self.number:05d}.safetensors", metadata={"format": "pt"})
+            save_file(self.shard, self.folder / f"model-{self.number:05d}.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        self.held, self.bytes = {}, 0
+        self.shard, self.bytes = {}, 0
 
 
 def require_whole(name: str) -> None:

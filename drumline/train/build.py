@@ -39,7 +39,7 @@ from drumline.train.streams import build_streams, fixed_width
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
 
-def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopFlag, past: list[Event], goodput: Goodput) -> Loop:
+def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> Loop:
     """Everything of one rank, wired. `past`: the events of the run so far."""
     config = plan.config
     if config.run.deterministic:
@@ -73,7 +73,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
     else:
         algorithm, streams = config.algorithm.build(), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
         if config.algorithm.reference_of(config) != "none":
-            streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, asked).prepared()
+            streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, stop_flag).prepared()
         streams = with_first_pass(streams, algorithm, engine, plan.mesh.counts(ranks.rank), device)
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
@@ -89,7 +89,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, asked: StopF
         checkpointer=checkpointer,
         emit=emit,
         gather=gather,
-        asked=asked,
+        stop_flag=stop_flag,
         # The peak that the allocator handed out on a GPU, the resident set on a CPU.
         memory_bytes=lambda: torch.cuda.max_memory_allocated() if plan.device == "cuda" else process_bytes()["VmRSS"],
         state=state,

@@ -96,9 +96,9 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
 
     with Lease(Path(plan.run_dir)):
         plan_path, start = claim_run_dir(plan, request)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             past = read(Path(plan.run_dir) / "events.jsonl") if display else []
-            on_event = held.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
+            on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
             return Path(plan.run_dir), launch(plan, plan_path, start, on_event, on_oom=Replanner(plan, plan_path))
 
 

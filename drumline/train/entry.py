@@ -32,7 +32,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     """Join the process group, train, leave it, and export on rank 0. `listener` also gets each event of rank 0."""
     started = time.time()
     events_path = Path(plan.run_dir) / "events.jsonl"
-    with StopFlag() as asked:
+    with StopFlag() as stop_flag:
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         past = read(events_path)
         speaker = Speaker(plan, listener) if ranks.rank == 0 else None
@@ -40,7 +40,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         goodput = Goodput(started)
         error: BaseException | None = None
         try:
-            train_on(plan, ranks, resume, emit=emit, asked=asked, past=past, goodput=goodput)
+            train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
             stop()
             if speaker:
                 speaker.export()
@@ -55,7 +55,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
                 speaker.close(error, goodput)
 
 
-def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked: StopFlag, past: list[Event], goodput: Goodput) -> None:
+def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> None:
     """Build and run one plan in the process group that is there."""
     from drumline.telemetry.measure import planned
     from drumline.train.build import build
@@ -64,7 +64,7 @@ def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, asked:
     if plan.predicted.estimate is not None:
         emit(planned(plan.predicted.estimate))
     with watched(plan, ranks.rank) as watch:
-        loop = build(plan, ranks, resume, emit, asked, past, goodput)
+        loop = build(plan, ranks, resume, emit, stop_flag, past, goodput)
         watch.built(loop.engine)
         loop.run()
 

@@ -38,17 +38,17 @@ class FirstPass:
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
         """fp64[N, K]: what `read` tells of the N samples of the global batch, in its order, fillers left out. The same on every rank, and
         on any number of ranks: each sample's numbers are told by one rank, and zeros are added to them."""
-        told = self.engine.infer([self.algorithm.first_batch(b) for b in batch.micro_batches], self.read)
-        table_GK = torch.zeros(len(batch.sample_ids), told[0].shape[1], dtype=torch.float64, device=self.device)
+        numbers_of = self.engine.infer([self.algorithm.first_batch(b) for b in batch.micro_batches], self.read)
+        table_GK = torch.zeros(len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device)
         if self.counts:
-            for places, numbers_PK in zip(batch.places, told, strict=True):
+            for places, numbers_PK in zip(batch.places, numbers_of, strict=True):
                 table_GK[torch.from_numpy(places).to(self.device)] = numbers_PK.double()
         return add_up(table_GK)[torch.from_numpy(batch.sample_ids >= 0).to(self.device)]
 
     def _whole(self, batches: Callable[[], Iterable[GlobalBatch]]) -> Iterator[GlobalBatch]:
-        told = [self.numbers(batch) for batch in batches()]
-        first, start = First(torch.cat(told)), 0
-        for batch, numbers_NK in zip(batches(), told, strict=True):
+        numbers_of = [self.numbers(batch) for batch in batches()]
+        first, start = First(torch.cat(numbers_of)), 0
+        for batch, numbers_NK in zip(batches(), numbers_of, strict=True):
             yield filled(batch, first, start)
             start += len(numbers_NK)
 

@@ -46,7 +46,7 @@ class Loop:
     checkpointer: Checkpointer
     emit: Emit
     gather: Gather
-    asked: StopFlag
+    stop_flag: StopFlag
     memory_bytes: Callable[[], int]
     state: TrainState
     goodput: Goodput
@@ -116,7 +116,7 @@ class Loop:
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
-        told = float(self.asked.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
+        told = float(self.stop_flag.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
         gathered = self.gather.start(sums, *told)
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
@@ -270,7 +270,7 @@ class Loop:
 
     def _heed(self) -> None:
         """Ask, between two steps, whether any rank was asked to stop: then all save at this same step and leave."""
-        _, (signals,) = self.gather({}, float(self.asked.requested))
+        _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop = int(max(signals)) or self.stop
         self._leave_if_asked()
 
@@ -288,7 +288,7 @@ class Loop:
             return
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self._report_saves(self.checkpointer.wait())
-        patience = Patience(self.plan.config, self.asked)
+        patience = Patience(self.plan.config, self.stop_flag)
         self.failed_saves = 0
         while self.saved_step != self.state.step:
             self.save()

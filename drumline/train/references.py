@@ -47,7 +47,7 @@ class Reference:
     streams: Streams
     fresh: bool
     emit: events.Emit
-    asked: StopFlag
+    stop_flag: StopFlag
 
     def prepared(self) -> Streams:
         """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model is asked."""
@@ -105,7 +105,7 @@ class Reference:
     def _score(self, engine: Engine, folder: str, pairs: int, rows: int) -> torch.Tensor:
         table = torch.zeros(pairs, rows, dtype=torch.float64, device=self.device)
         for batch in self.streams.once(folder):
-            (stop,) = sum_over_ranks([float(self.asked.requested)], self.device)
+            (stop,) = sum_over_ranks([float(self.stop_flag.requested)], self.device)
             if stop:
                 what = "stopped before the first step, while the reference was scored"
                 raise Preempted(what, where=self.plan.run_dir, fix="go on with --resume")

@@ -84,10 +84,10 @@ def train(
     from drumline.train.command import launch_ranks, requested
 
     expandable_segments()
-    said = [override(key, value) for key, value in (overrides or {}).items()]
-    said += ["model.trust_remote_code=true"] * trust_remote_code
+    changes = [override(key, value) for key, value in (overrides or {}).items()]
+    changes += ["model.trust_remote_code=true"] * trust_remote_code
     place = None if resume is False else "newest" if resume is True else os.fspath(resume)
-    request = requested(config, said, place, tuple(allow))
+    request = requested(config, changes, place, tuple(allow))
     if launched_by() is not None:
         return _join(request, display)
     require_rendezvous()
@@ -104,8 +104,8 @@ def _join(request: Callable[..., Request], display: bool) -> Run:
     from drumline.train.launched import join, train_rank
 
     die_with_launchers()
-    with ExitStack() as held:
-        plan, start = join(request, held, display)
+    with ExitStack() as stack:
+        plan, start = join(request, stack, display)
         try:
             train_rank(plan, start, display)
         except (TrainingStopped, Preempted) as stopped:

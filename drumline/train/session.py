@@ -315,17 +315,17 @@ class Session:
         weight = total.pop("weight", 0.0) or 1.0
         means = {name: value / weight for name, value in total.items()}
         self.metric = means.get("loss")
-        self.emit(Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, figures=means))
+        self.emit(Eval(step=self.steps, samples=int(weight), seconds=time.time() - began, metrics=means))
         return means
 
     def log(self, **metrics: Any) -> None:
         """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
         and `metrics`, numbers as this rank has them."""
-        figures: dict[str, float] = {}
+        scalars: dict[str, float] = {}
         for name in self._stepped:
             prefix = f"{name}_" if name else ""
-            figures |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
-        figures |= {name: float(value) for name, value in metrics.items()}
+            scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
+        scalars |= {name: float(value) for name, value in metrics.items()}
         now, batch, model = time.time(), self.plan.batch, next(iter(self._models.values()))
         before, self._logged = self._logged, (self.steps, now, self._state.tokens)
         seconds = (now - before[1]) / max(1, self.steps - before[0])
@@ -334,11 +334,11 @@ class Session:
             step=self.steps, loss=next(iter(self.losses.values())), lr=float(model.engine.optimizer.param_groups[0]["lr"]),
             grad_norm=next(iter(self.grad_norms.values())), tokens=weight, samples=batch.global_samples, tokens_per_s=weight / seconds,
             samples_per_s=batch.global_samples / seconds, mfu=None, seconds=seconds, data_s=0.0, compute_s=seconds, comm_s=None,
-            sent_bytes=None, memory_bytes=[], epoch=self._epoch, figures={k: v for k, v in figures.items() if k not in Step.names()},
+            sent_bytes=None, memory_bytes=[], epoch=self._epoch, metrics={k: v for k, v in scalars.items() if k not in Step.names()},
         )  # fmt: skip
         self.emit(event)
         if self.is_first:
-            print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in figures.items()), flush=True)
+            print(f"step {self.steps}  " + "  ".join(f"{name} {value:.5g}" for name, value in scalars.items()), flush=True)
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 

@@ -31,8 +31,8 @@ class Patience:
     """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and once the run is asked to stop half
     of `launch.grace_seconds`: the other half is for another disk."""
 
-    def __init__(self, config: Config, asked: StopFlag) -> None:
-        self.config, self.asked = config, asked
+    def __init__(self, config: Config, stop_flag: StopFlag) -> None:
+        self.config, self.stop_flag = config, stop_flag
         self.began: float | None = None
         self.hurried = False
         self.limit = config.checkpoint.wait_seconds
@@ -46,7 +46,7 @@ class Patience:
     def over(self) -> bool:
         """Whether to give up; to be asked after each failure."""
         self.began = self.began or time.monotonic()
-        if self.asked.requested and not self.hurried:
+        if self.stop_flag.requested and not self.hurried:
             self.limit = min(self.limit, self.waited + self.config.launch.grace_seconds / 2)
             self.hurried = True
         return self.waited >= self.limit

@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
             plan = Plan.load(path)
             emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else silent
             resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
-            train_on(plan, ranks, resume, emit=emit, asked=asked, past=[], goodput=Goodput(time.time()))
+            train_on(plan, ranks, resume, emit=emit, stop_flag=asked, past=[], goodput=Goodput(time.time()))
     stop()
 
 

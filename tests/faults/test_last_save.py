@@ -85,7 +85,7 @@ def test_a_save_on_stop_waits_too(disk: Path) -> None:
 
     def ask() -> None:
         fill_for_a_while(disk)
-        built.asked.requested = signal.SIGTERM  # type: ignore[misc]
+        built.stop_flag.requested = signal.SIGTERM  # type: ignore[misc]
 
     after(built, 4, ask)
     with pytest.raises(Preempted, match="saved at step 4"):
@@ -102,7 +102,7 @@ def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
     (disk / "ballast").unlink()
     built, _ = loop(disk, held_out=False, launch={"grace_seconds": 2})
     fill(disk)
-    built.asked.requested = signal.SIGTERM  # type: ignore[misc]
+    built.stop_flag.requested = signal.SIGTERM  # type: ignore[misc]
     with pytest.raises(NotSaved, match=r"tried for \d s"):
         built.run()
 

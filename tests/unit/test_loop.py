@@ -75,7 +75,7 @@ def loop(
         checkpointer=Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False),
         emit=emit,
         gather=gather,
-        asked=Flag(),
+        stop_flag=Flag(),
         memory_bytes=lambda: 7,
         state=TrainState(),
         goodput=Goodput(time.time()),
@@ -158,7 +158,7 @@ def test_asked_to_stop_saves_first(tmp_path: Path) -> None:
 
     def then_ask(*arguments: Any) -> None:
         step(*arguments)
-        built.asked.requested = signal.SIGTERM if built.state.step == 3 else 0  # type: ignore[misc]
+        built.stop_flag.requested = signal.SIGTERM if built.state.step == 3 else 0  # type: ignore[misc]
 
     built._train_step = then_ask  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="SIGTERM"):
@@ -177,7 +177,7 @@ def test_saves_evaluates_and_stops_only_between_rollouts(tmp_path: Path) -> None
 
     def then_ask(*arguments: Any) -> None:
         step(*arguments)
-        built.asked.requested = signal.SIGTERM if built.state.step >= 5 else 0  # type: ignore[misc]
+        built.stop_flag.requested = signal.SIGTERM if built.state.step >= 5 else 0  # type: ignore[misc]
 
     built._train_step = then_ask  # type: ignore[method-assign]
     with pytest.raises(Preempted, match="saved at step 6"):

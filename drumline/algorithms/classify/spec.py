@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.algorithm import AlgorithmSpec, Asked
+from drumline.core.algorithm import AlgorithmSpec, HeadOutput
 from drumline.core.data import DataConfig, Forms
 from drumline.core.model import Head
 from drumline.core.plan import Plan
@@ -24,7 +24,7 @@ class ClassifyConfig(AlgorithmSpec):
     columns: ClassVar[str] = "`text` (or `image`) and `label`"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "macro_f1", "top5_accuracy")
     writes: ClassVar[bool] = False
-    asks: ClassVar[frozenset[Asked]] = frozenset()
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     kind: Literal["classify"] = "classify"
     modality: Literal["text", "image"] = Field("text", description="What is classified.")
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")

@@ -27,8 +27,8 @@ class RewardModel(Algorithm):
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
         chosen_P, rejected_P = self._rewards(outputs, batch)
-        told = self._learn(chosen_P, rejected_P, batch)
-        return LossOut(told.loss_sum, told.sums | calibration_sums(chosen_P - rejected_P, batch.real_P))
+        out = self._learn(chosen_P, rejected_P, batch)
+        return LossOut(out.loss_sum, out.sums | calibration_sums(chosen_P - rejected_P, batch.real_P))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = self.step_metrics(sums)

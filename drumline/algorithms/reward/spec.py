@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from drumline.algorithms.specs import PairSpec
-from drumline.core.algorithm import Asked
+from drumline.core.algorithm import HeadOutput
 from drumline.core.model import Head
 from drumline.core.section import MOST_WEIGHT, Weight
 
@@ -22,7 +22,7 @@ class RewardModelConfig(PairSpec):
     rate: ClassVar[float] = 1e-5
     metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error")
     writes: ClassVar[bool] = False
-    asks: ClassVar[frozenset[Asked]] = frozenset()
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     kind: Literal["reward"] = "reward"
     margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
     center: float = Field(

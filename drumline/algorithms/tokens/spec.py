@@ -21,8 +21,8 @@ class PretrainConfig(TextSpec):
     cuts: ClassVar[bool] = True
     kind: Literal["pretrain"] = "pretrain"
 
-    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {"text": words(length)}
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"text": random_text(length)}
 
     def build(self) -> NextToken:
         from drumline.algorithms.tokens.objective import NextToken
@@ -43,8 +43,8 @@ class SFTConfig(TextSpec):
 
         return ImageRows(tokenizer, data, vision)
 
-    def random_row(self, words: Callable[[int], str], length: int) -> dict[str, Any]:
-        return {"prompt": words(1), "completion": words(length)}
+    def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
+        return {"prompt": random_text(1), "completion": random_text(length)}
 
     def build(self) -> NextToken:
         from drumline.algorithms.tokens.objective import NextToken

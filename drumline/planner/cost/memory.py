@@ -167,7 +167,7 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
         apart = any(w.trainable and w.place == "after" for w in head)
         left = (2.0 if kind_of(layout) == "low" else 4.0) * rows * facts.hidden * apart
         return tokens * kept.live_loss, tokens * (kept.live_loss_backward or 0.0), left
-    if not mine.last or not algorithm.asks or not facts.vocab_size:
+    if not mine.last or not algorithm.head_outputs or not facts.vocab_size:
         return 0.0, 0.0, 0.0
     chunk = 0 if facts.changes_logits else int(getattr(algorithm, "loss_chunk", 0))
     if layout.mesh.tp > 1:

@@ -262,7 +262,7 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
     real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
     algorithm = layout.config.algorithm
-    each = 4 + 8 + 8 * ("cross_entropy" in algorithm.asks) + 4 * ("entropy" in algorithm.asks)
+    each = 4 + 8 + 8 * ("cross_entropy" in algorithm.head_outputs) + 4 * ("entropy" in algorithm.head_outputs)
     chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
     calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
     sent.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
@@ -298,9 +298,9 @@ def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
     if head == "text":
         sent.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
         return
-    asks = layout.config.algorithm.asks if head != "score" else frozenset()
-    each = 4 * (("log_probs" in asks) + ("entropy" in asks) + (head in ("score", "valued")))
-    if "cross_entropy" in asks:
+    head_outputs = layout.config.algorithm.head_outputs if head != "score" else frozenset()
+    each = 4 * (("log_probs" in head_outputs) + ("entropy" in head_outputs) + (head in ("score", "valued")))
+    if "cross_entropy" in head_outputs:
         sent.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
         each += 1  # whether the first choice is right
     sent.add("all_gather", each * tokens, ranks, "cp", rounds)

@@ -26,11 +26,11 @@ def spread(
 ) -> Sharded:
     """`roots`: modules that run, each with the model in it. A model without weights is sharded first, then its parts are filled."""
     dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
-    first, *others = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype) for root, inner in roots]
+    first, *more_roots = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
     # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
-    return Sharded(first, sync, casts=dtype is not None, others=others)
+    return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots)
 
 
 def apply_fsdp2(

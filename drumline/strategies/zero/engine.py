@@ -240,8 +240,8 @@ class DeepSpeedEngine:
         self.divisor = 1.0
         # Told that the norm is infinite, DeepSpeed leaves the weights, lowers its loss scale and forgets the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
-        told = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
-        with self._telling(told[self.measure]):
+        infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
+        with self._telling(infinite_norm[self.measure]):
             self.engine.step()
 
     def rescales(self) -> bool:
