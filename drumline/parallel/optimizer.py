@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drumline.core.config import OptimizerConfig
+from drumline.errors import PlanError
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -49,6 +50,8 @@ def build_optimizer(
     checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what SGD's first
     step starts from.
     """
+    if optimizer is not None:
+        require_zero_state(optimizer)
     optimizer = optimizer or new_optimizer(named, options)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -64,6 +67,31 @@ def build_optimizer(
             if isinstance(value, torch.Tensor):
                 value.zero_()
     return optimizer
+
+
+def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises PlanError for an optimizer that does not begin with a state of zeros, which is what a new one is set to.
+
+    Found out by trying: after that setting, a step must be what a fresh optimizer's is."""
+
+    def stepped(primed: bool) -> torch.Tensor:
+        parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+        tried = type(optimizer)([parameter], **optimizer.defaults)
+        parameter.grad = torch.zeros_like(parameter)
+        for group in tried.param_groups if primed else ():
+            group["lr"] = 0.0
+            tried.step()
+            group["lr"] = optimizer.defaults["lr"]
+            for value in tried.state[parameter].values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        parameter.grad = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
+        tried.step()
+        return parameter.detach()
+
+    if not torch.equal(stepped(primed=True), stepped(primed=False)):
+        what = f"the state of {type(optimizer).__name__} does not begin at zero, and a checkpoint is loaded over one that does"
+        raise PlanError(what, where="make_optimizer", fix="use Adam, AdamW, SGD, RMSprop or another whose moments begin at zero")
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from drumline.core.plan import Plan
 from drumline.core.strategy import CopyOptions
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
+from drumline.parallel.batchnorm import batch_norms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ATEN = torch.ops.aten
@@ -44,6 +45,9 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     if kind == "none":
         return
     if not hasattr(model, "supports_gradient_checkpointing") and blocks(model):
+        if batch_norms(model):
+            what = "activation checkpointing runs a block twice, and a batch norm would count its samples twice"
+            raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
         context: dict[str, Any] = {"context_fn": selective} if kind == "selective" else {}
         for block in blocks(model):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **context)

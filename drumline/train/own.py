@@ -21,6 +21,7 @@ from drumline.core.resolve import resolve
 from drumline.core.secret import write_private
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, UserError
 from drumline.hardware.detect import detect
+from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.engine import OpenEngine
 
 MAIN = ""  # the name of the one model of a session
@@ -164,6 +165,16 @@ def require_several(plan: Plan, models: int) -> None:
     for reason, refused in reasons.items():
         if refused:
             raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
+
+
+def notes_of(plan: Plan, model: nn.Module) -> list[str]:
+    """What a user should know of a model under a plan, in a line each."""
+    if plan.batch.accumulation == 1 or not batch_norms(model):
+        return []
+    return [
+        f"note: batch norm takes its statistics from one micro-batch ({plan.batch.micro_batch} samples a rank), not from the"
+        f" {plan.batch.accumulation} of a step, so accumulation is not quite the larger batch"
+    ]
 
 
 def compresses(strategy: Any) -> bool:

@@ -45,7 +45,7 @@ from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
 from drumline.train.build import Start
 from drumline.train.entry import Speaker, run_start, silent
-from drumline.train.own import MAIN, Engines, Model, claim, one_line, plan_of, require_several, restarted
+from drumline.train.own import MAIN, Engines, Model, claim, notes_of, one_line, plan_of, require_several, restarted
 from drumline.train.state import Goodput, TrainState
 from drumline.vendor.torch import tree_map_only
 
@@ -89,8 +89,7 @@ class Session:
         self._sums: dict[str, list[torch.Tensor]] = {}
         self._stepped: set[str] = set()
         self._signal = 0
-        self.losses: dict[str, float] = {}
-        self.grad_norms: dict[str, float] = {}
+        self.losses, self.grad_norms = dict[str, float](), dict[str, float]()  # of the last step of each model, over all ranks
         self.metric: float | None = None
         self._saved = -1
 
@@ -112,6 +111,7 @@ class Session:
         try:
             Together.all().first(lambda: claim(plan, self.resume, self.allow, self.held))
         except RanksError as failure:
+            self.held.close()
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
         self.speaker = Speaker(plan, None) if self.is_first else None
@@ -162,6 +162,8 @@ class Session:
             plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
             self._models[name] = Model(build_module(plan, build_one, self.device, held, make_optimizer=make, **options))
         self.engines = Engines({name: model.engine for name, model in self._models.items()})
+        for note in [n for model in self._models.values() for n in notes_of(self.plan, model.module)] if self.is_first else ():
+            print(note, file=sys.stderr)
         config = self.plan.config.checkpoint
         self.checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]

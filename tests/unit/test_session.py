@@ -1,0 +1,194 @@
+"""`drumline.session` in one process: data, evaluation, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drumline
+from drumline.core.plan import BatchPlan
+from drumline.data.own import global_batches, held_out
+from drumline.errors import CheckpointError, DataError, EnvironmentFault, PlanError, TrainingStopped, UserError
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+BATCH = BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1)
+
+
+def taken(dataset: Any, position: int = 0, stop: int | None = 1, seed: int | None = None) -> list[list[int]]:
+    """All samples of each global batch, of both ranks."""
+    ranks = [list(global_batches(dataset, BATCH, rank, position, stop, seed)) for rank in range(2)]
+    return [sorted(sample for rows in (*mine, *others) for sample in rows) for mine, others in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("dataset", [list(range(10)), Endless()], ids=["map", "iterable"])
+def test_the_last_batch_is_filled_from_the_next_pass_and_a_position_is_enough(dataset: Any) -> None:
+    assert taken(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]]
+    assert taken(dataset, position=4) == taken(dataset)[1:] and taken(dataset, position=12) == []
+    assert len(taken(dataset, stop=2)) == 5
+
+
+def test_a_shuffled_pass_has_each_sample_once() -> None:
+    first = taken(list(range(12)), seed=1)
+    assert sorted(chain(*first)) == list(range(12)) and first != taken(list(range(12)), seed=2)
+    assert taken(list(range(12)), position=4, seed=1) == first[1:]
+
+
+def test_a_dataset_that_can_be_read_once_says_so() -> None:
+    with pytest.raises(DataError, match="gives nothing in pass 2"):
+        list(global_batches(iter(range(10)), BATCH, 0, 0, None, None))
+    with pytest.raises(DataError, match="no samples"):
+        list(global_batches([], BATCH, 0, 0, 1, None))
+
+
+def test_held_out_samples_count_once_and_ranks_do_the_same_work() -> None:
+    found = [list(held_out(Endless(), 3, rank, 2)) for rank in range(2)]
+    assert len(found[0]) == len(found[1])
+    assert sorted(s for rank in found for rows, counts in rank if counts for s in rows) == list(range(10))
+
+
+def build() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+ROWS = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i % 3)])) for i in range(8)]
+
+
+def collate(rows: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def session(folder: Path, strategy: Any = "single", **options: Any) -> Any:
+    return drumline.session(strategy, "fp32", run_dir=folder / "run", device="cpu", **{"global_samples": 4, **options})
+
+
+def loss_of(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    inputs, targets = batch
+    return (model(inputs) - targets).square().sum(), len(inputs)
+
+
+def test_one_denominator(tmp_path: Path) -> None:
+    """Weights that differ by micro-batch: the step is that of Σ loss / Σ weight."""
+    weights = [torch.tensor(3.0), 0.5]
+    with session(tmp_path, micro_batch=2) as s:
+        model, _ = s.prepare(build, sgd)
+        before = model.weight.detach().clone(), model.bias.detach().clone()
+        batches = []
+        for batch in s.batches(ROWS, collate, steps=1, shuffle=False):
+            s.backward(loss_of(model, batch)[0], weights[len(batches)])
+            batches.append(batch)
+            assert s.step() == (len(batches) == 2)
+        assert (s.steps, s.position) == (1, 4)
+    expected = nn.Linear(2, 1)
+    with torch.no_grad():
+        expected.weight.copy_(before[0])
+        expected.bias.copy_(before[1])
+    loss = sum(loss_of(expected, batch)[0] for batch in batches) / 3.5
+    assert isinstance(loss, torch.Tensor) and s.losses[""] == pytest.approx(float(loss))
+    loss.backward()
+    sgd(expected).step()
+    assert torch.allclose(model.weight, expected.weight, rtol=1e-6) and torch.allclose(model.bias, expected.bias, rtol=1e-6)
+
+
+def test_evaluate_is_a_mean_over_all_and_chooses_the_best(tmp_path: Path) -> None:
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+        found = s.evaluate(ROWS[:7], collate, lambda batch: (*loss_of(model, batch), {"ones": torch.ones(len(batch[0])).sum()}))
+        with torch.no_grad():
+            total, samples = loss_of(model.module, collate(ROWS[:7]))
+        assert found["loss"] == pytest.approx(float(total) / samples) and found["ones"] == 1.0
+        assert model.training
+        s.save()
+    assert (tmp_path / "run" / "checkpoints" / "best").read_text().strip() == "step-00000001"
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no option 'sede'.*one of"):
+        session(tmp_path, sede=1)
+    with pytest.raises(PlanError, match="does not divide"):
+        session(tmp_path, micro_batch=3)
+    with session(tmp_path) as s, pytest.raises(UserError, match="no model yet"):
+        s.backward(torch.zeros(()), 1)
+    with pytest.raises(EnvironmentFault, match="not empty"), session(tmp_path):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [("zero2", "ZeRO takes one model"), ({"kind": "fsdp2", "sync_each_micro_batch": False}, "reduce after each micro-batch")],
+    ids=["zero2", "fsdp2"],
+)
+def test_several_models_where_they_do_not_go(tmp_path: Path, strategy: Any, what: str) -> None:
+    with pytest.raises(UserError, match=what), session(tmp_path, strategy) as s:
+        s.prepare({"g": (build, sgd), "d": (build, sgd)})
+
+
+def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"call s\.step"), session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=2):
+            s.backward(*loss_of(model, batch))
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_leaves_the_weights(tmp_path: Path, on_nan: str) -> None:
+    def train() -> Any:
+        with session(tmp_path, on_nan=on_nan) as s:
+            model, _ = s.prepare(build, sgd)
+            before = model.weight.detach().clone()
+            for batch in s.batches(ROWS, collate, steps=1):
+                s.backward(loss_of(model, batch)[0] * float("nan"), 4)
+                s.step()
+            assert torch.equal(before, model.weight)
+
+    if on_nan == "stop":
+        with pytest.raises(TrainingStopped, match="loss nan"):
+            train()
+    else:
+        train()
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["policy"] for line in lines if '"nonfinite"' in line] == [on_nan]
+
+
+def test_going_on_with_other_data_order_needs_a_word(tmp_path: Path) -> None:
+    def train(**options: Any) -> None:
+        with session(tmp_path, **options) as s:
+            model, _ = s.prepare(build, sgd)
+            for batch in s.batches(ROWS, collate, steps=1):
+                s.backward(*loss_of(model, batch))
+                s.step()
+
+    train()
+    with pytest.raises(EnvironmentFault, match=r"run\.seed|differs"):
+        train(resume=True, seed=1)
+    train(resume=True, seed=1, allow=("run.seed",))
+
+
+def test_optimizers_whose_state_does_not_begin_at_zero(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="NAdam does not begin at zero"), session(tmp_path) as s:
+        s.prepare(build, lambda model: torch.optim.NAdam(model.parameters()))
+    assert issubclass(CheckpointError, UserError)
+
+
+def test_batch_norm_under_accumulation_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with session(tmp_path, micro_batch=2) as s:
+        s.prepare(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), sgd)
+    assert "accumulation is not quite the larger batch" in capsys.readouterr().err
