@@ -28,14 +28,14 @@ class PipelineConfig(Section):
 
     def stages(self) -> tuple[Schedule, int]:
         """The schedule, and how many stages a rank holds. Raises PlanError where the two do not go together."""
-        several = self.schedule in ("interleaved", "zero_bubble")
-        if self.stages_per_rank not in (None, 1) and not several:
+        interleaves = self.schedule in ("interleaved", "zero_bubble")
+        if self.stages_per_rank not in (None, 1) and not interleaves:
             raise PlanError(
                 f"schedule {self.schedule} has one stage a rank, {self.stages_per_rank} were asked for",
                 where="strategy.stages_per_rank",
                 fix="use schedule: interleaved, or leave it out",
             )
-        return self.schedule, (self.stages_per_rank or 2) if several else 1
+        return self.schedule, (self.stages_per_rank or 2) if interleaves else 1
 
 
 class Degrees(StrategySpec):
@@ -69,11 +69,11 @@ class Degrees(StrategySpec):
         numbered = [f"{name} {degree}" for name, degree in degrees.items()]
         if self.pp > 1 and self.pipeline.schedule != "1f1b":
             numbered[0] += f" {self.pipeline.schedule}"
-        family, name = self.words(bool(degrees), world // (self.tp * self.cp * self.pp))
+        family, name = self.describe(bool(degrees), world // (self.tp * self.cp * self.pp))
         simple = self.simplicity + MIXED * len(degrees) + self.unusual()
         return Names(" × ".join(filter(None, [family, *degrees])), " × ".join(filter(None, [name, *numbered])), simple)
 
-    def words(self, mixed: bool, data: int) -> tuple[str, str]:
+    def describe(self, mixed: bool, data: int) -> tuple[str, str]:
         """What stands before the degrees in family and name. `data`: ranks that these leave."""
         return ("", "") if mixed and data == 1 else (self.kind, self.kind)
 

@@ -42,7 +42,7 @@ def resolve(
     why: list[str] = []
     device = device_of(config, machine)
     world = processes_of(config, machine, device, world_size)
-    strategy = config.strategy.settled(world, why)
+    strategy = config.strategy.resolved(world, why)
     config = strategy.adopted(config.model_copy(update={"strategy": strategy}))
     strategy = config.strategy
     mesh = strategy.mesh(world)

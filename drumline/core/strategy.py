@@ -112,7 +112,7 @@ class StrategySpec(Spec):
         """With the contents of files that it names, relative to `base_dir`: ranks read the plan alone."""
         return self
 
-    def settled(self, world: int, why: list[str]) -> StrategySpec:
+    def resolved(self, world: int, why: list[str]) -> StrategySpec:
         """Itself; the plainest strategy there is where this one is chosen by the planner and nobody has asked it."""
         return self
 

@@ -260,8 +260,8 @@ def _tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             elif not isinstance(item["answer"], str):
                 raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
             elif forms is PAIR_FORMS:
-                wrong = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
-                columns |= {"chosen": item["answer"], "rejected": wrong}
+                rejected = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
+                columns |= {"chosen": item["answer"], "rejected": rejected}
             else:
                 columns["completion"] = item["answer"]
             yield where, columns

@@ -94,13 +94,13 @@ class ForwardEngine:
     def looking(self) -> Iterator[None]:
         """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         self._come_together()
-        learned = self.model.training
+        was_training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad(), self.around():
                 yield
         finally:
-            self.model.train(learned)
+            self.model.train(was_training)
             if isinstance(self.spread, Sharded):
                 self.spread.reshard()
 

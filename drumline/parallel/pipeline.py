@@ -173,7 +173,7 @@ class ForwardPipeline(ForwardEngine):
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
         self._come_together()
-        learned = self.model.training
+        was_training = self.model.training
         self._train(False)
         sends: list[tuple[Any, torch.Tensor]] = []
         batches = list(micro_batches)
@@ -191,7 +191,7 @@ class ForwardPipeline(ForwardEngine):
                     work.wait()
             return self._sums()
         finally:
-            self._train(learned)
+            self._train(was_training)
             if isinstance(self.spread, Sharded):
                 self.spread.reshard()
 

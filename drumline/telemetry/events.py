@@ -261,12 +261,12 @@ class EventLog:
     def _write(self) -> None:
         while self._waiting:
             try:
-                written = self._file.write(self._waiting)
+                count = self._file.write(self._waiting)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 return
-            self._waiting = self._waiting[written or 0 :]
+            self._waiting = self._waiting[count or 0 :]
 
 
 def read(path: Path) -> list[Event]:

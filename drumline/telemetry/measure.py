@@ -59,7 +59,7 @@ class Measure:
         self.peak = self.reserved = 0  # bytes at the peak of a step: on a CPU of the counted ones, on a GPU of all
         self.width = 0  # tokens of the widest micro-batch: on a CPU of the counted steps, on a GPU of all
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self.told = False
+        self.reported = False
         self._tracker: LiveBytes | None = None
         self._optimizer = 0.0
 
@@ -105,7 +105,7 @@ class Measure:
         """The step that makes `step` of them took `seconds`, without waiting for data. `name`: as `end_step` gave it. Collective."""
         if name is not None:
             self.seconds[name].append(seconds)
-        if not self.told and self.stats and len(self.seconds["total"]) == TIMED:
+        if not self.reported and self.stats and len(self.seconds["total"]) == TIMED:
             self._tell(step, final=False)
 
     def finish(self, step: int) -> None:
@@ -119,20 +119,20 @@ class Measure:
         found = self._measurement(step, final)
         estimate = self.plan.predicted.estimate
         rows = compare(estimate, found) if estimate is not None else []
-        wrong = [row for row in rows if row.warns]
+        off = [row for row in rows if row.warns]
         reasons = sorted({f"{row.category}: {row.note}" for row in rows if row.note})
         event = Measured(
             metrics=found.model_dump(),
             off={row.category: row.off for row in rows},
-            warned=[row.category for row in wrong],
-            warnings=[row.line() for row in wrong],
+            warned=[row.category for row in off],
+            warnings=[row.line() for row in off],
             notes=notes(found) + reasons,
         )
         self.emit(event)
-        if self.gather.rank == 0 and not self.told:
-            for row in wrong:
+        if self.gather.rank == 0 and not self.reported:
+            for row in off:
                 log.warning("the plan was wrong: %s", row.line())
-        self.told = True
+        self.reported = True
 
     def _measurement(self, step: int, final: bool) -> Measurement:
         """All ranks' figures, the same on every rank. Collective."""

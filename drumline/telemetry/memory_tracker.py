@@ -74,12 +74,12 @@ class LiveBytes(TorchDispatchMode):
         self._depth += 1
         return super().__enter__()
 
-    def __exit__(self, *told: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
             _Resizes.remove(self)
             self._settle()
-        super().__exit__(*told)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -202,25 +202,25 @@ def tensors_in(*things: Any) -> list[torch.Tensor]:
 class _Resizes:
     """Tells trackers of `UntypedStorage.resize_`, which goes past the dispatcher. In place while any of them is entered."""
 
-    told: list[LiveBytes] = []
+    listeners: list[LiveBytes] = []
     resize = torch.UntypedStorage.resize_
 
     @classmethod
     def add(cls, tracker: LiveBytes) -> None:
-        if not cls.told:
+        if not cls.listeners:
             original = cls.resize
 
             def resize_(storage: torch.UntypedStorage, size: int) -> Any:
                 out = original(storage, size)
-                for live in cls.told:
+                for live in cls.listeners:
                     live.storage_resized(storage)
                 return out
 
             torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        cls.told.append(tracker)
+        cls.listeners.append(tracker)
 
     @classmethod
     def remove(cls, tracker: LiveBytes) -> None:
-        cls.told.remove(tracker)
-        if not cls.told:
+        cls.listeners.remove(tracker)
+        if not cls.listeners:
             torch.UntypedStorage.resize_ = cls.resize  # type: ignore[method-assign]

@@ -122,13 +122,13 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
 
 def notes(measured: Measurement) -> list[str]:
     """What is missing, and why."""
-    said = []
+    remarks = []
     if not measured.memory:
-        said.append("too short to be measured: a step is counted after the first two")
+        remarks.append("too short to be measured: a step is counted after the first two")
     elif measured.by == "tracker" and measured.width < 1.0:
-        said.append(f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them")
+        remarks.append(f"the peak was seen at {measured.width:.0%} of the planned tokens of a micro-batch; predicted is scaled to them")
     if measured.memory and not measured.timed:
-        said.append("too short to be timed: seconds are those of steps after the counted one")
+        remarks.append("too short to be timed: seconds are those of steps after the counted one")
     if measured.by == "tracker" and measured.timed and "counted" in measured.seconds:
-        said.append(f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s")
-    return said
+        remarks.append(f"the counted step took {measured.seconds['counted']:.3g} s, the others {measured.seconds['total']:.3g} s")
+    return remarks

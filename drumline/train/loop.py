@@ -116,8 +116,8 @@ class Loop:
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
-        told = float(self.stop_flag.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
-        gathered = self.gather.start(sums, *told)
+        shared = float(self.stop_flag.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
+        gathered = self.gather.start(sums, *shared)
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
         lr = learning_rate(

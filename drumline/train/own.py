@@ -73,15 +73,15 @@ def plan_of(
     return resolve(config, run_dir=run_dir, machine=detect(), world_size=world_size, facts=None, model_path=None, data=None)
 
 
-def claim(plan: Plan, resume: object, allow: tuple[str, ...], held: ExitStack) -> None:
-    """On rank 0, for which `held` gets the folder's lease: make the run folder and write the plan into it.
+def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) -> None:
+    """On rank 0, for which `stack` gets the folder's lease: make the run folder and write the plan into it.
 
     Raises EnvironmentFault for a folder that another run is in, CheckpointError where the config differs in what the run depends on.
     """
     from drumline.launchers.lease import Lease
 
     run_dir = Path(plan.run_dir)
-    held.enter_context(Lease(run_dir))
+    stack.enter_context(Lease(run_dir))
     checkpoints = run_dir / "checkpoints"
     if not resume and run_dir.is_dir() and any(run_dir.glob("*.jsonl")):
         fix = "go on with it by resume=True, or choose another run_dir"

@@ -81,7 +81,7 @@ class Session:
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
         self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
         self.resume, self.allow, self.units, self.tp_plan = resume or ranks.attempt > 0 or restarted(), allow, units, tp_plan
-        self.started, self.held = time.time(), ExitStack()
+        self.started, self.stack = time.time(), ExitStack()
         self._logged, self._epoch = (0, self.started, 0), 0.0
         self._models: dict[str, Model] = {}
         self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
@@ -103,13 +103,13 @@ class Session:
         if plan.config.run.deterministic:
             deterministic()
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan.config.precision.tf32
-        self.asked = self.held.enter_context(StopFlag())
+        self.stop_flag = self.stack.enter_context(StopFlag())
         self.owns = not dist.is_initialized()  # a process group that is there is used, and left as it is
         self.ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds) if self.owns else Ranks.from_environment()
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
         try:
-            Together.all().first(lambda: claim(plan, self.resume, self.allow, self.held))
+            Together.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
         except RanksError as failure:
             self.held.close()
             self._leave(failed=False)
@@ -137,7 +137,7 @@ class Session:
             self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
             if self.speaker:
                 self.speaker.close(error, self.goodput)
-            self.held.close()
+            self.stack.close()
 
     def _leave(self, failed: bool) -> None:
         if self.owns:
@@ -157,10 +157,10 @@ class Session:
             found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume))
         for name, (build_one, make) in pairs.items():
             prefix = f"{name}/" if name else ""
-            held = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
+            keys = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
             options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
             plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
-            self._models[name] = Model(build_module(plan, build_one, self.device, held, make_optimizer=make, **options))
+            self._models[name] = Model(build_module(plan, build_one, self.device, keys, make_optimizer=make, **options))
         self.engines = Engines({name: model.engine for name, model in self._models.items()})
         for note in [n for model in self._models.values() for n in notes_of(self.plan, model.module)] if self.is_first else ():
             print(note, file=sys.stderr)
@@ -244,11 +244,11 @@ class Session:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
         divided by in the end, summed over the global batch: samples, tokens."""
         model = self._model(of)
-        others = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
-        for parameter, _ in others:
+        other_grads = [(p, p.grad) for name, other in self._models.items() if name != of for p in other.engine.named.values()]
+        for parameter, _ in other_grads:
             parameter.grad = None
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
-        for parameter, gradient in others:
+        for parameter, gradient in other_grads:
             parameter.grad = gradient
         sums = torch.stack([torch.as_tensor(value, device=self.device).detach().double() for value in (loss_sum, weight)])
         self._sums.setdefault(of, []).append(sums)
@@ -265,7 +265,7 @@ class Session:
         engine = model.engine
         self._open[of].close()
         loss_sum, weight = torch.stack(self._sums[of]).sum(0)
-        total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.asked.requested))
+        total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested))
         sums, (signals,) = total.read()
         self._signal = self._signal or int(max(signals))
         whole = sums["weight"] if sums["weight"] > 0 else 1.0

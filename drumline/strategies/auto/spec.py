@@ -29,7 +29,7 @@ class AutoStrategy(StrategySpec):
     )
     nvme: PathText | None = Field(None, description="by search: a folder on an NVMe disk; ZeRO-3 that offloads to it is tried, too.")
 
-    def settled(self, world: int, why: list[str]) -> StrategySpec:
+    def resolved(self, world: int, why: list[str]) -> StrategySpec:
         why.append(f"strategy auto: {'single, one process' if world == 1 else f'ddp, {world} processes each hold the whole model'}")
         return SingleStrategy() if world == 1 else DDPStrategy()
 

@@ -98,7 +98,7 @@ class FSDP2Strategy(Degrees):
         dtype: Precision = precision if self.param_dtype == "auto" else self.param_dtype
         return None if dtype == "fp32" else dtype
 
-    def words(self, mixed: bool, data: int) -> tuple[str, str]:
+    def describe(self, mixed: bool, data: int) -> tuple[str, str]:
         hybrid, offload = self.replicate > 1, self.offload != "none"
         word = self.kind + " grad-op" * (not self.reshard_after_forward) + " hybrid" * hybrid + " offload" * offload
         return (self.kind if mixed else word), word + f" {self.replicate}" * hybrid

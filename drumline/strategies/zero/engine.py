@@ -69,10 +69,10 @@ def prepare(
     module = Plain(model) if plain else ForwardWithObjective(model)
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, plan.config.compile)
-    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Before anything is cut: which matrices decay is told by their shapes.
     # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
-    optimizer = make_optimizer(model) if make_optimizer else new_optimizer(learned, plan.config.optimizer)
+    optimizer = make_optimizer(model) if make_optimizer else new_optimizer(trainable, plan.config.optimizer)
     require_slots(optimizer)
     masters: dict[str, torch.Tensor] = {}
     if plan.deepspeed["zero_optimization"]["stage"] == 3:
@@ -82,9 +82,9 @@ def prepare(
     else:
         list(filled(plan, model, values, masters, lambda full: full))
     engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(learned.values()), optimizer=optimizer, config=options, dist_init_required=False
+        model=module, model_parameters=list(trainable.values()), optimizer=optimizer, config=options, dist_init_required=False
     )
-    made = DeepSpeedEngine(plan, model, learned, engine)
+    made = DeepSpeedEngine(plan, model, trainable, engine)
     made.set_masters(masters)
     return made
 
@@ -109,8 +109,8 @@ class DeepSpeedEngine:
     A checkpoint names each tensor on one rank, its owner: a parameter is gathered by itself, and only the owner keeps it.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, learned: dict[str, nn.Parameter], engine: Any) -> None:
-        self.model, self.learned, self.named, self.engine = model, learned, learned, engine
+    def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
+        self.model, self.trainable, self.named, self.engine = model, trainable, trainable, engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.batch_norms = batch_norms(model)
         self.zero = engine.optimizer
@@ -120,7 +120,7 @@ class DeepSpeedEngine:
         self.counts_steps = not isinstance(self.optimizer, torch.optim.SGD)
         self.slots = ADAM if self.counts_steps else SGD if self.optimizer.defaults["momentum"] else ()
         self.rank = dist.get_rank()
-        self.owner = share({name: _shape(p).numel() for name, p in learned.items()}, dist.get_world_size())
+        self.owner = share({name: _shape(p).numel() for name, p in trainable.items()}, dist.get_world_size())
         self.measure = next(name for name in MEASURES if hasattr(self.zero, name))
         self.norms: Any = None
         self.own_norm, self.max_grad_norm = 0.0, plan.config.optimizer.max_grad_norm
@@ -191,7 +191,7 @@ class DeepSpeedEngine:
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights that learn as they are kept, in fp32; the others in the type that they compute in."""
         for name, tensor in all_tensors(self.model).items():
-            if name in self.learned:
+            if name in self.trainable:
                 yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
             else:
                 with self._whole(tensor):
@@ -250,8 +250,8 @@ class DeepSpeedEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         self._make_state()
         agree_on_statistics(self.batch_norms)
-        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.learned}
-        for name, parameter in self.learned.items():
+        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.trainable}
+        for name, parameter in self.trainable.items():
             mine = self.owner[name] == self.rank
             for key, slot in self._keys(name):
                 full = safe_get_full_fp32_param(parameter) if slot is None else safe_get_full_optimizer_state(parameter, slot)
@@ -269,7 +269,7 @@ class DeepSpeedEngine:
         return {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.learned.items():
+        for name, parameter in self.trainable.items():
             with self._whole(parameter, modifier_rank=0):  # written on all ranks alike
                 for key, slot in self._keys(name):
                     self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
@@ -299,9 +299,9 @@ class DeepSpeedEngine:
         """fp32 weights as they were before they were rounded, by parameter name: whole, or this rank's part under stage 3. Collective."""
         for name, value in masters.items():
             if self.sharded:
-                safe_set_local_fp32_param(self.learned[name], value.to(self.engine.device))
+                safe_set_local_fp32_param(self.trainable[name], value.to(self.engine.device))
             else:
-                self._set(self.learned[name], value.to(self.engine.device), None)
+                self._set(self.trainable[name], value.to(self.engine.device), None)
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
@@ -331,9 +331,9 @@ class DeepSpeedEngine:
         steps, rates = self.engine.global_steps, [group["lr"] for group in self.optimizer.param_groups]
         self.engine.eval()  # no statistics are taken of it
         if isinstance(self.engine.module, Plain):  # what it takes is not known
-            learned = [*self.learned.values()]
-            with deepspeed.zero.GatheredParameters(learned) if self.sharded else contextlib.nullcontext():
-                touched = torch.stack([parameter.sum() for parameter in learned]).sum()
+            trainable = [*self.trainable.values()]
+            with deepspeed.zero.GatheredParameters(trainable) if self.sharded else contextlib.nullcontext():
+                touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
                 self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
         else:
             batch = any_batch(self.model, self.engine.device, self.image_side)
@@ -359,7 +359,7 @@ class DeepSpeedEngine:
 
     def _from_owner(self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None) -> torch.Tensor:
         """A tensor that `name`'s owner holds in host memory, on every rank's device. Collective."""
-        full = torch.empty(_shape(self.learned[name]) if shape is None else shape, device=self.engine.device)
+        full = torch.empty(_shape(self.trainable[name]) if shape is None else shape, device=self.engine.device)
         if self.owner[name] == self.rank:
             assert mine is not None
             full.copy_(mine)
