@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,9 +75,11 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
     Found out by trying: after that setting, a step must be what a fresh optimizer's is."""
 
+    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have one that is Adam's
+
     def stepped(primed: bool) -> torch.Tensor:
         parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
-        tried = type(optimizer)([parameter], **optimizer.defaults)
+        tried = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
         parameter.grad = torch.zeros_like(parameter)
         for group in tried.param_groups if primed else ():
             group["lr"] = 0.0
