@@ -69,6 +69,12 @@ def pair_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def judged_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers of uneven length, of which two of three are good: those that repeat the prompt's words."""
+    rows = enumerate(pair_rows(number, seed))
+    return [{"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0} for i, row in rows]
+
+
 def labelled_rows(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Texts of uneven length; their class is that of the words they are made of, so it can be learned."""
     draw, third = random.Random(f"labels {seed}"), len(WORDS) // 3
@@ -91,7 +97,13 @@ def letters(prompt: str, completion: str, letter: str, **_: Any) -> float:
     return completion.count(letter) / max(1, len(completion))
 
 
-ROWS = {**dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows), "ppo": prompt_rows, "grpo": prompt_rows}
+KTO = "tests.kto:KTOConfig"
+ROWS = {
+    **dict.fromkeys(("reward", "dpo", "orpo", "simpo"), pair_rows),
+    **dict.fromkeys((KTO, "kto"), judged_rows),
+    "ppo": prompt_rows,
+    "grpo": prompt_rows,
+}
 LETTERS = {"kind": "function", "path": "tests.harness:letters"}
 
 

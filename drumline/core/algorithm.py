@@ -61,6 +61,7 @@ class AlgorithmSpec(Spec):
     has_answers: ClassVar[bool] = False  # a row is a prompt and the answer to it, which a generated one can be compared with
     writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
+    pairs_with_previous: ClassVar[bool] = False  # `collator` also gets of each sample the one before it in the global batch
 
     @property
     def forms(self) -> Forms:
@@ -105,9 +106,9 @@ class AlgorithmSpec(Spec):
         """The classes of the samples in two token caches, in order; none where samples have no class."""
         return ()
 
-    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[[list[int]], Any]]:
+    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[..., Any]]:
         """Token cache → sample ids (-1: a filler) → micro-batch, a `data.batches.Batch`. `width`: tokens of all rows; None: as many as
-        the longest has."""
+        the longest has. Where `pairs_with_previous`, the ids of the samples before these come second."""
         raise NotImplementedError
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any] | None:

@@ -48,6 +48,7 @@ class Batch:
         if torch.device(device).type == "cuda":
             tensors = {name: value if value.is_cuda else value.pin_memory() for name, value in tensors.items()}
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        moved |= {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Batch)}
         return replace(self, **moved)
 
 

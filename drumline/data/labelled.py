@@ -29,6 +29,8 @@ from drumline.models.vision import pixels, read_image
 def label_of(row: Row, labels: list[str] | None) -> str:
     """The name of the row's class. Raises DataError for one that is not among `labels`."""
     given = row.values["label"]
+    if isinstance(given, bool):
+        raise DataError("the label is bool, not the name or number of a class", where=row.origin)
     name = str(given)
     if labels is None or name in labels:
         return name

@@ -164,7 +164,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
 def _checked(part: str, name: str, value: Any, origin: str, number: int, padded: bool = False) -> Any:
     """`value` if it is what `part` needs: text, or messages where those may stand."""
     if part == "label":
-        if isinstance(value, bool) or not isinstance(value, str | int):
+        if not isinstance(value, str | int):
             raise DataError(f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class", where=origin)
         return value
     if isinstance(value, str) and part != "messages":

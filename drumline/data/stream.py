@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -117,8 +117,9 @@ class BatchStream:
     """Iterates over the global batches of positions [start, stop) as one data rank sees them.
 
     `stop`: where the samples end; places of the last batch from there on are fillers. `collate`: makes a micro-batch of sample ids, -1 for
-    a filler. `prefetch`: batches collated ahead by a thread; 0 collates when asked. What fails in the thread is raised by
-    `next`. Close it, or use it as a context manager: the thread ends then, also in the middle.
+    a filler. `prefetch`: batches collated ahead by a thread; 0 collates when asked. What fails in the thread is raised by `next`.
+    `previous`: `collate` also gets, of each sample, the one before it, around the end of the global batch or of all samples. Close the
+    stream, or use it as a context manager: the thread ends then, also in the middle.
     """
 
     def __init__(
@@ -130,14 +131,15 @@ class BatchStream:
         data_ranks: int,
         start: int,
         stop: int,
-        collate: Callable[[list[int]], Any],
+        collate: Callable[..., Any],
         prefetch: int,
+        previous: Literal["none", "batch", "all"] = "none",
     ) -> None:
         assert batch.global_samples == data_ranks * batch.accumulation * batch.micro_batch, batch.rule(data_ranks)
         assert order.size == len(cache) and 0 <= data_rank < data_ranks and start >= 0
         self.cache, self.order, self.batch = cache, order, batch
         self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.stop, self.collate = stop, collate
+        self.start, self.stop, self.collate, self.previous = start, stop, collate, previous
         self._batches = (self._at(position) for position in range(start, stop, batch.global_samples))
         self._ahead = _Ahead(self._batches, prefetch) if prefetch else None
 
@@ -166,13 +168,21 @@ class BatchStream:
         ids[: end - position] = self.order.ids(position, end)
         lengths = np.where(ids >= 0, self.cache.lengths[np.maximum(ids, 0)], 0)
         mine = assign(lengths, self.data_ranks, self.batch.accumulation, self.batch.micro_batch)[self.data_rank]
-        micro_batches = [self.collate(ids[places].tolist()) for places in mine]
+        columns = (ids,) if self.previous == "none" else (ids, self._before(ids, position, end))
+        micro_batches = [self.collate(*(column[places].tolist() for column in columns)) for places in mine]
         of_all, weigh = None, getattr(micro_batches[0], "weigh", None)
         if weigh is not None:
             here = ids[mine.ravel()]
             assert weigh(self.cache, here[here >= 0]) == sum(batch.weight for batch in micro_batches), "a batch weighs what `weigh` says"
             of_all = weigh(self.cache, ids[ids >= 0]), int(lengths.sum())
         return GlobalBatch(micro_batches, ids, end, int(lengths[mine].sum()), of_all=of_all, places=mine)
+
+    def _before(self, ids: Ints, position: int, end: int) -> Ints:
+        """The sample before each of `ids`, -1 for fillers."""
+        start, stop = (position, end) if self.previous == "batch" else (self.start, self.stop)
+        last = (stop if position == start else position) - 1
+        real = end - position
+        return np.concatenate((self.order.ids(last, last + 1), ids[: real - 1], ids[real:]))
 
 
 class _Ahead:

@@ -54,11 +54,11 @@ class Reference:
         data, held_out = self.plan.data, self.streams.held_out
         assert data is not None, "workers get plans of prepared data"
         score = self._scores(data)
-        training = with_reference(self.streams.training, score(data.train_cache))
+        training = with_reference(self.streams.training, score(data.train_cache), self.algorithm.first_batch)
         if held_out is None or data.eval_cache is None:
             return replace(self.streams, training=training)
         of_eval = score(data.eval_cache)
-        return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval))
+        return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval, self.algorithm.first_batch))
 
     def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
         """How to ask about the pairs of a cache folder."""
@@ -118,11 +118,15 @@ class Reference:
         return add_up(table)
 
 
-def with_reference(batches: Iterable[GlobalBatch], score: ScoreBatches) -> Iterator[GlobalBatch]:
-    """`batches` with the reference's log-probabilities in every micro-batch."""
+def with_reference(batches: Iterable[GlobalBatch], score: ScoreBatches, first_batch: Callable[[Any], Any]) -> Iterator[GlobalBatch]:
+    """`batches` with the reference's log-probabilities in every micro-batch: `reference_B`, and `first_reference_B` where the first pass is
+    about other rows."""
     for batch in batches:
-        scores = score(batch.micro_batches)
-        yield replace(batch, micro_batches=[replace(b, reference_B=r) for b, r in zip(batch.micro_batches, scores, strict=True)])
+        own, firsts = batch.micro_batches, [first_batch(each) for each in batch.micro_batches]
+        filled = [replace(each, reference_B=scores) for each, scores in zip(own, score(own), strict=True)]
+        if any(first is not each for first, each in zip(firsts, own, strict=True)):
+            filled = [replace(each, first_reference_B=scores) for each, scores in zip(filled, score(firsts), strict=True)]
+        yield replace(batch, micro_batches=filled)
 
 
 def key(plan: Plan, folder: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
@@ -34,9 +35,12 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
     assert data is not None, "workers get plans of prepared data"
     collator = config.algorithm.collator(plan, fixed_width(plan))
 
-    def stream(cache: TokenCache, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int) -> BatchStream:
+    def stream(
+        cache: TokenCache, batch: BatchPlan, shuffle: bool, start: int, stop: int, prefetch: int, of: Literal["batch", "all"]
+    ) -> BatchStream:
         order = GlobalOrder(len(cache), derive(config.run.seed, "order"), shuffle)
-        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch)
+        previous = of if config.algorithm.pairs_with_previous else "none"
+        return BatchStream(cache, order, batch, data_rank, plan.mesh.data_ranks, start, stop, collator(cache), prefetch, previous)
 
     def on_device(batches: BatchStream) -> Iterable[GlobalBatch]:
         with batches:
@@ -49,8 +53,8 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
         stages = plan.mesh.pp
         samples = micro * stages * plan.mesh.data_ranks
         whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
-        return on_device(stream(cache, whole, False, 0, len(cache), 0))
+        return on_device(stream(cache, whole, False, 0, len(cache), 0, "all"))
 
     cache, stop, held_out = TokenCache.open(Path(data.train_cache)), total_samples(config, plan.batch, data), data.eval_cache
-    training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch)
+    training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch, "batch")
     return Streams(on_device(training), None if held_out is None else lambda: once(held_out), once)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.harness import LETTERS
+from tests.harness import KTO, LETTERS
 
 TOLERANCE = 1e-5
 MOMENTS = 2 * TOLERANCE  # among them are averages of squares: where a gradient differs by 1e-5 of itself, its square does by 2e-5
@@ -276,6 +276,12 @@ OF_PAIRS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discop
 CASES += [
     Case(
         "orpo", {"algorithm": {"kind": "orpo", "loss_chunk": 32}, **TWO_STEPS}, rows=(*SORTS, "zero3 2, nothing kept whole, accumulation 4")
+    ),
+    Case("kto, a plug-in", {"algorithm": {"kind": KTO, "loss_chunk": 32}, **TWO_STEPS}, rows=SPREADS),
+    Case(
+        "kto, a plug-in, lora",
+        {"algorithm": {"kind": KTO, "loss_chunk": 32}, "adapter": {"kind": "lora", "r": 4}, **NO_SIGNS},
+        rows=("ddp 2, accumulation 4", "pp 2, interleaved"),
     ),
     Case("simpo", {"algorithm": {"kind": "simpo", "loss_chunk": 32, "label_smoothing": 0.1}, **TWO_STEPS}, rows=SORTS),
     Case(
