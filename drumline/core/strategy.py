@@ -208,7 +208,7 @@ class StrategySpec(Spec):
         """What the search looks at where the user has left the strategy open."""
         yield from ()
 
-    def lighter(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
         """(how much changes, strategy): what takes the same steps with less on each rank. `several`: more than one rank shares the work."""
         return []
 

@@ -25,7 +25,7 @@ from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, why_not
-from drumline.planner.search.heuristics import asked_first
+from drumline.planner.search.heuristics import heuristic_first
 from drumline.planner.search.probe import require_here
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
@@ -149,9 +149,9 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         return
     changes = () if answer.ranked else nothing_fits(answer)
     if options.as_json:
-        print(json.dumps(as_json(asked_first(answer)[0], options.tokens, changes), indent=2))
+        print(json.dumps(as_json(heuristic_first(answer)[0], options.tokens, changes), indent=2))
     else:
-        answer, line = asked_first(answer)
+        answer, line = heuristic_first(answer)
         if line:
             console.print(f"{line}\n", soft_wrap=True, markup=False)
         if answer.probes:

@@ -22,7 +22,7 @@ from drumline.planner.cost.estimate import estimate
 from drumline.planner.question import Found, assemble
 from drumline.planner.search.advice import nothing_fits
 from drumline.planner.search.answer import Candidate, Question
-from drumline.planner.search.fallbacks import changed, lighter
+from drumline.planner.search.fallbacks import changed, find_fallbacks
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
 from drumline.train.setup import predict
@@ -61,7 +61,7 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     there = limit(out, predicted.memory, predicted.limit)
     device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
     smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
-    fitting, leanest = lighter(smaller, plan, there, predicted.memory.peak, baseline)
+    fitting, leanest = find_fallbacks(smaller, plan, there, predicted.memory.peak, baseline)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
     if not fitting:
         fitting, line = _otherwise(smaller, plan, baseline, line, leanest)
@@ -73,7 +73,7 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
 
 
 def _otherwise(asked: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
-    """Where no lighter form of the plan fits: what any other strategy offers, or else the smallest change of the work itself."""
+    """Where no fallback fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
     config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
     answer = search(dataclasses.replace(asked, config=config))

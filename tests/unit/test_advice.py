@@ -15,8 +15,8 @@ from drumline.planner.report.extra import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose
-from drumline.planner.search.heuristics import asked_first, chosen_by, disagreements
-from drumline.planner.search.search import fits, search, ways_of
+from drumline.planner.search.heuristics import chosen_by, disagreements, heuristic_first
+from drumline.planner.search.search import fits, options_of, search
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, laid, question
 
@@ -32,7 +32,7 @@ def test_an_adapter_without_building_it(model: str, adapter: str) -> None:
     built, lora = facts(model, adapter=adapter), laid(adapter)
     assert isinstance(lora, LoRAConfig)
     assert (made := with_lora(facts(model), lora)) is not None
-    names = ("parameters", "learned", "frozen", "block_parameters", "attention_flops", "end_weights", "head_parameters")
+    names = ("parameters", "trainable", "frozen", "block_parameters", "attention_flops", "end_weights", "head_parameters")
     assert {name: getattr(made, name) for name in names} == {name: getattr(built, name) for name in names}
     assert [set(block) for block in made.block_weights] == [set(block) for block in built.block_weights]
     assert made.flops_per_token == pytest.approx(built.flops_per_token, rel=1e-12)
@@ -93,7 +93,7 @@ def test_the_longest_row_of_each_family() -> None:
         (m.number for m in found), reverse=True
     )
     for most in found[:3]:
-        family = [way for way in ways_of(asked) if way.family == most.found.family]
+        family = [way for way in options_of(asked) if way.family == most.found.family]
         assert most.found.layout.length == most.number and most.number % STEP == 0 and most.found.estimate.verdict == "fits"
         assert most.number > 131_072 - STEP or not fits(_of_length(asked, most.number + STEP), family)
 
@@ -136,7 +136,7 @@ def test_what_the_guides_say(guide: str, model: str, cluster: str, kind: str) ->
     asked = question(model, cluster, strategy={"kind": "auto", "by": "rules", "guide": guide})
     assert chosen_by(asked, guide)[0].kind == kind
     config, why = choose(asked)
-    assert config.strategy.kind == kind and why is not None and f"by the guide `{guide}`" in why
+    assert config.strategy.kind == kind and why is not None and f"by the heuristic `{guide}`" in why
     assert config.batch == asked.config.batch and config.memory == asked.config.memory
 
 
@@ -146,13 +146,13 @@ def test_the_tree_ends_in_offload() -> None:
 
 
 def test_where_guides_and_planner_disagree() -> None:
-    found = {d.guide: d for d in disagreements(search(question("8b", "4x4090")))}
+    found = {d.heuristic: d for d in disagreements(search(question("8b", "4x4090")))}
     assert found["parameters"].says.startswith("zero3 (more than 7B parameters") and "GB > 25.3 GB" in found["parameters"].reason
     assert found["devices"].says.startswith("fsdp2 (") and "tree" not in found
     assert disagreements(search(question("0.1b", "1xa100-80g"))) == ()
     answer = search(question("8b", "8xa100-80g"))
     slow = [replace(c, estimate=c.estimate.model_copy(update={"tokens_per_s": c.estimate.tokens_per_s / 2})) for c in answer.ranked]
-    guides = [[d.guide for d in disagreements(which)] for which in (answer, replace(answer, ranked=tuple(slow)))]
+    guides = [[d.heuristic for d in disagreements(which)] for which in (answer, replace(answer, ranked=tuple(slow)))]
     assert guides[0] == guides[1] == ["parameters"], "what is measured corrects both sides"
     _, why = choose(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
     assert why is not None and "the planner would not" in why
@@ -161,14 +161,14 @@ def test_where_guides_and_planner_disagree() -> None:
 def test_the_guide_that_was_asked_for_comes_first() -> None:
     asked = question("8b", "8xa100-80g", strategy={"kind": "auto", "by": "rules"})
     answer = search(asked)
-    first, words = asked_first(answer)
+    first, words = heuristic_first(answer)
     assert answer.ranked[0].name != "zero3" == first.ranked[0].name and len({c.name for c in first.ranked}) == len(first.ranked)
-    assert words.startswith("First: zero3 by the guide `parameters`") and choose(asked)[0].strategy.kind == "zero3"
+    assert words.startswith("First: zero3 by the heuristic `parameters`") and choose(asked)[0].strategy.kind == "zero3"
     small = search(question("8b", "4x4090", strategy={"kind": "auto", "by": "rules"}))
-    same, words = asked_first(small)
+    same, words = heuristic_first(small)
     assert same.ranked == small.ranked and "GB > 25.3 GB" in words
     plain = search(question("0.1b", "1xa100-80g"))
-    assert asked_first(plain) == (plain, "")
+    assert heuristic_first(plain) == (plain, "")
 
 
 def test_a_reason_that_guides_share_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
     assert why.startswith(f"strategy auto: {first.name}, micro-batch {first.layout.batch.micro_batch} × accumulation")
     second = next(other for other in others if other.family != first.family)
     assert f"second {second.name}" in why
-    (again,) = search(replace(asked, config=config), [way for way in ways_of(asked) if way.name == first.name]).ranked
+    (again,) = search(replace(asked, config=config), [way for way in options_of(asked) if way.name == first.name]).ranked
     assert again.layout.batch == first.layout.batch, "what is not written comes out so anyway"
     assert again.layout.activation_checkpointing == first.layout.activation_checkpointing
     assert Config.model_validate(config.model_dump()).strategy == config.strategy

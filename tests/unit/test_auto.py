@@ -61,7 +61,7 @@ def test_a_run_that_saves_nothing_asks_for_no_space(model: Path, tmp_path: Path,
 
 def test_by_rules(model: Path, tmp_path: Path) -> None:
     plan, _ = planned(write_config(tmp_path, model, strategy={"kind": "auto", "by": "rules", "guide": "devices"}), world=2)
-    assert plan.config.strategy.kind == "ddp" and any("by the guide `devices`" in line for line in plan.why)
+    assert plan.config.strategy.kind == "ddp" and any("by the heuristic `devices`" in line for line in plan.why)
 
 
 def test_nothing_fits_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, ways_of
-from drumline.planner.search.space import describe, ways
+from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, options_of, search
+from drumline.planner.search.space import describe, search_space
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, question
 
@@ -142,7 +142,7 @@ def test_what_the_user_says_is_held() -> None:
     assert of_kind and all(strategy.offload == "cpu" for strategy in of_kind)
     assert {"ddp", "zero2"} <= families(answer).keys(), "the others are there to compare with"
     staged = question("1b", "4xa100-80g", strategy={"kind": "fsdp2", "pipeline": {"stages_per_rank": 4}})
-    pipes = [way.strategy.pipeline for way in ways_of(staged) if isinstance(way.strategy, s.FSDP2Strategy) and way.strategy.pp > 1]
+    pipes = [way.strategy.pipeline for way in options_of(staged) if isinstance(way.strategy, s.FSDP2Strategy) and way.strategy.pp > 1]
     assert {(pipe.schedule, pipe.stages_per_rank) for pipe in pipes} >= {("interleaved", 4), ("gpipe", 4)}
     open_ = search(replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()})))
     assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
@@ -150,7 +150,7 @@ def test_what_the_user_says_is_held() -> None:
 
 def test_strategies_that_are_tried_by_name_only() -> None:
     by_name = ("dp", "local_sgd", "diloco", "model_parallel")
-    assert not {way.family for way in ways(s.AutoStrategy(), question("1b", "8xa100-80g").cluster, facts("1b"))} & set(by_name)
+    assert not {way.family for way in search_space(s.AutoStrategy(), question("1b", "8xa100-80g").cluster, facts("1b"))} & set(by_name)
     for kind in by_name:
         answer = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy=kind))
         assert any(name.startswith(kind) for name in families(answer)), refused(answer)
@@ -179,10 +179,10 @@ def test_a_family_is_refused_in_the_words_of_its_rule(asked: Callable[[], Questi
 def test_every_family_has_an_answer() -> None:
     asked = question("1b", {"device": "a100-80g", "per_node": 8, "nodes": 2}, batch=BATCH)
     answer = search(asked)
-    assert {way.family for way in ways_of(asked)} == families(answer).keys() | refused(answer).keys()
-    names = [way.name for way in ways_of(asked)]
+    assert {way.family for way in options_of(asked)} == families(answer).keys() | refused(answer).keys()
+    names = [way.name for way in options_of(asked)]
     assert len(names) == len(set(names)) and "fsdp2 hybrid 2" in names and "fsdp2 × pp 2 interleaved × tp 4" in names
-    assert all(way.strategy.tp <= 8 for way in ways_of(asked) if isinstance(way.strategy, s.DDPStrategy)), "tp within a host"
+    assert all(way.strategy.tp <= 8 for way in options_of(asked) if isinstance(way.strategy, s.DDPStrategy)), "tp within a host"
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
 
 
 def test_nvme_where_a_folder_is_named() -> None:
-    without = {way.family for way in ways_of(question("8b", "1xa100-80g"))}
-    named = {way.family for way in ways_of(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
+    without = {way.family for way in options_of(question("8b", "1xa100-80g"))}
+    named = {way.family for way in options_of(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
     assert named - without == {"zero3 nvme", "zero3 nvme optimizer"}
 
 

@@ -18,7 +18,7 @@ from drumline.core.plan import Layout
 
 # fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
 Kind = Literal["fp32", "autocast", "low"]
-EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is told by the config alone
+EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is in the config alone
 PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
 
 
@@ -101,7 +101,7 @@ def kind_of(layout: Layout) -> Kind:
 
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
-    """Of a rank of the layout, as operators are counted; figures.Activations says of what."""
+    """Of a rank of the layout, as operators are counted; core.estimate.Activations says of what."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
@@ -123,8 +123,8 @@ class Attention(NamedTuple):
 
 def _score_bytes(layout: Layout, facts: ModelFacts) -> float:
     """With dropout, torch has no tiles on a CPU: softmax, mask and their product are kept, in fp32 (sdp_utils_cpp.cpp of torch)."""
-    width, asked = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
-    if asked != "eager" and not (asked == "auto" and facts.keeps_scores):
+    width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
+    if attention_ != "eager" and not (attention_ == "auto" and facts.keeps_scores):
         return 12 if facts.drops_scores and layout.device == "cpu" else 0
     dropped = width + (width if layout.device == "cpu" else 1) if facts.drops_scores else width * (width < 4)
     return 4 + width * facts.caps_scores + dropped

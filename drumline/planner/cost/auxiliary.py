@@ -14,7 +14,7 @@ from drumline.planner.cost.states import FULL, LOW, Part, ends, part_of, rank_pa
 
 
 @dataclass(frozen=True)
-class Others:
+class Auxiliary:
     """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
 
     parameters: int
@@ -24,7 +24,7 @@ class Others:
     rollout: float
 
 
-def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
+def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
     parameters = gradients = optimizer = 0
     reference = layout.config.algorithm.reference_of(layout.config)
     for name, role in layout.roles.items():
@@ -40,7 +40,7 @@ def others_of(layout: Layout, facts: ModelFacts, rank: int) -> Others:
         elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
             parameters += _frozen(layout, own, sizes, mine)
     copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
-    return Others(parameters, gradients, optimizer, copy, _rollout(layout, facts))
+    return Auxiliary(parameters, gradients, optimizer, copy, _rollout(layout, facts))
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:

@@ -18,15 +18,15 @@ from drumline.planner.cost.traffic import flows
 
 def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
     """`activations` None: by formula (forecast.activations)."""
-    sent, held = flows(layout, facts), memory(layout, facts, cluster, activations)
-    taken = seconds(layout, facts, cluster, sent)
+    volume, needs = flows(layout, facts), memory(layout, facts, cluster, activations)
+    taken = seconds(layout, facts, cluster, volume)
     rate = layout.tokens_per_step / taken.total
     peak = cluster.device.flops.get(layout.precision)
     devices = layout.mesh.world_size * layout.devices_per_rank
     return Estimate(
-        memory=held,
-        host=host_memory(layout, facts, cluster, held.peak),
-        traffic=sent.traffic(),
+        memory=needs,
+        host=host_memory(layout, facts, cluster, needs.peak),
+        traffic=volume.traffic(),
         seconds=taken,
         tokens_per_s=rate,
         mfu=rate * facts.flops_per_token / (peak * devices) if peak else None,

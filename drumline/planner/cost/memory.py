@@ -4,7 +4,7 @@
 states.native_state, zero_state              ──▶ what lies between steps, exact
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
 buffers.buffers_of                           ──▶ gathered weights, buckets, copies
-others.others_of                             ──▶ models besides the policy, rollouts
+auxiliary.auxiliary_of                             ──▶ models besides the policy, rollouts
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
-from drumline.planner.cost.auxiliary import others_of
+from drumline.planner.cost.auxiliary import auxiliary_of
 from drumline.planner.cost.buffers import Buffers, buffers_of
 from drumline.planner.cost.states import FULL, Part, State, end_weights, part, part_of, state_of
 
 GIB = 2**30
 CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
-# Parts of a step that figures call backward: its begin, its way through the blocks, its end, and averaging behind it.
+# Parts of a step that an estimate calls backward: its begin, its way through the blocks, its end, and averaging behind it.
 BACKWARD = ("head", "blocks", "end", "average")
 # Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
 BYTES_PER_IMAGE_FLOP = 0.004
@@ -59,22 +59,22 @@ def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
     """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
     mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
-    state, others = state_of(layout, facts, mine), others_of(layout, facts, rank)
+    state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
     phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine, kept), kept)
-    phases["rollout"] = Phase(0.0, others.rollout, 0.0, 0.0)
-    beside = others.copy + engine
-    base = state.parameters + state.optimizer + others.parameters + others.optimizer + beside
+    phases["rollout"] = Phase(0.0, other.rollout, 0.0, 0.0)
+    beside = other.copy + engine
+    base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
     # Models that learn side by side go through a step one after the other, each with the gradients of those before it.
-    totals = {name: math.ceil(base + each.total + others.gradients * (name != "rollout")) for name, each in phases.items()}
+    totals = {name: math.ceil(base + each.total + other.gradients * (name != "rollout")) for name, each in phases.items()}
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
     overhead = overhead_of(layout)
     factor = layout.strategy.reserve if layout.device == "cuda" else 1.0
     return Memory(
-        parameters=state.parameters + others.parameters,
-        gradients=state.gradients + others.gradients,
-        optimizer=state.optimizer + others.optimizer,
+        parameters=state.parameters + other.parameters,
+        gradients=state.gradients + other.gradients,
+        optimizer=state.optimizer + other.optimizer,
         activations=math.ceil(phase.activations),
         logits=math.ceil(phase.logits),
         buffers=math.ceil(phase.buffers) + beside,
@@ -91,8 +91,8 @@ def overhead_of(layout: Layout) -> int:
     if layout.device != "cuda":
         return 0
     mesh = layout.mesh
-    ways = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
-    return CONTEXT + GROUP * (1 + ways if ways else 0)
+    cut = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
+    return CONTEXT + GROUP * (1 + cut if cut else 0)
 
 
 @dataclass(frozen=True)

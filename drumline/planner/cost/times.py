@@ -21,7 +21,7 @@ from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.auxiliary import samples_copy
 from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Flow, Sent
+from drumline.planner.cost.volume import WIDTH, Flow, Volume
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
@@ -43,8 +43,8 @@ FUSED, SEVERAL = {"adamw": 28, "sgd": 20}, {"adamw": 72, "sgd": 32}
 CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 
 
-def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> Seconds:
-    """`sent`: of traffic.flows. What computing does not hide of communication is told apart. Of a pipeline the slowest stage sets the
+def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:
+    """`volume`: of traffic.flows. What computing does not hide of communication is apart. Of a pipeline the slowest stage sets the
     pace; what the others wait for it is in `bubble`."""
     parts = [_busy(layout, model, cluster) for _, model in layout.trainable(facts)]
     forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
@@ -55,7 +55,7 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, sent: Sent) -> 
         waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
     return Seconds(
         compute=busy,
-        communication=_exposed(layout, cluster, sent.flows, hidden) + _threads(layout, facts, cluster),
+        communication=_exposed(layout, cluster, volume.flows, hidden) + _threads(layout, facts, cluster),
         bubble=waits,
         optimizer=optimizer_seconds(layout, facts, cluster),
         offload=offload_seconds(layout, facts, cluster, busy),
@@ -110,7 +110,7 @@ def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
     """How many ranks of a group share a host: neighbours in the mesh do, tensor parallel ones first."""
     mesh = layout.mesh
     strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
-    stride = strides.get(flow.way, mesh.world_size // mesh.pp)
+    stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
     return max(1, min(flow.ranks, cluster.per_node // stride))
 
 
@@ -229,7 +229,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if layout.config.head == "valued":
         answering.append(forward_flops(facts))
     scored = sum(answering) * episodes * layout.length / world / rate
-    told = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
-    spread = told and world > layout.mesh.replicate
+    refreshed = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
+    spread = refreshed and world > layout.mesh.replicate
     gathered = cluster.collective_seconds("all_gather", 4 * facts.parameters * (world - 1) / world, world) if spread else 0.0
     return (math.ceil(each / at_once) * generator.max_new_tokens * token + scored + gathered) / algorithm.steps_in_turn

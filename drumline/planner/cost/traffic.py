@@ -12,7 +12,7 @@ from drumline.core.facts import ModelFacts, Weight
 from drumline.core.model import Head
 from drumline.core.plan import Layout
 from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Beside, Kind, RankParams, Sent, rank_params, tp_ranks, weights_of
+from drumline.planner.cost.volume import WIDTH, Beside, Kind, RankParams, Volume, rank_params, tp_ranks, weights_of
 from drumline.planner.cost.volume_zero import zero
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
@@ -22,7 +22,7 @@ NUMBER = 8  # bytes of an fp64
 TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 
 
-def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
+def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
     """Mean over ranks of what forward, backward, gradient norm and step of every model that learns send; as `train.loop` counts it, so
     rollouts, frozen roles, sums of losses and checkpoints are left out. `step`: of the step after so many; None: the mean of a long run,
     which differs for local SGD and DiLoCo alone.
@@ -31,46 +31,46 @@ def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Sent:
     without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
     over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `ddp`, `sent_zero`.
     """
-    sent = Sent()
+    volume = Volume()
     for head, model in layout.trainable(facts):
-        _of_model(sent, layout, model, head, step)
-    return sent
+        _of_model(volume, layout, model, head, step)
+    return volume
 
 
-def _of_model(sent: Sent, layout: Layout, facts: ModelFacts, head: Head, step: int | None) -> None:
+def _of_model(volume: Volume, layout: Layout, facts: ModelFacts, head: Head, step: int | None) -> None:
     mesh, strategy = layout.mesh, layout.strategy
-    sent.part = 1.0
-    batch_norms(sent, layout, facts)
+    volume.part = 1.0
+    batch_norms(volume, layout, facts)
     if layout.engine == "deepspeed":
-        zero(sent, layout, facts)
+        zero(volume, layout, facts)
         return
     if (exchanged := strategy.exchanged(step)) is not None:
-        together(sent, layout, facts, *exchanged)
+        together(volume, layout, facts, *exchanged)
         return
     if mesh.world_size == 1:
         return
     wrap = getattr(strategy, "wrap", None)
     for tp_rank, part in tp_ranks(facts, mesh.tp):
         has = rank_params(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap and tuple(wrap))
-        sent.part = part / mesh.pp  # all stages together, dealt to their ranks
+        volume.part = part / mesh.pp  # all stages together, dealt to their ranks
         if layout.data_parallel == "fsdp2":
-            fsdp2(sent, layout, facts, has)
+            fsdp2(volume, layout, facts, has)
         elif mesh.tp * mesh.pp > 1:
-            averaged(sent, layout, has)
+            averaged(volume, layout, has)
         else:
-            ddp(sent, layout, facts, strategy.step_kind(10**9 if step is None else step) == "compressed")
-        pipeline(sent, layout, facts, has)
-        sent.part = part
-        norm(sent, layout, has)
-    sent.part = 1 / mesh.pp
-    tensor(sent, layout, facts, head)
-    context(sent, layout, facts, head)
+            ddp(volume, layout, facts, strategy.step_kind(10**9 if step is None else step) == "compressed")
+        pipeline(volume, layout, facts, has)
+        volume.part = part
+        norm(volume, layout, has)
+    volume.part = 1 / mesh.pp
+    tensor(volume, layout, facts, head)
+    context(volume, layout, facts, head)
 
 
 # ---------- data parallelism: DDP and its compressions, FSDP2, copies that are averaged now and then, the gradient norm
 
 
-def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None:
+def ddp(volume: Volume, layout: Layout, facts: ModelFacts, compressed: bool) -> None:
     """Gradients in fp32, once a step; before the step's first forward the buffers of the first rank go to all.
 
     int8 and topk work bucket by bucket, and which bucket a gradient is in depends on the order in which backward makes them: exact where
@@ -79,25 +79,27 @@ def ddp(sent: Sent, layout: Layout, facts: ModelFacts, compressed: bool) -> None
     ranks, options = layout.mesh.data_ranks * layout.mesh.cp, layout.strategy.copies()
     weights = weights_of(facts)
     if options.broadcast_buffers:
-        sent.add("broadcast", facts.buffer_bytes, ranks, "gradients")
+        volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        sent.add("all_reduce", 4 * sum(number for weight, number in weights if weight.trainable), ranks, "gradients")  # who has a gradient
+        volume.add(
+            "all_reduce", 4 * sum(number for weight, number in weights if weight.trainable), ranks, "gradients"
+        )  # who has a gradient
     buckets = math.ceil(4 * facts.trainable / (options.bucket_cap_mb * 2**20))
-    how: Any = {"way": "gradients", "calls": buckets, "beside": "last"}
+    how: Any = {"axis": "gradients", "calls": buckets, "beside": "last"}
     if not compressed:
-        sent.add("all_reduce", 4 * facts.trainable, ranks, **how)
+        volume.add("all_reduce", 4 * facts.trainable, ranks, **how)
         return
     kind = options.compression.kind
     if kind in ("bf16", "fp16"):
-        sent.add("all_reduce", 2 * facts.trainable, ranks, **how)
+        volume.add("all_reduce", 2 * facts.trainable, ranks, **how)
     elif kind == "int8":
         part = -(-facts.trainable // (ranks * BLOCK)) * (BLOCK + 4)
-        sent.add("all_to_all", part * ranks, ranks, "gradients", buckets)
-        sent.add("all_gather", part, ranks, **how)
+        volume.add("all_to_all", part * ranks, ranks, "gradients", buckets)
+        volume.add("all_gather", part, ranks, **how)
     elif kind == "topk":
-        sent.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.trainable)), ranks, **how)
+        volume.add("all_gather", 8 * max(1, round(options.compression.ratio * facts.trainable)), ranks, **how)
     else:
-        sent.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.trainable), ranks, **how)
+        volume.add("all_reduce", 4 * sum(n * _powersgd(w, options.compression.rank) for w, n in weights if w.trainable), ranks, **how)
 
 
 def _powersgd(weight: Weight, rank: int) -> int:
@@ -110,13 +112,13 @@ def _powersgd(weight: Weight, rank: int) -> int:
     return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
 
 
-def averaged(sent: Sent, layout: Layout, mine: RankParams) -> None:
+def averaged(volume: Volume, layout: Layout, mine: RankParams) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
     entries = mine.trainable + mine.tensors
-    sent.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
+    volume.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
-def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: RankParams) -> None:
+def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: RankParams) -> None:
     """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
     each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
     whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
@@ -130,14 +132,14 @@ def fsdp2(sent: Sent, layout: Layout, facts: ModelFacts, mine: RankParams) -> No
     else:
         forward, backward = (1, 0) if piped else (rounds, 0)
     blocks, rooted = layout_blocks(layout, facts), 1 if piped else rounds
-    sent.add("all_gather", rooted * root, shards, "shard", rooted)
-    sent.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
-    sent.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
+    volume.add("all_gather", rooted * root, shards, "shard", rooted)
+    volume.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
+    volume.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
     reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_trainable + mine.root_trainable)
     beside: Beside = "backward" if reductions == rounds else "last"
-    sent.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
-    sent.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
+    volume.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
+    volume.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
 
 
 def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
@@ -145,13 +147,13 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
     return max(1, len(facts.block_weights)) / layout.mesh.pp
 
 
-def together(sent: Sent, layout: Layout, facts: ModelFacts, kind: Kind, share: float) -> None:
+def together(volume: Volume, layout: Layout, facts: ModelFacts, kind: Kind, share: float) -> None:
     """Copies that come together at `share` of the steps: what learns, then; a number for the norm at each step."""
-    sent.add(kind, share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
-    sent.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
+    volume.add(kind, share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
+    volume.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
 
 
-def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     """Statistics shared over ranks, for each micro-batch: forward gathers counts, means and squares, backward adds up two sums; fp32."""
     model, world = layout.config.model, layout.mesh.world_size
     if not model.sync_batchnorm:
@@ -160,24 +162,24 @@ def batch_norms(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
     norms = [(w, n) for w, n in weights_of(facts) if w.owners and "BatchNorm" in w.owners[-1] and w.name.endswith("weight")]
     channels, calls = sum(weight.numel * number for weight, number in norms), rounds * sum(number for _, number in norms)
     parts = 3 * channels if layout.device == "cpu" else 2 * channels + sum(number for _, number in norms)
-    sent.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
-    sent.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
+    volume.add("all_gather", 4 * rounds * parts, ranks, "gradients", calls)
+    volume.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
 
 
-def norm(sent: Sent, layout: Layout, mine: RankParams) -> None:
-    """A number for each way in which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
+def norm(volume: Volume, layout: Layout, mine: RankParams) -> None:
+    """A number for each axis along which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
     for there in (mine.is_cut, mine.is_whole):
         if there:
-            sent.add("all_reduce", NUMBER, shards_of(layout), "shard")
+            volume.add("all_reduce", NUMBER, shards_of(layout), "shard")
     if mine.is_cut:
-        sent.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
-    sent.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
+        volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+    volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
 
 
 # ----------------- the model itself spread: activations of tensor and context parallelism, hidden states between stages
 
 
-def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: RankParams) -> None:
+def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
     ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
     if layout.mesh.pp == 1 or layout.pipeline is None:
@@ -187,9 +189,9 @@ def pipeline(sent: Sent, layout: Layout, facts: ModelFacts, has: RankParams) -> 
     message = layout.rows * layout.length * facts.hidden * width
     boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
-    sent.add("p2p", messages * message, ranks, "pp", messages)
-    sent.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
-    sent.add("broadcast", ranks * TOLD, ranks, "pp", 2)
+    volume.add("p2p", messages * message, ranks, "pp", messages)
+    volume.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
+    volume.add("broadcast", ranks * TOLD, ranks, "pp", 2)
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
     return Widths(**sums)
 
 
-def tensor(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
+def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """For each micro-batch: a layer cut by rows of its weight adds up what comes back to its input, one cut by columns its output; and so
     does the embedding, whose rows lie apart. Under autocast gradients of inputs are fp32, outputs in the low type."""
     ranks, rounds = layout.mesh.tp, layout.batch.accumulation
@@ -249,15 +251,15 @@ def tensor(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     recomputed = layout.activation_checkpointing != "none"
     of = widths(facts, layout.mesh.pp > 1)
     calls = rounds * of.calls
-    sent.add("all_reduce", tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
-    sent.add("all_reduce", tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
-    sent.add("all_gather", tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
-    sent.add("all_reduce", 4 * rounds * of.weights, ranks, "tp", rounds)
+    volume.add("all_reduce", tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
+    volume.add("all_reduce", tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
+    volume.add("all_gather", tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
+    volume.add("all_reduce", 4 * rounds * of.weights, ranks, "tp", rounds)
     if head in ("lm", "valued"):
-        _vocabulary(sent, layout, facts, tokens)
+        _vocabulary(volume, layout, facts, tokens)
 
 
-def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) -> None:
+def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
     """The loss over a head that is cut by rows: of each token that carries one its largest logit, its number (cross-entropy), that of the
     target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
     real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
@@ -265,10 +267,10 @@ def _vocabulary(sent: Sent, layout: Layout, facts: ModelFacts, tokens: float) ->
     each = 4 + 8 + 8 * ("cross_entropy" in algorithm.head_outputs) + 4 * ("entropy" in algorithm.head_outputs)
     chunk = getattr(algorithm, "loss_chunk", 0) or layout.rows * layout.length
     calls = 3 * math.ceil(layout.rows * layout.length / chunk) * layout.batch.accumulation
-    sent.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
+    volume.add("all_reduce", each * real + 4 * tokens * facts.hidden, layout.mesh.tp, "tp", calls)
 
 
-def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
+def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
     to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
     repeats the forward. Then what the loss says of each token is gathered. Ring attention is counted as it would send at least:
@@ -285,22 +287,22 @@ def context(sent: Sent, layout: Layout, facts: ModelFacts, head: Head) -> None:
     turned = width if layout.data_parallel == "fsdp2" else 4
     if layout.strategy.context_method() == "ulysses":
         kv *= ranks // math.gcd(kv, ranks)
-        sent.add("all_to_all", passes * entries * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
+        volume.add("all_to_all", passes * entries * (turned * (heads + 2 * kv) + width * heads), ranks, "cp", 2 * passes * rounds)
     else:
         around = (passes + len(facts.block_weights)) * (ranks - 1)
-        sent.add("p2p", around * entries * 2 * heads * width, ranks, "cp", passes * rounds)
-    _answers(sent, layout, tokens, head)
+        volume.add("p2p", around * entries * 2 * heads * width, ranks, "cp", passes * rounds)
+    _answers(volume, layout, tokens, head)
 
 
-def _answers(sent: Sent, layout: Layout, tokens: float, head: Head) -> None:
+def _answers(volume: Volume, layout: Layout, tokens: float, head: Head) -> None:
     """What an objective asks of whole sequences: bytes for each token, and sums."""
     ranks, rounds = layout.mesh.cp, layout.batch.accumulation
     if head == "text":
-        sent.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
+        volume.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class
         return
     head_outputs = layout.config.algorithm.head_outputs if head != "score" else frozenset()
     each = 4 * (("log_probs" in head_outputs) + ("entropy" in head_outputs) + (head in ("score", "valued")))
     if "cross_entropy" in head_outputs:
-        sent.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
+        volume.add("all_reduce", 4 * rounds, ranks, "cp", rounds)
         each += 1  # whether the first choice is right
-    sent.add("all_gather", each * tokens, ranks, "cp", rounds)
+    volume.add("all_gather", each * tokens, ranks, "cp", rounds)

@@ -13,19 +13,19 @@ from drumline.core.estimate import Traffic
 from drumline.core.facts import COLUMNS_CUT, ROWS_CUT, ModelFacts, Weight
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p"]
-Way = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
+Axis = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
 Beside = Literal["forward", "backward", "last", "nothing"]
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
 
 
 class Flow(NamedTuple):
-    """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `way` through the mesh.
+    """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `axis` of the mesh.
     `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, or nothing."""
 
     kind: Kind
     bytes_: float
     ranks: int
-    way: Way
+    axis: Axis
     calls: float
     beside: Beside
 
@@ -43,15 +43,15 @@ SHARES: dict[Kind, Callable[[float, int], float]] = {
 
 
 @dataclass
-class Sent:
-    """`part`: of the ranks, those that the calls which follow are of; `way`, `calls` and `beside`: see Flow."""
+class Volume:
+    """`part`: of the ranks, those that the calls which follow are of; `axis`, `calls` and `beside`: see Flow."""
 
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
 
-    def add(self, kind: Kind, bytes_: float, ranks: int, way: Way, calls: float = 1, beside: Beside = "nothing") -> None:
+    def add(self, kind: Kind, bytes_: float, ranks: int, axis: Axis, calls: float = 1, beside: Beside = "nothing") -> None:
         if ranks > 1 and bytes_:
-            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, way, self.part * calls, beside))
+            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, axis, self.part * calls, beside))
 
     def traffic(self) -> Traffic:
         """All of it, by kind of collective."""

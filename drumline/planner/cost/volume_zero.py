@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
-from drumline.planner.cost.volume import WIDTH, Beside, Sent, weights_of
+from drumline.planner.cost.volume import WIDTH, Beside, Volume, weights_of
 from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
 from drumline.strategies.zero.spec import Zero, Zero3Strategy
 
 
-def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
+def zero(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     strategy, ranks = cast(Zero, layout.strategy), layout.mesh.shard
     own, width = user_config(strategy, facts), WIDTH[layout.precision]
     low = 2 if own.get("communication_data_type", "fp32") in ("fp16", "bfp16", "bf16") else 4
@@ -38,21 +38,21 @@ def zero(sent: Sent, layout: Layout, facts: ModelFacts) -> None:
         buckets = reductions * math.ceil(facts.trainable / int(own.get("zero_optimization.reduce_bucket_size", MOST_IN_A_BUCKET)))
         beside: Beside = ("backward" if reductions > 1 else "last") if own.get("zero_optimization.overlap_comm") else "nothing"
         if own.get("zero_optimization.use_multi_rank_bucket_allreduce", True):
-            sent.add("all_reduce", reductions * low * facts.trainable, ranks, "shard", buckets, beside)
+            volume.add("all_reduce", reductions * low * facts.trainable, ranks, "shard", buckets, beside)
         else:  # each part to the rank that steps it
-            sent.add("broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks)
+            volume.add("broadcast", reductions * low * facts.trainable, ranks, "shard", buckets * ranks)
         for entries in groups.values():
-            sent.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
+            volume.add("all_gather", width * 2 * -(-entries // (2 * ranks)), ranks, "shard")
         if layout.precision == "bf16" and strategy.stage == 1:
             return  # each rank measures the norm of all gradients, which it has
-        sent.add("all_reduce", 4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
+        volume.add("all_reduce", 4 * len(groups) + (layout.precision != "fp32"), ranks, "shard")  # norms, and whether one is not finite
         return
-    _stage_3(sent, layout, facts, own, width, low)
+    _stage_3(volume, layout, facts, own, width, low)
     for _ in groups:
-        sent.add("all_reduce", 4 if offloads else 8, ranks, "shard")
+        volume.add("all_reduce", 4 if offloads else 8, ranks, "shard")
 
 
-def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any], width: int, low: int) -> None:
+def _stage_3(volume: Volume, layout: Layout, facts: ModelFacts, own: dict[str, Any], width: int, low: int) -> None:
     ranks, rounds = layout.mesh.shard, layout.batch.accumulation
     persistent = int(own.get("zero_optimization.stage3_param_persistence_threshold", PERSISTENT))
     reuse = int(own.get("zero_optimization.stage3_max_reuse_distance", REUSE))
@@ -63,13 +63,13 @@ def _stage_3(sent: Sent, layout: Layout, facts: ModelFacts, own: dict[str, Any],
     plus = cast(Zero3Strategy, layout.strategy).zeropp
     gathered = 1 if plus.quantized_weights else width
     near = plus.hierarchical_partition if plus.hierarchical_partition > 1 else ranks
-    sent.add("all_gather", width * parts["whole"], ranks, "shard")
-    sent.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
-    sent.add("all_gather", gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
+    volume.add("all_gather", width * parts["whole"], ranks, "shard")
+    volume.add("all_gather", gathered * rounds * parts["gathered"], ranks, "shard", calls, "forward")
+    volume.add("all_gather", gathered * rounds * parts["again"] * ranks / near, near, "shard", calls, "backward")
     if plus.quantized_gradients:
-        sent.add("all_to_all", rounds * parts["trainable"] * ranks / 2, ranks, "shard", calls)
+        volume.add("all_to_all", rounds * parts["trainable"] * ranks / 2, ranks, "shard", calls)
     else:
-        sent.add("reduce_scatter", low * rounds * parts["trainable"] * ranks, ranks, "shard", calls, "backward")
+        volume.add("reduce_scatter", low * rounds * parts["trainable"] * ranks, ranks, "shard", calls, "backward")
 
 
 @lru_cache(maxsize=1024)

@@ -31,7 +31,7 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
         "refused": [_refused(question, r, tokens) for r in answer.refused],
         "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
         "looked_at": answer.looked_at,
-        "guides": [{"guide": d.guide, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
+        "guides": [{"guide": d.heuristic, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
         "changes": [{"what": c.what, "candidate": candidate(question, c.found, tokens)} for c in changes],
         "probes": [probe.model_dump(mode="json") for probe in answer.probes],
     }

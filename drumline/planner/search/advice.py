@@ -1,4 +1,4 @@
-"""What else could be asked: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts. Pure."""
+"""Further questions: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from drumline.core.stages import in_flight
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
-from drumline.planner.search.search import fits, search, ways_of
-from drumline.planner.search.space import Way
+from drumline.planner.search.search import fits, options_of, search
+from drumline.planner.search.space import Option
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised
@@ -48,8 +48,8 @@ def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     """The smallest of each kind of change after which something fits, what changes the run least first: checkpointing, micro-batch, a
     disk, adapters, a shorter row, more devices. Empty where none would help."""
     question = answer.question
-    asked = [*_changes(question), _shorter(question), _more(question)]
-    found = ((what, search(changed)) for what, changed in filter(None, asked) if fits(changed))
+    proposals = [*_changes(question), _shorter(question), _more(question)]
+    found = ((what, search(changed)) for what, changed in filter(None, proposals) if fits(changed))
     return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
 
 
@@ -74,8 +74,8 @@ def max_length(question: Question) -> tuple[Most, ...]:
 def max_batch(question: Question) -> tuple[Most, ...]:
     """For each family the largest micro-batch of a device that fits; the global batch follows it. The largest first."""
 
-    def largest(family: Sequence[Way]) -> Most | None:
-        each = (_most(partial(_of_batch, question, way), [way], 1, MOST_ROWS, 1) for way in family)
+    def largest(family: Sequence[Option]) -> Most | None:
+        each = (_most(partial(_of_batch, question, option), [option], 1, MOST_ROWS, 1) for option in family)
         return max(filter(None, each), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
 
     return _by_family(question, largest)
@@ -145,28 +145,28 @@ def _of_length(question: Question, tokens: int) -> Question:
     return replace(question, config=changed, facts=with_length(question.facts, old, tokens), data=None)
 
 
-def _of_batch(question: Question, way: Way, micro: int) -> Question:
-    """With this micro-batch, as many at a step as the way has stages."""
+def _of_batch(question: Question, option: Option, micro: int) -> Question:
+    """With this micro-batch, as many at a step as the option has stages."""
     try:
-        stages = in_flight(way.strategy.mesh(question.cluster.world_size), way.strategy)
+        stages = in_flight(option.strategy.mesh(question.cluster.world_size), option.strategy)
     except PlanError:  # which the search says
         stages = 1
     batch = BatchConfig(micro_batch=micro, accumulation=stages)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 
-def _by_family(question: Question, most: Callable[[Sequence[Way]], Most | None]) -> tuple[Most, ...]:
-    families = dict[str, list[Way]]()
-    for way in ways_of(question):
-        families.setdefault(way.family, []).append(way)
+def _by_family(question: Question, most: Callable[[Sequence[Option]], Most | None]) -> tuple[Most, ...]:
+    families = dict[str, list[Option]]()
+    for option in options_of(question):
+        families.setdefault(option.family, []).append(option)
     found: Iterable[Most] = filter(None, map(most, families.values()))
     return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
 
 
-def _most(asked: Callable[[int], Question], family: Sequence[Way], first: int, last: int, step: int) -> Most | None:
+def _most(make: Callable[[int], Question], family: Sequence[Option], first: int, last: int, step: int) -> Most | None:
     """The largest number with which a family fits."""
-    number = _largest(lambda n: fits(asked(n), family), first, last, step)
-    found = () if number is None else search(asked(number), family).ranked
+    number = _largest(lambda n: fits(make(n), family), first, last, step)
+    found = () if number is None else search(make(number), family).ranked
     return Most(number, found[0]) if number is not None and found else None
 
 

@@ -16,10 +16,10 @@ from drumline.strategies.auto.spec import AutoStrategy
 def choose(question: Question) -> tuple[Config, str | None]:
     """The config with strategy, micro-batch and checkpointing written in, and why. Where rules and numbers refuse everything, the config
     as it is: resolving it says which. Raises PlanError where nothing fits, with the smallest changes that would."""
-    asked = question.config.strategy
-    assert isinstance(asked, AutoStrategy)
-    if asked.by == "rules":
-        return _by_rules(question, asked)
+    auto = question.config.strategy
+    assert isinstance(auto, AutoStrategy)
+    if auto.by == "rules":
+        return _by_rules(question, auto)
     answer = search(question)
     if answer.ranked:
         return _written(question.config, answer.ranked[0]), _why(answer)
@@ -41,10 +41,10 @@ def with_little_room(answer: Answer) -> str:
     )
 
 
-def _by_rules(question: Question, asked: AutoStrategy) -> tuple[Config, str]:
-    strategy, when = chosen_by(question, asked.guide)
+def _by_rules(question: Question, auto: AutoStrategy) -> tuple[Config, str]:
+    strategy, when = chosen_by(question, auto.guide)
     found = look_at(question, strategy)
-    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the guide `{asked.guide}` ({when})"
+    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the heuristic `{auto.guide}` ({when})"
     if isinstance(found, Refused):
         why += f"; the planner would not: {found.reason}"
     return question.config.model_copy(update={"strategy": strategy}), why

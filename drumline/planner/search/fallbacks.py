@@ -1,4 +1,4 @@
-"""Other ways to take the same steps with less memory: what a run that ran out of it may go on with. Pure.
+"""Out-of-memory fallbacks, which take the same steps with less memory: what a run that ran out of it may go on with. Pure.
 
 All of them keep the global batch, the ranks and the numbers (up to rounding): micro-batches made smaller with more accumulation, activation
 checkpointing, chunks of the cross-entropy, states sharded over the ranks there are, states kept on the host.
@@ -20,13 +20,13 @@ from drumline.planner.search.search import evaluate
 HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
 
 
-def lighter(question: Question, plan: Plan, limit: int, below: int, said: Config) -> tuple[list[Candidate], Candidate | None]:
+def find_fallbacks(question: Question, plan: Plan, limit: int, below: int, baseline: Config) -> tuple[list[Candidate], Candidate | None]:
     """(those that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which may
-    not fit). Near: few changes, then few seconds. Each is called by what differs in it from `said`, the human's config."""
+    not fit). Near: few changes, then few seconds. Each is called by what differs in it from `baseline`, the human's config."""
     found: list[tuple[int, Candidate]] = []
     for changes, config in _variants(plan, question.facts.batch_norms > 0):
         try:
-            candidate = evaluate(question, config, changed(said, config))
+            candidate = evaluate(question, config, changed(baseline, config))
         except PlanError:
             continue
         found.append((changes, candidate))
@@ -38,7 +38,7 @@ def lighter(question: Question, plan: Plan, limit: int, below: int, said: Config
 
 def changed(old: Config, new: Config) -> str:
     """What differs, as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}, memory: {activation_checkpointing: full}`."""
-    said = []
+    sections = []
     for section in ("strategy", "batch", "eval", "memory", "algorithm"):
         before, after = getattr(old, section).model_dump(mode="json"), getattr(new, section).model_dump(mode="json")
         usual = getattr(new, section).__class__.model_fields
@@ -49,8 +49,8 @@ def changed(old: Config, new: Config) -> str:
         }
         if keys:
             kind = {"kind": after["kind"]} if "kind" in after and section == "strategy" else {}
-            said.append(f"{section}: {flow({**kind, **keys})}")
-    return ", ".join(said)
+            sections.append(f"{section}: {flow({**kind, **keys})}")
+    return ", ".join(sections)
 
 
 def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
@@ -64,16 +64,16 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
         usual = type(algorithm).model_fields["loss_chunk"].default
         chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
     several = plan.mesh.data_ranks * plan.mesh.cp > 1
-    spreads = [(0, config.strategy), *config.strategy.lighter(several, plan.device)]
+    spreads = [(0, config.strategy), *config.strategy.fallbacks(several, plan.device)]
     for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, spreads):
         fewer = micro < batch.micro_batch
         changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost
         if not changes:
             continue
-        said = BatchConfig(global_samples=batch.global_samples, micro_batch=micro, accumulation=per_rank // micro)
+        smaller = BatchConfig(global_samples=batch.global_samples, micro_batch=micro, accumulation=per_rank // micro)
         held_out = config.eval.micro_batch
         update = {
-            "batch": said,
+            "batch": smaller,
             "memory": config.memory.model_copy(update={"activation_checkpointing": kept}),
             "algorithm": loss,
             "strategy": strategy,

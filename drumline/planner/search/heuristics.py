@@ -1,4 +1,4 @@
-"""What the usual guides say of strategies, as small tables, and where the planner disagrees with them. Pure.
+"""The usual heuristics for strategies, as small tables, and where the planner disagrees with them. Pure.
 
 `parameters` and `devices` go by counts alone. `tree` is the ladder DP → DDP → FSDP → FSDP + offload, each rung taken when the one before
 does not fit; its first rung (nn.DataParallel: many GPUs with little change to the code) is passed by, since DDP asks for no more here.
@@ -26,7 +26,7 @@ Asks = Callable[[Question], bool]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a guide: the first whose condition holds counts."""
+    """A line of a heuristic: the first whose condition holds counts."""
 
     when: str
     holds: Asks
@@ -35,9 +35,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A guide that would have a run do worse, or not run: `says` what it would take, `reason` why not, with numbers."""
+    """A heuristic that would make a run do worse, or not run: `says` what it would take, `reason` why not, with numbers."""
 
-    guide: str
+    heuristic: str
     says: str
     reason: str
 
@@ -51,7 +51,7 @@ def _fits(strategy: StrategySpec) -> Asks:
 
 
 DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cpu")
-GUIDES: dict[str, tuple[Row, ...]] = {
+HEURISTICS: dict[str, tuple[Row, ...]] = {
     "parameters": (
         Row("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
         Row("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, Zero2Strategy()),
@@ -69,44 +69,44 @@ GUIDES: dict[str, tuple[Row, ...]] = {
 }
 
 
-def chosen_by(question: Question, guide: str) -> tuple[StrategySpec, str]:
-    """The guide's strategy (on one device plain data parallel is single), and the line of it that holds."""
-    row = next(row for row in GUIDES[guide] if row.holds(question))
+def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
+    """Its strategy (on one device plain data parallel is single), and the line of it that holds."""
+    row = next(row for row in HEURISTICS[heuristic] if row.holds(question))
     alone = question.cluster.world_size == 1 and row.strategy is DDP
     return (SingleStrategy() if alone else row.strategy), row.when
 
 
-def asked_first(answer: Answer) -> tuple[Answer, str]:
-    """The answer with the guide's strategy first, where `strategy: {kind: auto, by: rules}` asked for it, and that in words: a run takes
-    it whatever the others promise. Otherwise as it is."""
-    question, asked = answer.question, answer.question.config.strategy
-    if not isinstance(asked, AutoStrategy) or asked.by != "rules":
+def heuristic_first(answer: Answer) -> tuple[Answer, str]:
+    """The answer with the strategy of the heuristic first, where `strategy: {kind: auto, by: rules}` sets one, and a line on it: a run
+    takes it whatever the others promise. Otherwise as it is."""
+    question, auto = answer.question, answer.question.config.strategy
+    if not isinstance(auto, AutoStrategy) or auto.by != "rules":
         return answer, ""
-    strategy, when = chosen_by(question, asked.guide)
+    strategy, when = chosen_by(question, auto.guide)
     name = describe(strategy, question.cluster.world_size).name
-    words = f"{name} by the guide `{asked.guide}` ({when}), as asked"
+    line = f"{name} by the heuristic `{auto.guide}` ({when}), as set"
     theirs = next((c for c in answer.ranked if c.name == name), None) or look_at(question, strategy)
     if isinstance(theirs, Refused):
-        return answer, f"{words}: {theirs.reason}"
+        return answer, f"{line}: {theirs.reason}"
     others = (candidate for candidate in answer.ranked if candidate.name != name)
-    return replace(answer, ranked=(theirs, *others)), f"First: {words}"
+    return replace(answer, ranked=(theirs, *others)), f"First: {line}"
 
 
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
-    """For each guide whose strategy does not fit, or is slower than the first plan by more than can be told apart."""
+    """For each heuristic whose strategy does not fit, or is slower than the first plan by more than the error of a prediction."""
     found, question = list[Disagreement](), answer.question
-    known = {candidate.name: candidate for candidate in answer.ranked}  # as what was tried for a few steps has corrected it
-    for guide in GUIDES:
-        strategy, when = chosen_by(question, guide)
+    known = {candidate.name: candidate for candidate in answer.ranked}  # as a probe has corrected it
+    for heuristic in HEURISTICS:
+        strategy, when = chosen_by(question, heuristic)
         name = describe(strategy, question.cluster.world_size).name
         theirs = known.get(name) or look_at(question, strategy)
         says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
         if isinstance(theirs, Refused):
-            found.append(Disagreement(guide, says, theirs.reason))
+            found.append(Disagreement(heuristic, says, theirs.reason))
         elif answer.ranked:
             first, ours = answer.ranked[0], theirs.estimate.tokens_per_s
             if faster(first.estimate, theirs.estimate) and first.estimate.verdict == "fits":
                 ratio = first.estimate.tokens_per_s / ours
                 reason = f"{ours:,.0f} tokens/s, {first.name} {first.estimate.tokens_per_s:,.0f} ({ratio:.2f} ×)"
-                found.append(Disagreement(guide, says, reason))
+                found.append(Disagreement(heuristic, says, reason))
     return tuple(found)

@@ -1,6 +1,6 @@
-"""All ways of spreading a run over a cluster that the rules allow, each with its estimate, the best first. Pure.
+"""All layouts of a run on a cluster that the rules allow, each with its estimate, the best first. Pure.
 
-ways (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
+search space (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
 
 Nothing but the best of a strategy is kept, so memory does not grow with the cluster; whole plans are made for those few alone.
 """
@@ -25,7 +25,7 @@ from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import Device, Machine
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, in_order, why_not
-from drumline.planner.search.space import Way, describe, ways
+from drumline.planner.search.space import Option, describe, search_space
 
 FEW = 3  # strategies of a family that an answer holds
 CHECKPOINTING = ("none", "selective", "full")
@@ -34,48 +34,48 @@ CHECKPOINTING = ("none", "selective", "full")
 @dataclass
 class _Family:
     """The best few of a family so far; `nearest`: of those that do not fit, the one that needs least; `tight`: of those with little room
-    the fastest; `words`: of the first refusal."""
+    the fastest; `reason`: of the first refusal."""
 
-    best: list[tuple[tuple[bool, float], int, Way, Layout, Estimate]] = field(default_factory=list)
-    nearest: tuple[Way, Layout, Estimate] | None = None
-    tight: tuple[Way, Layout, Estimate] | None = None
-    words: str = ""
+    best: list[tuple[tuple[bool, float], int, Option, Layout, Estimate]] = field(default_factory=list)
+    nearest: tuple[Option, Layout, Estimate] | None = None
+    tight: tuple[Option, Layout, Estimate] | None = None
+    reason: str = ""
     looked_at: int = 0
 
 
-def search(question: Question, among: Iterable[Way] | None = None) -> Answer:
-    """The best few of each family, and of the others the reason. `among`: ways to look at; None: all."""
+def search(question: Question, among: Iterable[Option] | None = None) -> Answer:
+    """The best few of each family, and of the others the reason. `among`: options to look at; None: all."""
     question = replace(question, config=question.config.strategy.adopted(question.config))
     look, families = _Look(question), dict[str, _Family]()
-    for number, way in enumerate(ways_of(question) if among is None else among):
-        family = families.setdefault(way.family, _Family())
+    for number, option in enumerate(options_of(question) if among is None else among):
+        family = families.setdefault(option.family, _Family())
         try:
-            chosen = look.best_of(way, family)
+            chosen = look.best_of(option, family)
         except PlanError as error:
-            family.words = family.words or _words(error)
+            family.reason = family.reason or _reason(error)
             continue
         if chosen is not None:
             layout, estimated = chosen
-            entry = ((estimated.verdict == "fits", estimated.tokens_per_s), -number, way, layout, estimated)
+            entry = ((estimated.verdict == "fits", estimated.tokens_per_s), -number, option, layout, estimated)
             (heapq.heappush if len(family.best) < FEW else heapq.heappushpop)(family.best, entry)
     ranked, refused = list[Candidate](), list[Refused]()
     for name, family in families.items():
         try:
-            ranked += [_candidate(question, way, layout, estimated) for _, _, way, layout, estimated in family.best]
+            ranked += [_candidate(question, option, layout, estimated) for _, _, option, layout, estimated in family.best]
             if not family.best:
                 refused.append(_refused(question, name, family))
         except PlanError as error:  # what only a whole plan looks at, such as a DeepSpeed config of the user's own
-            refused.append(Refused(name, _words(error)))
+            refused.append(Refused(name, _reason(error)))
     first = tuple(in_order(ranked))
     looked_at = sum(family.looked_at for family in families.values())
     return Answer(question, first, tuple(refused), looked_at, tight=_faster(question, first, families.values()))
 
 
-def ways_of(question: Question) -> Iterator[Way]:
-    """All ways that the question is open to."""
-    asked = question.config.strategy
-    nvme = getattr(asked, "nvme", None)
-    return ways(asked, question.cluster, question.facts, question.nvme or nvme)
+def options_of(question: Question) -> Iterator[Option]:
+    """All options that the question leaves open."""
+    strategy = question.config.strategy
+    nvme = getattr(strategy, "nvme", None)
+    return search_space(strategy, question.cluster, question.facts, question.nvme or nvme)
 
 
 def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
@@ -84,12 +84,12 @@ def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
     return answer.ranked[0] if answer.ranked else answer.refused[0]
 
 
-def fits(question: Question, among: Iterable[Way] | None = None) -> bool:
-    """Whether any way fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. No more is asked than it
-    takes to know."""
+def fits(question: Question, among: Iterable[Option] | None = None) -> bool:
+    """Whether any option fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. It ends with the
+    first that does."""
     question = replace(question, config=question.config.strategy.adopted(question.config))
     look = _Look(question)
-    return any(look.fits(way) for way in (ways_of(question) if among is None else among))
+    return any(look.fits(option) for option in (options_of(question) if among is None else among))
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
@@ -118,20 +118,20 @@ class _Look:
         open_ = "activation_checkpointing" not in self.config.memory.model_fields_set and question.facts.block_parameters
         self.checkpointing = CHECKPOINTING if open_ else (self.config.memory.activation_checkpointing,)
 
-    def best_of(self, way: Way, family: _Family) -> tuple[Layout, Estimate] | None:
+    def best_of(self, option: Option, family: _Family) -> tuple[Layout, Estimate] | None:
         """The best micro-batch and checkpointing of a strategy; None where none fits, which is noted. Raises PlanError where rules or
         numbers refuse all."""
         found, refusal = list[tuple[Layout, Estimate]](), None
         for kind in self.checkpointing:
             try:
-                for layout, estimated in self.looks(way, kind):
+                for layout, estimated in self.looks(option, kind):
                     family.looked_at += 1
                     if estimated.verdict != "no":
                         found.append((layout, estimated))
                         if estimated.verdict == "tight" and (family.tight is None or faster(estimated, family.tight[2])):
-                            family.tight = way, layout, estimated
+                            family.tight = option, layout, estimated
                     elif family.nearest is None or estimated.memory.reserved < family.nearest[2].memory.reserved:
-                        family.nearest = way, layout, estimated
+                        family.nearest = option, layout, estimated
             except PlanError as error:
                 refusal = refusal or error
         if found:
@@ -140,21 +140,21 @@ class _Look:
             raise refusal
         return None
 
-    def fits(self, way: Way) -> bool:
+    def fits(self, option: Option) -> bool:
         """Whether any micro-batch fits under some checkpointing."""
         for kind in reversed(self.checkpointing):
             try:
-                if any(estimated.verdict == "fits" for _, estimated in self.looks(way, kind)):
+                if any(estimated.verdict == "fits" for _, estimated in self.looks(option, kind)):
                     return True
             except PlanError:
                 continue
         return False
 
-    def looks(self, way: Way, checkpointing: str) -> Iterator[tuple[Layout, Estimate]]:
+    def looks(self, option: Option, checkpointing: str) -> Iterator[tuple[Layout, Estimate]]:
         """Up to the first that does not fit, the smallest micro-batch first: a larger one needs no less. But without accumulation no
         gradients are added up, so that one is looked at too, where their bytes (with DDP's buckets twice) would do."""
         over = False
-        for layout in self.layouts(way, checkpointing):
+        for layout in self.layouts(option, checkpointing):
             if over and layout.batch.accumulation > 1:
                 continue
             estimated = estimate(layout, self.question.facts, self.question.cluster)
@@ -164,10 +164,10 @@ class _Look:
                 if estimated.memory.peak - 2 * estimated.memory.gradients > estimated.limit:
                     return
 
-    def layouts(self, way: Way, checkpointing: str) -> Iterator[Layout]:
+    def layouts(self, option: Option, checkpointing: str) -> Iterator[Layout]:
         """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
         question = self.question
-        strategy = way.strategy
+        strategy = option.strategy
         if strategy.package == "deepspeed" and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
         if self.device == "cpu" and "cpu" in strategy.offloads() and strategy != question.config.strategy:
@@ -205,14 +205,14 @@ class _Look:
         return min(same, key=usual)
 
 
-def _candidate(question: Question, way: Way, layout: Layout, estimated: Estimate) -> Candidate:
+def _candidate(question: Question, option: Option, layout: Layout, estimated: Estimate) -> Candidate:
     """A layout with its batch written into its config. Raises PlanError where a DeepSpeed config of the user's own says otherwise."""
-    batch, said = layout.batch, layout.config.batch
-    total = {} if said.global_samples or said.global_tokens else {"accumulation": batch.accumulation}
-    config = layout.config.model_copy(update={"batch": said.model_copy(update={"micro_batch": batch.micro_batch, **total})})
+    batch, given = layout.batch, layout.config.batch
+    total = {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
+    config = layout.config.model_copy(update={"batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})})
     made = layout.model_copy(update={"config": config})
     deepspeed_of(made, question.facts, "")
-    return Candidate(way.name, made, estimated, way.family, way.simple)
+    return Candidate(option.name, made, estimated, option.family, option.simple)
 
 
 def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterable[_Family]) -> Candidate | None:
@@ -228,11 +228,11 @@ def _faster(question: Question, ranked: tuple[Candidate, ...], families: Iterabl
 
 def _refused(question: Question, name: str, family: _Family) -> Refused:
     if family.nearest is None:
-        return Refused(name, family.words)
+        return Refused(name, family.reason)
     return Refused(name, why_not(family.nearest[2]), _candidate(question, *family.nearest))
 
 
-def _words(error: PlanError) -> str:
+def _reason(error: PlanError) -> str:
     return error.what + (f" — {error.fix}" if error.fix else "")
 
 

@@ -1,4 +1,4 @@
-"""Every way of spreading a run over a cluster that the planner looks at: families, and the strategies in each. Pure."""
+"""The search space: each strategy that the planner looks at for a run on a cluster, in families. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from drumline.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Way:
-    """One strategy. `family`: what it is called without its numbers; `name`: with them; `simple`: less is simpler."""
+class Option:
+    """One strategy. `family`: its name without numbers; `name`: with them; `simple`: less is simpler."""
 
     family: str
     name: str
@@ -21,23 +21,23 @@ class Way:
     simple: int
 
 
-def ways(asked: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None = None) -> Iterator[Way]:
-    """All that can be written down, names only once. What `asked` says of a strategy is held in all ways of its kind; strategies that
-    are only tried by name (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them. `nvme`: a folder on a disk
+def search_space(given: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None = None) -> Iterator[Option]:
+    """Each strategy once by name. What `given` sets is kept in all options of its kind; strategies that are
+    looked at only by name (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them. `nvme`: a folder on a disk
     that ZeRO-3 may offload to."""
     seen = set[str]()
-    for strategy in _all(asked, cluster, facts, nvme):
-        held = _hold(asked, strategy)
-        if held is None:
+    for strategy in _all(given, cluster, facts, nvme):
+        merged = _merge(given, strategy)
+        if merged is None:
             continue
-        way = describe(held, cluster.world_size)
-        if way.name not in seen:
-            seen.add(way.name)
-            yield way
+        option = describe(merged, cluster.world_size)
+        if option.name not in seen:
+            seen.add(option.name)
+            yield option
 
 
-def _all(asked: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None) -> Iterator[StrategySpec]:
-    yield from asked.variants()
+def _all(given: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None) -> Iterator[StrategySpec]:
+    yield from given.variants()
     space = Space(cluster.nodes, cluster.per_node, facts.layers, nvme)
     for spec in kinds(StrategySpec).values():
         yield from spec.candidates(space)
@@ -47,23 +47,23 @@ def _all(asked: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | N
 _CHOSEN = ("tp", "cp", "pp", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
 
-def _hold(asked: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
-    """The strategy with what the user said of its kind; None where it says otherwise."""
-    if strategy is asked or strategy.kind != asked.kind:
+def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
+    """The strategy with what the user set for its kind; None where that is something else."""
+    if strategy is given or strategy.kind != given.kind:
         return strategy
-    said = {name: getattr(asked, name) for name in asked.model_fields_set - {"kind"}}
-    if said.get("config") or said.get("options"):  # a DeepSpeed config of the user's own says everything
+    fixed = {name: getattr(given, name) for name in given.model_fields_set - {"kind"}}
+    if fixed.get("config") or fixed.get("options"):  # a DeepSpeed config of the user's own sets everything
         return None
-    pipeline = said.pop("pipeline", None)
-    if any(said[name] != getattr(strategy, name) for name in _CHOSEN if name in said):
+    pipeline = fixed.pop("pipeline", None)
+    if any(fixed[name] != getattr(strategy, name) for name in _CHOSEN if name in fixed):
         return None
     if pipeline is not None and getattr(strategy, "pp", 1) > 1:
         options = {name: getattr(pipeline, name) for name in pipeline.model_fields_set}
-        said["pipeline"] = getattr(strategy, "pipeline", pipeline).model_copy(update=options)
-    return strategy.model_copy(update=said)
+        fixed["pipeline"] = getattr(strategy, "pipeline", pipeline).model_copy(update=options)
+    return strategy.model_copy(update=fixed)
 
 
-def describe(strategy: StrategySpec, world: int) -> Way:
+def describe(strategy: StrategySpec, world: int) -> Option:
     """Its names: `fsdp2 grad-op × pp 4 interleaved × tp 2`, of family `fsdp2 × pp × tp`."""
     family, name, simple = strategy.names(world)
-    return Way(family, name, strategy, simple)
+    return Option(family, name, strategy, simple)

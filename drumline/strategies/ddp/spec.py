@@ -76,7 +76,7 @@ class DDPStrategy(Degrees, CopyOptions):
             yield cls()
         yield from (cls(**degrees) for degrees in mixes(space))
 
-    def lighter(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
         if not several or self.compression.kind != "none":
             return []
         sharded = FSDP2Strategy(**{name: getattr(self, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
