@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,27 +79,6 @@ def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
             os.fchmod(file.fileno(), 0o600)
         file.write(data)
     return file.record()
-
-
-def replace_durable(path: Path, text: str) -> None:
-    """Give a small text file new content: readers see the old or the new, whole. Raises OSError."""
-    fresh = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-    write_durable(fresh, text.encode())
-    fresh.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names inside a folder durable. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network file systems know no such thing for folders; they keep names in their own way.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
 
 
 def open_regular(path: Path) -> io.BufferedReader:

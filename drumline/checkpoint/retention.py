@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
-import shutil
 from pathlib import Path
 from typing import Literal
 
-from drumline.checkpoint.files import replace_durable, sync_folder
 from drumline.checkpoint.manifest import TRASH, UNFINISHED, Manifest, folder_name, read_manifest, step_of
+from drumline.core.files import discard, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
 LATEST, BEST = "latest", "best"
@@ -43,33 +42,25 @@ class Retention:
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
         """Give a finished folder its name, durably; one that has the name already makes way. Raises OSError."""
         final = self.root / folder_name(manifest.step)
-        sync_folder(unfinished)
-        replaced = self._to_trash(final) if final.exists() else None
-        try:
-            unfinished.rename(final)
-        except OSError:
-            if replaced:
-                replaced.rename(final)
-            raise
-        sync_folder(self.root)
+        sync(unfinished)
+        take_name(unfinished, final, self._trash(final), durable=True)
         self.known[manifest.step] = manifest
-        if replaced:
-            remove(replaced)
         return final
 
     def settle(self, newest: Manifest) -> None:
         """Move the pointers to the committed newest, then remove what need not stay. Raises OSError."""
         self.known = {step: known for step, known in self.known.items() if (self.root / folder_name(step)).is_dir()}
-        replace_durable(self.root / LATEST, folder_name(newest.step) + "\n")
+        write_whole(self.root / LATEST, folder_name(newest.step) + "\n", durable=True)
         best = self.best()
         if best:
-            replace_durable(self.root / BEST, folder_name(best.step) + "\n")
+            write_whole(self.root / BEST, folder_name(best.step) + "\n", durable=True)
         by_age = sorted(self.known.values(), key=lambda manifest: manifest.serial)
         stay = {manifest.step for manifest in by_age[-self.keep :]}
         if best and self.keep_best:
             stay.add(best.step)
         for step in sorted(set(self.known) - stay):
-            remove(self._to_trash(self.root / folder_name(step)))
+            folder = self.root / folder_name(step)
+            discard(folder, self._trash(folder))
             del self.known[step]
 
     def best(self) -> Manifest | None:
@@ -78,17 +69,5 @@ class Retention:
         sign = 1 if self.mode == "min" else -1
         return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)
 
-    def _to_trash(self, folder: Path) -> Path:
-        """Take a checkpoint's name away in one move, so that a half-removed one is never taken for a whole."""
-        trash = self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"
-        folder.rename(trash)
-        sync_folder(self.root)
-        return trash
-
-
-def remove(path: Path) -> None:
-    """Remove a folder with all in it, a file or a link. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    def _trash(self, folder: Path) -> Path:
+        return self.root / f"{TRASH}{folder.name}-{secrets.token_hex(4)}"

@@ -10,9 +10,9 @@ from pydantic import AliasChoices, Field
 from drumline.core.config import Config, MemoryConfig, NoAdapter
 from drumline.core.estimate import Estimate, Frozen
 from drumline.core.facts import ModelFacts
+from drumline.core.files import write_whole
 from drumline.core.mesh import Mesh
 from drumline.core.model import Head, ModelConfig
-from drumline.core.secret import write_private
 from drumline.core.strategy import StrategySpec
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
@@ -206,7 +206,7 @@ class Plan(Layout):
 
     def save(self, path: Path) -> None:
         """Write plan.json."""
-        write_private(path, self.model_dump_json(indent=2) + "\n")
+        write_whole(path, self.model_dump_json(indent=2) + "\n", private=True)  # user options are in it
 
     def of_role(self, name: str) -> Self:
         """The plan of one of `roles` by itself."""

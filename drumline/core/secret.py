@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from drumline.core.redact import OURS, PASSWORD, SECRET, URL_PASSWORD, keep
@@ -95,13 +94,3 @@ def _variable(name: str, where: str) -> str:
         raise ConfigError(f"the secret {key!r} is not kept in the run folder", where=section, fix=fix)
     what = f"the environment variable {name!r}, which {key!r} names, is not set"
     raise ConfigError(what, where=section, fix=f"export {name}=… on every host, and start again")
-
-
-def write_private(path: Path, data: str) -> None:
-    """Write a text file that only its owner may read: user options are in it. An old one is there until the new one is whole, also on a
-    disk that is full. Raises OSError."""
-    whole = path.with_name(f".{path.name}")
-    with open(whole, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        os.fchmod(file.fileno(), 0o600)  # it may have been there
-        file.write(data)
-    whole.replace(path)

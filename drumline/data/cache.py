@@ -18,10 +18,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import secrets
-import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,14 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.core.process import named, this_process
+from drumline.core import files
 from drumline.data.checksums import checksums, digest_of
 from drumline.errors import DataError, EnvironmentFault
 
 VERSION = 2  # raise it when the same input gives other files
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
-
-_STALE_SECONDS = 24 * 3600.0
 
 
 class TokenCache:
@@ -150,58 +144,21 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
     info["sha256"] = {name: checksums(temporary / name) for name in names}
     (temporary / "info.json").write_text(json.dumps({**info, "checksum": digest_of(info)}, indent=2) + "\n")
     for path in (*(temporary / name for name in names), temporary / "info.json", temporary):
-        _sync(path)
-    if folder.exists() and read_info(folder) is None:
-        shutil.rmtree(folder, ignore_errors=True)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if read_info(folder) is None:
-            raise
-        shutil.rmtree(temporary)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        files.sync(path)
+    files.give_name(temporary, folder, lambda: read_info(folder) is not None)
+    files.sync(folder.parent)
 
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left
-    go with the next one, others after a day.
-
-    Raises EnvironmentFault where `root` cannot be written or the disk is full.
-    """
-    fix = "free some space there, or set data.cache_dir"
+    """`core.files.temporary_folder`. Raises EnvironmentFault where `root` cannot be written or the disk is full."""
+    entered = False
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        _remove_stale(root)
-        folder = root / f".tmp-{this_process().name}-{secrets.token_hex(4)}"
-        folder.mkdir()
+        with files.temporary_folder(root) as folder:
+            entered = True
+            yield folder
     except OSError as error:
-        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
-    try:
-        yield folder
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if entered and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror}", where=str(root), fix=fix) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(root: Path) -> None:
-    """Remove temporary folders whose process has gone, or in which nothing was written for a day."""
-    for old in root.glob(".tmp-*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
-        except FileNotFoundError:
-            continue  # its owner is just done
-        owner = named(old.name.removeprefix(".tmp-"))
-        if time.time() - newest > _STALE_SECONDS or (owner and owner.alive() is False):
-            shutil.rmtree(old, ignore_errors=True)
+        fix = "free some space there, or set data.cache_dir"
+        raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from drumline.core.data import DigitsSource
+from drumline.core.files import whole_file
 from drumline.data.files import Raw
 from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import cache_dir
@@ -33,9 +33,8 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
             path = folder / f"{number:04}.png"
             if not path.exists():
                 grey = (digits.images[number] * (255 / 16)).astype("uint8")
-                temporary = path.with_name(f".{os.getpid()}-{path.name}")  # all of the file or nothing, whoever else is writing it
-                Image.fromarray(grey).save(temporary)
-                temporary.replace(path)
+                with whole_file(path, shared=True) as file:
+                    Image.fromarray(grey).save(file, format="png")
             yield f"digits/{source.split}:{number}", {"image": str(path), "label": int(digits.target[number])}
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(folder), fix="set XDG_CACHE_HOME") from error

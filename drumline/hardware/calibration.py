@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from drumline.core.files import write_whole
 from drumline.errors import EnvironmentFault
 from drumline.foreign import read_bytes
 from drumline.hardware.detect import Machine, cache_dir
@@ -172,14 +173,10 @@ def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
     values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
-    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(values, indent=1) + "\n")
-        part.replace(path)
+        write_whole(path, json.dumps(values, indent=1) + "\n", shared=True)
     except OSError as error:
-        if part.exists():
-            part.unlink()
         raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
 
 

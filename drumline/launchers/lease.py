@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from drumline.core.files import create_whole
 from drumline.core.process import ProcessId, this_process
 from drumline.errors import EnvironmentFault
 
@@ -48,7 +49,7 @@ class Lease:
         self._made = not self.run_dir.exists()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            while not self._create():
+            while not create_whole(self.path, self._text()):
                 self._wait_for_the_other()
         except OSError as error:
             why = f"cannot write the run folder: {error.strerror or error}"
@@ -65,24 +66,6 @@ class Lease:
                 self.path.unlink()
             if self._made:
                 self.run_dir.rmdir()  # where nothing came into it
-
-    def _create(self) -> bool:
-        """Make the file, unless there is one."""
-        own = self.path.with_name(f"{NAME}.{self.token}")
-        try:
-            own.write_bytes(self._text())
-            try:
-                os.link(own, self.path)
-            except FileExistsError:
-                return own.stat().st_nlink > 1  # over a network the answer to the call that made it may have been lost
-            except OSError:  # this file system has no hard links
-                with suppress(FileExistsError), self.path.open("xb") as file:
-                    file.write(self._text())
-                    return True
-                return False
-            return True
-        finally:
-            own.unlink(missing_ok=True)
 
     def _text(self) -> bytes:
         return self._head + b"%020d\n" % self._count
@@ -138,7 +121,7 @@ class Lease:
                     return
         except FileNotFoundError:
             if not self._ended.is_set():
-                self._create()  # somebody removed it
+                create_whole(self.path, self._text())  # somebody removed it
             return
         lost = f"the run folder was taken over by {_words(there)} — this run ends here"
         print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from drumline.core.files import give_name
 from drumline.errors import ModelError
 from drumline.models.files import beside, quiet
-
-# A temporary folder this old belongs to a conversion that was killed: one takes seconds.
-ABANDONED_SECONDS = 3600
 
 
 def convert(source: Path, target: Path, on_progress: Callable[[str, int, int | None], None]) -> None:
@@ -31,16 +27,10 @@ def convert(source: Path, target: Path, on_progress: Callable[[str, int, int | N
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
     with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
-        _remove_abandoned(target)
-        temporary.mkdir(parents=True)
         _plain(loaded).save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
-        try:
-            temporary.rename(target)
-        except OSError:  # another process was quicker: its folder is as good as ours
-            if not (target / "config.json").exists():
-                raise
+        give_name(temporary, target, (target / "config.json").exists)
     on_progress(phase, 3, 3)
 
 
@@ -101,10 +91,3 @@ def _plain(loaded: Any) -> Any:
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
     return plain
-
-
-def _remove_abandoned(target: Path) -> None:
-    for folder in target.parent.glob(f".{target.name}-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -17,6 +17,7 @@ from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
 from drumline.core.config import LoRAConfig
+from drumline.core.files import take_name
 from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
@@ -90,7 +91,6 @@ def export(
     progress("export", 1, 4)
     with beside(to, "cannot write", to, "choose a folder on a disk with space, or one that is yours") as temporary:
         _require_space(to.parent, trainable)
-        temporary.mkdir(parents=True)
         _save_reader(plan, source, model.config, temporary)
         if base is not None:
             adapters.save_adapter(model, temporary, base, source.revision)
@@ -108,7 +108,7 @@ def export(
         difference = _require_equal(expected, again, TOLERANCE, "the folder does not read back as the same model", str(temporary))
         progress("export", 3, 4)
         _share_alike(temporary)
-        _put(temporary, to)
+        take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - began, difference)
 
@@ -250,17 +250,6 @@ def _share_alike(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def _put(temporary: Path, to: Path) -> None:
-    """Give the finished folder its name; what had it before goes only once the new one has it."""
-    if not to.exists():
-        temporary.rename(to)
-        return
-    old = temporary.with_name(temporary.name + "-old")
-    to.rename(old)
-    temporary.rename(to)
-    shutil.rmtree(old)
 
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:

@@ -6,8 +6,6 @@ And new ones, which are written beside their place.
 from __future__ import annotations
 
 import re
-import secrets
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from drumline.core.files import temporary_folder
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.foreign import first_line, read_object
 
@@ -41,15 +40,13 @@ def quiet() -> None:
 
 @contextmanager
 def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """The path of a folder to write beside `folder`; it is gone in the end. Raises EnvironmentFault where it cannot be written: `what`, and
-    the reason."""
-    temporary = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
+    """A new folder beside `folder`; it is gone in the end, unless it was renamed. Raises EnvironmentFault where it cannot be written:
+    `what`, and the reason."""
     try:
-        yield temporary
+        with temporary_folder(folder.parent) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:  # a full disk is a class of safetensors' own, which is no OSError
         raise EnvironmentFault(f"{what}: {getattr(error, 'strerror', None) or error}", where=str(where), fix=fix) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_folder(folder: Path) -> None:

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from drumline.core.files import write_whole
 from drumline.core.redact import plain, redact
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
@@ -124,7 +125,7 @@ def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], 
             known[kind] = tracker.id
         sinks.append(Sink(kind, tracker))
     if sinks:
-        (run_dir / MEMORY).write_text(json.dumps(known))
+        write_whole(run_dir / MEMORY, json.dumps(known))
     return sinks
 
 

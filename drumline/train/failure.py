@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from drumline.core.files import write_whole
 from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
@@ -46,12 +47,9 @@ def note(error: BaseException) -> None:
 def _write(path: Path, noted: dict[str, object]) -> None:
     # The agent reads `message.message` and the call stack; the launcher reads our own part.
     stack = {"py_callstack": noted["traceback"] or noted["message"], "timestamp": str(int(time.time()))}
-    whole = path.with_suffix(".tmp")
-    try:
-        whole.write_text(json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
-        whole.rename(path)  # the agent gives up on a file that is half written
+    try:  # the agent gives up on a file that is half written
+        write_whole(path, json.dumps({"message": {"message": noted["message"], "extraInfo": stack, "drumline": noted}}))
     except OSError as full:
-        whole.unlink(missing_ok=True)
         _say(f"could not note the failure in {path}: {full}")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from drumline.core.files import write_whole
 from drumline.core.load import to_yaml
 from drumline.core.plan import Plan
 from drumline.core.process import process
@@ -83,7 +84,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         if ranks.attempt or _is_same(run_dir / LAUNCH, mark):
             request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
-        (run_dir / LAUNCH).write_text(json.dumps(mark))
+        write_whole(run_dir / LAUNCH, json.dumps(mark))
         # The others have not read the YAML, nor what it keeps to itself.
         answer = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
         publish(json.dumps(answer), "plan")

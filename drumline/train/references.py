@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from drumline.algorithms.base import Referenced
+from drumline.core.files import whole_file
 from drumline.core.plan import DataPlan, Plan
 from drumline.core.signals import StopFlag
 from drumline.data.cache import TokenCache
@@ -167,12 +167,8 @@ def read_table(path: Path, shape: tuple[int, int]) -> torch.Tensor | None:
 def write_table(path: Path, table: np.ndarray[Any, Any]) -> None:
     """The table appears whole under its name; those that other models or pairs left go."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
+    with whole_file(path, durable=True) as file:
         np.save(file, table)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
     for old in path.parent.glob(f"{path.name.partition('-')[0]}-*.npy"):
         if old != path:
             old.unlink()

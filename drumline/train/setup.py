@@ -10,11 +10,11 @@ from drumline.checkpoint.load import check, newest, read_state
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
+from drumline.core.files import write_whole
 from drumline.core.load import Loaded, differences, to_yaml
 from drumline.core.plan import DataIdentity, Plan
 from drumline.core.redact import plain
 from drumline.core.resolve import device_of, processes_of, resolve
-from drumline.core.secret import write_private
 from drumline.data import prepare as data_prepare
 from drumline.data.describe import describe, prompt_columns
 from drumline.data.identity import what_changed
@@ -128,7 +128,7 @@ def claim_run_dir(plan: Plan, request: Request) -> tuple[Path, str | None]:
     _make_fallback(plan)
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        write_private(run_dir / "config.yaml", to_yaml(plan.config))
+        write_whole(run_dir / "config.yaml", to_yaml(plan.config), private=True)
         plan_path = run_dir / "plan.json"
         plan.save(plan_path)
     except OSError as error:

@@ -18,6 +18,7 @@ from rich.table import Table
 from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
 from drumline.core.explain import default_run_dir, strategy_name
+from drumline.core.files import write_whole
 from drumline.core.load import Loaded, load
 from drumline.core.plan import Plan
 from drumline.errors import CheckpointError, ConfigError, DrumlineError, EnvironmentFault, UserError
@@ -150,9 +151,7 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     try:
         known = read_object(path, EnvironmentFault, "move it away") if path.exists() else {}
         run_dir.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(".tmp")
-        whole.write_text(json.dumps({**known, section: {"time": time.time(), "drumline": __version__, **result}}, indent=2) + "\n")
-        whole.replace(path)
+        write_whole(path, json.dumps({**known, section: {"time": time.time(), "drumline": __version__, **result}}, indent=2) + "\n")
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error}", where=str(path), fix="move it away, or mend the folder") from error
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)

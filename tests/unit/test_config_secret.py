@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from drumline.core.files import write_whole
 from drumline.core.load import load, load_text, to_yaml
 from drumline.core.redact import OURS, redact
-from drumline.core.secret import reveal, withheld, withhold, write_private
+from drumline.core.secret import reveal, withheld, withhold
 from drumline.errors import ConfigError
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"
@@ -95,5 +96,5 @@ def test_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("old and longer")
     path.chmod(0o644)
-    write_private(path, "new")
+    write_whole(path, "new", private=True)
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -359,13 +359,13 @@ def test_a_killed_preparation_leaves_no_process_and_no_cache(tmp_path: Path, tok
 
 
 def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:
-    for name, age in ((".tmp-1-old", 25 * 3600), (".tmp-2-young", 3600)):
+    for name, age in ((".tmp-1-1-0a0a0a0a-00000001", 25 * 3600), (".tmp-1-1-0a0a0a0a-00000002", 3600), (".tmp-other", 25 * 3600)):
         (tmp_path / name).mkdir()
         past = (tmp_path / name).stat().st_mtime - age
         os.utime(tmp_path / name, (past, past))
     with temporary_folder(tmp_path):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == [".tmp-2-young"]
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-1-1-0a0a0a0a-00000002", ".tmp-other"}
 
 
 def test_the_example_chat_is_usable(tmp_path: Path, tokenizer_dir: str) -> None:

@@ -17,6 +17,7 @@ import drumline
 from drumline.core.config import CompileConfig, Config, LoRAConfig
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
+from drumline.core.files import write_whole
 from drumline.core.mesh import Mesh
 from drumline.core.plan import DataPlan, Layout, Plan, Predicted
 from drumline.core.registry import make
@@ -53,7 +54,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
         return None
     with contextlib.suppress(OSError):
         stored.parent.mkdir(parents=True, exist_ok=True)
-        stored.write_text(found.model_dump_json())
+        write_whole(stored, found.model_dump_json(), shared=True)
     return found
 
 

@@ -1,0 +1,156 @@
+"""Files and folders that appear whole under their name, or not at all. The standard library alone: a rank that fails writes by it, too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from drumline.core.process import named, this_process
+
+UNFINISHED = ".tmp-"
+STALE_SECONDS = 24 * 3600.0
+OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}}")
+
+
+@contextmanager
+def whole_file(path: Path, *, private: bool = False, durable: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
+    """Write a file; what has its name stays there until the new one is whole. Raises OSError.
+
+    `private`: for its owner alone, where otherwise the umask decides. `durable`: on the device afterwards, and its name too. `shared`:
+    several processes may write it at once, each a file of its own.
+    """
+    fresh = path.with_name(f"{UNFINISHED}{path.name}" + f"-{os.getpid()}" * shared)
+    try:
+        with open(fresh, "wb", opener=(lambda name, flags: os.open(name, flags, 0o600)) if private else None) as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)  # it may have been there
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def write_whole(path: Path, text: str, **how: bool) -> None:
+    """The same for a text. Raises OSError."""
+    with whole_file(path, **how) as file:
+        file.write(text.encode())
+
+
+def create_whole(path: Path, data: bytes) -> bool:
+    """Make a file, unless there is one: whether it was made. Raises OSError."""
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        own.write_bytes(data)
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            return own.stat().st_nlink > 1  # over a network the answer to the call that made it may have been lost
+        except OSError:  # this file system has no hard links
+            with suppress(FileExistsError), path.open("xb") as file:
+                file.write(data)
+                return True
+            return False
+        return True
+    finally:
+        own.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_folder(root: Path) -> Iterator[Path]:
+    """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left go with the next one,
+    others after a day. Raises OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_stale(root)
+    folder = root / f"{UNFINISHED}{this_process().name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(root: Path) -> None:
+    """Remove temporary folders whose process has gone, or in which nothing was written for a day."""
+    for old in root.glob(f"{UNFINISHED}*"):
+        try:
+            newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # its owner is just done; or it is a file
+        match = OURS.fullmatch(old.name)
+        owner = named(match[1]) if match else None
+        if match and (time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False)):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
+    """Give a finished folder its name. Where another process was faster and `is_whole` says so, its folder stays; a damaged one goes.
+
+    Raises OSError."""
+    if final.exists() and not is_whole():
+        shutil.rmtree(final, ignore_errors=True)
+    try:
+        fresh.rename(final)
+    except OSError:
+        if not is_whole():
+            raise
+
+
+def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> None:
+    """Give a finished folder its name. What has it makes way to `aside`, goes once the new one has it, and comes back where that fails.
+
+    Raises OSError."""
+    replaces = final.exists()
+    if replaces:
+        final.rename(aside)
+    try:
+        fresh.rename(final)
+    except OSError:
+        if replaces:
+            aside.rename(final)
+        raise
+    if durable:
+        sync(final.parent)
+    if replaces:
+        remove(aside)
+
+
+def discard(path: Path, aside: Path) -> None:
+    """Remove what loses its name in one move, so that a half-removed one is never taken for a whole. Raises OSError."""
+    path.rename(aside)
+    sync(aside.parent)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all in it, a file or a link. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sync(path: Path) -> None:
+    """Have what is in a file, or the names in a folder, on the device. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems know no such thing for folders; they keep names in their own way.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
