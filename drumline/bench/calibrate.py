@@ -8,14 +8,17 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from drumline.core.files import write_whole
+from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.hardware.calibration import Calibration, Measured, hardware, place, read, software, write
+from drumline.hardware.calibration import Calibration, Measured, hardware, place, read, software
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import root_cause
@@ -113,16 +116,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
         task_file = Path(work, "task.json")
         task_file.write_text(json.dumps(asdict(task)))
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says
-        command = [
-            "-u",
-            "-X",
-            "faulthandler",
-            "-m",
-            "drumline.launchers.worker",
-            str(os.getpid()),
-            "drumline.bench.calibrate_rank",
-            str(task_file),
-        ]
+        command = tied("drumline.bench.calibrate_rank", str(task_file))
         ends = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0).attempt()
         if signals.number:
             raise Preempted("asked to stop: nothing was stored")
@@ -133,6 +127,19 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
             what = f"rank {cause.rank} {cause.message} {said_last}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
         return read(Path(task.out))
+
+
+def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
+    """Whole or not at all. Raises EnvironmentFault where it cannot be written."""
+    collectives: dict[str, dict[str, Any]] = {}
+    for (kind, ranks), line in sorted(calibration.collectives.items()):
+        collectives.setdefault(kind, {})[str(ranks)] = vars(line)
+    values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(values, indent=1) + "\n", shared=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
 
 
 def _require_space(folder: Path, bytes_: int, fix: str) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drumline.bench.calibrate import MIB, Task, group_sizes
+from drumline.bench.calibrate import MIB, Task, group_sizes, write
 from drumline.dist.start import Ranks, start, stop
-from drumline.hardware.calibration import Calibration, Measured, Product, line_through, write
+from drumline.hardware.calibration import Calibration, Measured, Product, line_through
 from drumline.telemetry.traffic import SentBytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

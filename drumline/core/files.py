@@ -1,4 +1,7 @@
-"""Files and folders that appear whole under their name, or not at all. The standard library alone: a rank that fails writes by it, too."""
+"""Files and folders that appear whole under their name, or not at all. All raise OSError.
+
+The standard library alone: a rank that fails writes by it, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ OURS = re.compile(rf"{re.escape(UNFINISHED)}(\d+-\d+-[0-9a-f]{{8}})-[0-9a-f]{{8}
 
 @contextmanager
 def whole_file(path: Path, *, private: bool = False, durable: bool = False, shared: bool = False) -> Iterator[BinaryIO]:
-    """Write a file; what has its name stays there until the new one is whole. Raises OSError.
+    """Write a file; what has its name stays there until the new one is whole.
 
     `private`: for its owner alone, where otherwise the umask decides. `durable`: on the device afterwards, and its name too. `shared`:
     several processes may write it at once, each a file of its own.
@@ -45,13 +48,13 @@ def whole_file(path: Path, *, private: bool = False, durable: bool = False, shar
 
 
 def write_whole(path: Path, text: str, **how: bool) -> None:
-    """The same for a text. Raises OSError."""
+    """The same for a text."""
     with whole_file(path, **how) as file:
         file.write(text.encode())
 
 
 def create_whole(path: Path, data: bytes) -> bool:
-    """Make a file, unless there is one: whether it was made. Raises OSError."""
+    """Make a file, unless there is one: whether it was made."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         own.write_bytes(data)
@@ -72,7 +75,7 @@ def create_whole(path: Path, data: bytes) -> bool:
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
     """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left go with the next one,
-    others after a day. Raises OSError."""
+    others after a day."""
     root.mkdir(parents=True, exist_ok=True)
     _remove_stale(root)
     folder = root / f"{UNFINISHED}{this_process().name}-{secrets.token_hex(4)}"
@@ -85,21 +88,16 @@ def temporary_folder(root: Path) -> Iterator[Path]:
 
 def _remove_stale(root: Path) -> None:
     """Remove temporary folders whose process has gone, or in which nothing was written for a day."""
-    for old in root.glob(f"{UNFINISHED}*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # its owner is just done; or it is a file
-        match = OURS.fullmatch(old.name)
-        owner = named(match[1]) if match else None
-        if match and (time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False)):
-            shutil.rmtree(old, ignore_errors=True)
+    for old, match in [(path, OURS.fullmatch(path.name)) for path in root.glob(f"{UNFINISHED}*")]:
+        with suppress(FileNotFoundError):  # its owner is just done
+            newest = max(path.stat().st_mtime for path in (old, *old.iterdir())) if match else 0.0
+            owner = named(match[1]) if match else None
+            if match and (time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False)):
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
-    """Give a finished folder its name. Where another process was faster and `is_whole` says so, its folder stays; a damaged one goes.
-
-    Raises OSError."""
+    """Give a finished folder its name. Where another process was faster and `is_whole` says so, its folder stays; a damaged one goes."""
     if final.exists() and not is_whole():
         shutil.rmtree(final, ignore_errors=True)
     try:
@@ -110,9 +108,7 @@ def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:
 
 
 def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> None:
-    """Give a finished folder its name. What has it makes way to `aside`, goes once the new one has it, and comes back where that fails.
-
-    Raises OSError."""
+    """Give a finished folder its name. What has it makes way to `aside`, goes once the new one has it, and comes back where that fails."""
     replaces = final.exists()
     if replaces:
         final.rename(aside)
@@ -129,14 +125,14 @@ def take_name(fresh: Path, final: Path, aside: Path, durable: bool = False) -> N
 
 
 def discard(path: Path, aside: Path) -> None:
-    """Remove what loses its name in one move, so that a half-removed one is never taken for a whole. Raises OSError."""
+    """Remove what loses its name in one move, so that a half-removed one is never taken for a whole."""
     path.rename(aside)
     sync(aside.parent)
     remove(aside)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all in it, a file or a link. Raises OSError."""
+    """Remove a folder with all in it, a file or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -144,7 +140,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have what is in a file, or the names in a folder, on the device. Raises OSError."""
+    """Have what is in a file, or the names in a folder, on the device."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

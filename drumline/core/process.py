@@ -1,6 +1,8 @@
-"""Which process on which host, distinct from all others, past and present; and how a process is tied to the one that started it.
+"""Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
 
-The standard library alone: ranks and tokenisers call this before their long imports.
+    python -m drumline.core.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...      # which dies with its parent
+
+The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile may leave no rank behind.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ import ctypes
 import hashlib
 import os
 import re
+import runpy
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,8 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 LOOK_SECONDS = 0.2
 
 
@@ -134,3 +142,68 @@ def die_with(processes: Sequence[ProcessId], number: int = signal.SIGKILL) -> No
 
     if processes:
         threading.Thread(target=look, daemon=True, name="drumline-die-with").start()
+
+
+def adopt_orphans() -> None:
+    """Have what the descendants of this process leave behind become its children, where the system can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def tied(module: str, *arguments: str) -> list[str]:
+    """Python's arguments for a process that is `module` (or a script, NAME.py) and dies with this one."""
+    return ["-u", "-X", "faulthandler", "-m", "drumline.core.process", str(os.getpid()), module, *arguments]
+
+
+def run_module(module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()) -> tuple[int | None, str, str]:
+    """(exit code, stdout, stderr) of a module in a process of its own, with `question` on its stdin and the file descriptors `keeps`; no
+    code where it takes more than `seconds`."""
+    command = [sys.executable, "-m", module]
+    try:
+        done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=seconds, check=False, pass_fds=keeps)
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    return done.returncode, done.stdout, done.stderr
+
+
+def start_module(module: str, *arguments: str, keeps: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A module in a process and a session of its own. What it prints goes to standard error: standard output may be a table or a YAML that
+    somebody reads. Raises OSError."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=keeps, start_new_session=True)
+
+
+def exit_code(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Of a process that ends within so many seconds; None where it does not."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def worker_pool(count: int) -> ProcessPoolExecutor:
+    """Spawned processes that are tied to this one before they import what their work needs."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=die_with_parent, initargs=(os.getpid(),))
+
+
+def fork() -> int:
+    """os.fork; the child dies with this process, and of SIGTERM."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(parent)
+    return child
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    if sys.argv[0].endswith(".py"):
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
@@ -25,7 +24,7 @@ import numpy.typing as npt
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
-from drumline.core.process import die_with_parent
+from drumline.core.process import worker_pool
 from drumline.data.encode import RowEncoder
 from drumline.data.sources import Row
 from drumline.data.templates import Example
@@ -147,9 +146,7 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
     """On `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
-    spawn = multiprocessing.get_context("spawn")
-    # The initializer is of a module without imports: a worker is tied to its parent before it imports what encoding needs.
-    pool = ProcessPoolExecutor(count, mp_context=spawn, initializer=die_with_parent, initargs=(os.getpid(),))
+    pool = worker_pool(count)
     pickled = pickle.dumps(job)
     waiting: deque[Future[Chunk]] = deque()
     try:

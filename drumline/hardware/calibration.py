@@ -4,19 +4,17 @@ the cache folder."""
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from drumline.core.files import write_whole
 from drumline.errors import EnvironmentFault
 from drumline.foreign import read_bytes
 from drumline.hardware.detect import Machine, cache_dir
@@ -165,19 +163,6 @@ def read(path: Path) -> Calibration:
     same = {name: value for name, value in content if name in Calibration.__dataclass_fields__}
     collectives = {(kind, ranks): line for kind, lines in content.collectives.items() for ranks, line in lines.items()}
     return Calibration(**{**same, "collectives": collectives})
-
-
-def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
-    """Whole or not at all. Raises EnvironmentFault where it cannot be written."""
-    collectives: dict[str, dict[str, Any]] = {}
-    for (kind, ranks), line in sorted(calibration.collectives.items()):
-        collectives.setdefault(kind, {})[str(ranks)] = vars(line)
-    values = {"version": 1, "measured": measured, "quick": quick, **asdict(calibration), "collectives": collectives}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(values, indent=1) + "\n", shared=True)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
 
 
 def processor_name() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.plan import Plan
+from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, free_bytes, usable_cores
@@ -50,8 +51,7 @@ def launch(
     with LauncherSignals(trial) as signals, Tail(events_path, on_event):
         while True:
             started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
-            rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), worker]
-            command = [*rank, str(plan_path), *(["--resume", resume] if resume else [])]
+            command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))
             logs = run_dir / "logs" / f"attempt-{attempt}"
             ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds).attempt()
             code = exit_code(ends, signals.number)

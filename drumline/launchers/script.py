@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved, UserError
 from drumline.hardware.detect import detect, usable_cores
@@ -33,7 +34,7 @@ def launch(script: Path, arguments: list[str], nproc: int | None, max_restarts: 
     from drumline.launchers.agent import Agent
 
     restarts = Restarts(max_restarts)
-    rank = ["-u", "-X", "faulthandler", "-m", "drumline.launchers.worker", str(os.getpid()), str(script.absolute()), *arguments]
+    rank = tied(str(script.absolute()), *arguments)
     with LauncherSignals() as signals:
         for start in range(max_restarts + 1):
             os.environ[ATTEMPT] = str(start)

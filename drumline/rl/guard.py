@@ -8,7 +8,6 @@ however the rewards end and however the rank does. Elsewhere only what still has
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -17,21 +16,21 @@ import time
 
 import psutil
 
-from drumline.core.process import die_with_parent
-
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+from drumline.core.process import adopt_orphans, die_with_parent, fork
 
 
 def main() -> None:
     parent, fd = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     die_with_parent(parent, signal.SIGTERM)
-    guard, child = os.getpid(), os.fork()
+    child = fork()
     if child == 0:
-        _become_rewards(guard, fd)
+        from drumline.rl.reward_worker import main as serve
+
+        serve(fd)
+        sys.exit(0)
     os.close(fd)
     try:
         code = _wait_for(child)
@@ -41,7 +40,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(guard, -code)
+        os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
@@ -50,15 +49,6 @@ def _leave(number: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_family()
     os._exit(0)
-
-
-def _become_rewards(guard: int, fd: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent(guard)
-    from drumline.rl.reward_worker import main as serve
-
-    serve(fd)
-    sys.exit(0)
 
 
 def _wait_for(child: int) -> int:

@@ -6,14 +6,13 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drumline import errors
+from drumline.core.process import exit_code, start_module
 from drumline.core.rollouts import Reward
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.channel import LONGEST_ANSWER, Channel, Garbled
@@ -49,13 +48,9 @@ class Isolated:
 
         Raises ConfigError or EnvironmentFault for what the worker refuses, EnvironmentFault where it cannot be started."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "drumline.rl.guard", str(os.getpid()), str(theirs.fileno())]
         self.channel = Channel(ours, LONGEST_ANSWER)
         try:
-            # Prints go to standard error: standard output may be a table or a YAML that somebody reads.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+            self.process = start_module("drumline.rl.guard", str(os.getpid()), str(theirs.fileno()), keeps=[theirs.fileno()])
         except OSError as error:
             ours.close()
             raise EnvironmentFault(f"a process for rewards cannot be started: {error.strerror}", where=WHERE) from error
@@ -77,7 +72,7 @@ class Isolated:
             paths = ", ".join(getattr(reward, "path", reward.kind) for reward in rewards.values())
             raise EnvironmentFault(f"importing {paths} takes more than {seconds:g} s", where=WHERE, fix="mend what hangs there") from None
         except (EOFError, OSError, Garbled) as error:
-            how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(self._own_end(END_SECONDS))
+            how = NOT_ITS_OWN if isinstance(error, Garbled) else ending(exit_code(self.process, END_SECONDS))
             fix = "look for the reason in the rank's log, or above"
             raise EnvironmentFault(f"a process for rewards {how} while it started", where=WHERE, fix=fix) from None
         if mistake := reply.get("wrong"):
@@ -103,7 +98,7 @@ class Isolated:
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
-            failure = ending(self._own_end(1.0))
+            failure = ending(exit_code(self.process, 1.0))
         except Garbled:
             failure = NOT_ITS_OWN
         seconds = time.monotonic() - began
@@ -112,21 +107,12 @@ class Isolated:
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""
-        self._own_end(1.0 if self.channel.ended else 0.0)
+        exit_code(self.process, 1.0 if self.channel.ended else 0.0)  # it may be about to end by itself
         self.process.terminate()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if exit_code(self.process, END_SECONDS) is None:
             self.process.kill()
             self.process.wait()
         self.channel.close()
-
-    def _own_end(self, seconds: float) -> int | None:
-        """The exit code of a process that is about to end by itself; None where it does not."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
 
 
 def ending(code: int | None) -> str:

@@ -18,7 +18,6 @@ from drumline.core.load import differences
 from drumline.core.plan import Plan
 from drumline.core.redact import plain
 from drumline.core.resolve import resolve
-from drumline.core.secret import write_private
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, UserError
 from drumline.hardware.detect import detect
 from drumline.parallel.batchnorm import batch_norms
@@ -97,7 +96,7 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
             raise CheckpointError(f"the session differs in what the run depends on: {what}", where=str(path), fix=fix)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        write_private(run_dir / "plan.json", plan.model_dump_json(indent=2) + "\n")
+        plan.save(run_dir / "plan.json")
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write the run folder: {error.strerror}", where=str(run_dir), fix="choose another run_dir"

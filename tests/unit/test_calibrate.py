@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.bench.calibrate import group_sizes
+from drumline.bench.calibrate import group_sizes, write
 from drumline.bench.calibrate_rank import rate_of_large
 from drumline.core.load import load
 from drumline.errors import EnvironmentFault
@@ -24,7 +24,6 @@ from drumline.hardware.calibration import (
     place,
     read,
     software,
-    write,
 )
 from drumline.hardware.detect import Device, Machine, detect
 from drumline.planner.cluster import cluster_of

@@ -60,3 +60,16 @@ def test_nobody_else_renames() -> None:
             if name == "rename" or (name == "replace" and len(call.args) == 1 and not call.keywords):
                 found.add(str(path.relative_to(PACKAGE)))
     assert found == RENAME
+
+
+def test_nobody_else_starts_processes() -> None:
+    """What starts one imports these; torch's agent, which starts ranks, gets its command from core.process."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
+        forks = any(isinstance(node, ast.Attribute) and node.attr in ("fork", "execv", "posix_spawn") for node in tree)
+        if forks or names & {"subprocess", "multiprocessing"}:
+            found.add(str(path.relative_to(PACKAGE)))
+    assert found == {"core/process.py"}

@@ -58,7 +58,7 @@ def test_a_runs_plan_allows_no_code(tmp_path: Path) -> None:
     "command",
     [
         ["-m", "drumline", "--version"],
-        ["-m", "drumline.launchers.worker"],
+        ["-m", "drumline.core.process"],
         ["-m", "drumline.rl.guard"],
         [str(ROOT / "main.py"), "--help"],
         [str(ROOT / "run.py"), "--help"],

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.mesh import Mesh
 from drumline.core.plan import DataPlan, Layout, Plan, Predicted
+from drumline.core.process import run_module
 from drumline.core.registry import make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError
@@ -163,20 +163,12 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
 
 def in_child(question: dict[str, Any]) -> list[Traced]:
     """In a process of its own: this one may be a rank of a process group that is real."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "drumline.planner.tracing.trace"],
-            input=json.dumps(question, default=str),
-            capture_output=True,
-            text=True,
-            timeout=CHILD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise Untraceable(f"no answer within {CHILD_SECONDS} s") from None
-    lines = done.stdout.strip().splitlines() or [""]
-    if done.returncode or not lines[-1].startswith("["):
-        lines = done.stderr.strip().splitlines() or ["it ended without a reason"]
+    code, out, err = run_module("drumline.planner.tracing.trace", json.dumps(question, default=str), CHILD_SECONDS)
+    if code is None:
+        raise Untraceable(f"no answer within {CHILD_SECONDS} s")
+    lines = out.strip().splitlines() or [""]
+    if code or not lines[-1].startswith("["):
+        lines = err.strip().splitlines() or ["it ended without a reason"]
         raise Untraceable(lines[-1])
     return [Traced(**traced) for traced in json.loads(lines[-1])]
 

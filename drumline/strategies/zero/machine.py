@@ -7,12 +7,12 @@ import fcntl
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from drumline.core.process import run_module
 from drumline.errors import EnvironmentFault
 from drumline.strategies.zero.options import Offload
 
@@ -50,11 +50,10 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _clear(root)
         # It holds our lock too, so that the lock outlives a launcher that is killed.
-        command = [sys.executable, "-m", "drumline.strategies.zero.engine"]
-        made = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock.fileno(),))
-        if made.returncode != 0:
-            errors = [line.strip() for line in (made.stdout + made.stderr).splitlines() if "rror" in line]
-            what = f"DeepSpeed's helper for NVMe cannot be compiled: {errors[-1] if errors else f'exit code {made.returncode}'}"
+        code, out, err = run_module("drumline.strategies.zero.engine", keeps=[lock.fileno()])
+        if code != 0:
+            errors = [line.strip() for line in (out + err).splitlines() if "rror" in line]
+            what = f"DeepSpeed's helper for NVMe cannot be compiled: {errors[-1] if errors else f'exit code {code}'}"
             raise EnvironmentFault(what, where=str(root / HELPER), fix="mend that, or offload to cpu")
         (root / MARKER).write_text(_origins())
         on_progress(COMPILING, 1, 1)
