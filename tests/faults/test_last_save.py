@@ -88,9 +88,9 @@ def test_a_save_on_stop_waits_too(disk: Path) -> None:
         built.stop_flag.requested = signal.SIGTERM  # type: ignore[misc]
 
     after(built, 4, ask)
-    with pytest.raises(Preempted, match="saved at step 4"):
+    with pytest.raises(Preempted, match="saved at step 5"):  # the step under way is finished
         built.run()
-    assert saved(said) == [(4, False), (4, True)]
+    assert saved(said) == [(5, False), (5, True)]
 
 
 def test_patience_has_an_end_also_when_asked_to_stop(disk: Path) -> None:
