@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from drumline.use.model import load
 
 __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 # Name → (module, name there): torch is imported by whoever trains, not by `import drumline`.
 _PLACES = {
