@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any, Self
@@ -48,15 +49,23 @@ class LauncherSignals(Signals):
         super().__init__()
         self.number = 0
         self.at_once = False
+        self._around: Stoppable | None = None
         if trial:
             self.numbers = ()
 
     def __enter__(self) -> Self:
+        handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         super().__enter__()
-        for handler in self._old.values():
-            if isinstance(around := getattr(handler, "__self__", None), Stoppable) and around.number:
-                self.number, around.number = around.number, 0  # what it heard, and Python swallowed, is asked of what is launched now
+        if isinstance(handler, Stoppable) and not self.numbers:
+            self._around = handler
+        elif isinstance(handler, Stoppable) and handler.number:
+            self.number, handler.number = handler.number, 0  # what it heard, and Python swallowed, is asked of what is launched now
         return self
+
+    def raise_swallowed(self) -> None:
+        """Raises Interrupted where a trial's ranks were killed by the Stoppable around it, and Python swallowed what that raised."""
+        if self._around is not None and self._around.number:
+            raise Interrupted(self._around.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number:
@@ -85,7 +94,8 @@ class Stoppable(Signals):
     """Around work that has nothing to save, such as planning and tokenising: the first signal kills the processes that were started for
     it and raises Interrupted in the main thread, which removes what is half written. A Ctrl-C after it does not wait for that.
 
-    Python swallows what is raised while it runs a finaliser or another callback; then Interrupted is raised at the end instead."""
+    Python swallows what is raised while it runs a finaliser or another callback, and prints a traceback. Here it prints none, and
+    Interrupted is raised at the end instead."""
 
     numbers = (*Signals.numbers, signal.SIGHUP)
 
@@ -93,8 +103,14 @@ class Stoppable(Signals):
         super().__init__()
         self.number = 0
 
+    def __enter__(self) -> Self:
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = lambda swallowed: None if isinstance(swallowed.exc_value, Interrupted) else self._hook(swallowed)
+        return super().__enter__()
+
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         super().__exit__(kind, *more)
+        sys.unraisablehook = self._hook
         if self.number and not (kind and issubclass(kind, Interrupted)):
             raise Interrupted(self.number)
 

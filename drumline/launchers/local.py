@@ -54,6 +54,7 @@ def launch(
             command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))
             logs = run_dir / "logs" / f"attempt-{attempt}"
             ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds).attempt()
+            signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:
                 _last_words(ends, code, signals.number, plan)

@@ -184,8 +184,7 @@ class Deaf:
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_in_a_finaliser_is_not_lost() -> None:
+def test_a_signal_in_a_finaliser_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
     went_on = []
     with pytest.raises(Interrupted), Stoppable():
         Deaf()
@@ -196,6 +195,12 @@ def test_a_signal_in_a_finaliser_is_not_lost() -> None:
         Deaf()
         with LauncherSignals() as asked:
             assert asked.number == signal.SIGTERM
+    with pytest.raises(Interrupted), Stoppable(), LauncherSignals(trial=True) as trial:
+        Deaf()
+        went_on.append(True)
+        trial.raise_swallowed()
+        went_on.append(True)
+    assert len(went_on) == 2 and capfd.readouterr().err == "", "no traceback of what was swallowed"
 
 
 def test_a_lost_terminal_that_is_ignored_stays_ignored() -> None:
