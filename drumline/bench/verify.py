@@ -15,7 +15,7 @@ from rich.table import Table
 
 from drumline.bench.difference import Difference, difference
 from drumline.core.config import Config
-from drumline.core.load import Loaded, override, reader
+from drumline.core.load import Loaded, Overrides, overrides_of, reader
 from drumline.core.plan import Plan
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.report.bars import OnProgress, aside, bars
@@ -68,7 +68,7 @@ class Comparison:
 
 def compare(
     config: str | Path | Mapping[str, Any],
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Overrides | None = None,
     *,
     strategies: Sequence[str] = (),
     steps: int = 3,
@@ -78,7 +78,7 @@ def compare(
     display: bool = False,
 ) -> Comparison:
     """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default."""
-    changes = [override(key, value) for key, value in (overrides or {}).items()]
+    changes = overrides_of(overrides)
     with aside(display) as on_progress:
         found = _outcomes(reader(config), changes, list(strategies), steps, nproc, None if keep is None else Path(keep), on_progress)
     return Comparison(tuple(found), tolerance)

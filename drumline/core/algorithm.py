@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -54,6 +55,7 @@ class AlgorithmSpec(Spec):
     best_by: ClassVar[dict[str, str]] = {}  # defaults of `eval.metric` and `eval.mode`, where they are not loss and min
 
     # ---- rows and samples
+    plain: ClassVar[bool] = False  # learns from any samples by any module, model.kind python
     packs: ClassVar[bool] = False  # rows may share a sequence
     cuts: ClassVar[bool] = False  # packs are cut from a stream of tokens, so that a row may go on in the next
     rows_per_sample: ClassVar[int] = 1  # sequences of up to data.max_length tokens that a sample is made of
@@ -132,6 +134,10 @@ class AlgorithmSpec(Spec):
     def auxiliary_models(self, config: Config) -> dict[str, AuxiliaryModel]:
         """Name → model besides the policy: `reference`, `value`, and `reward`, `reward2`, … in the order of the config."""
         return {}
+
+    def build_in(self, base_dir: Path) -> Any:
+        """`build`; files that the config names are relative to `base_dir`."""
+        return self.build()
 
     def build(self) -> Any:
         """The objective: an `algorithms.base.Algorithm`."""

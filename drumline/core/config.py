@@ -218,6 +218,23 @@ class Config(Section):
             return values
         return {**values, "eval": {**spec.best_by, **values.get("eval", {})}}
 
+    @model_validator(mode="after")
+    def _plain_together(self) -> Config:
+        if self.algorithm.plain != self.plain:
+            one, other = ("model", "algorithm") if self.plain else ("algorithm", "model")
+            raise ValueError(
+                f"{one}.kind is python, and {other}.kind is not: a module of your own needs an objective of your own, and the other way"
+                " round. For a Hugging Face model derive the objective from drumline.core.algorithm.AlgorithmSpec: algorithm mine.py:Name"
+            )
+        if self.plain and (self.adapter.kind != "none" or self.data.holdout):
+            raise ValueError(f"model.kind python has no {'data.holdout: give data.eval' if self.data.holdout else 'adapter'}")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether any module is trained, on samples as they are: no tokens, and no files of a model."""
+        return self.model.kind == "python"
+
     @property
     def packs(self) -> bool:
         """Whether rows are packed into sequences. Pairs, prompts and rows with a class never are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,7 @@ from drumline.foreign import read_text as plain_text
 if TYPE_CHECKING:
     from drumline.compat.overlay import Overlay
 
+Overrides = Mapping[str, Any] | Sequence[str]
 MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 
 
@@ -74,12 +75,15 @@ def _script() -> str:
     return Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name
 
 
-def override(key: str, value: Any) -> str:
-    """The override `key=value` of a value of Python."""
-    try:
-        return f"{key}={json.dumps(value, default=os.fspath)}"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where=f"override {key}") from None
+def overrides_of(given: Overrides | None) -> list[str]:
+    """Overrides as the command line has them: of values of Python by dotted key, or written as `key=value` already."""
+    made = []
+    for key, value in given.items() if isinstance(given, Mapping) else ():
+        try:
+            made.append(f"{key}={json.dumps(value, default=os.fspath)}")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where=f"override {key}") from None
+    return made if isinstance(given, Mapping) else [*(given or ())]
 
 
 def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:

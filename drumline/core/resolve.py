@@ -210,7 +210,7 @@ def total_samples(config: Config, batch: BatchPlan, data: DataPlan) -> int:
     if config.run.steps is not None:
         return config.run.steps * batch.global_samples
     samples = max(1, round(config.run.epochs * data.train_samples))
-    return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone else samples
+    return math.ceil(samples / batch.global_samples) * batch.global_samples if config.images_alone or config.plain else samples
 
 
 def _learning_rate(optimizer: OptimizerConfig, mesh: Mesh, batch: BatchPlan, why: list[str]) -> float:

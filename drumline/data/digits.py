@@ -20,7 +20,7 @@ def read_digits(source: DigitsSource) -> Iterator[Raw]:
     """
     try:
         from PIL import Image
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise EnvironmentFault(f"{error}", where="data source of kind digits", fix="pip install pillow scikit-learn") from error
     digits = load_digits()

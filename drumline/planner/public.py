@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import Loaded, load_values, override
+from drumline.core.load import Loaded, Overrides, load_values, overrides_of
 from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import ask
 from drumline.planner.report.explanation import explain
@@ -95,7 +95,7 @@ class Plans:
 
 def plan(
     config: str | Path | Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Overrides | None = None,
     *,
     model: str | None = None,
     cluster: str | None = None,
@@ -110,7 +110,7 @@ def plan(
     """All plans that fit, before anything is launched; no weights are needed, and no data. Give a config (a path, or its keys), or a
     model and the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    changes = [override(key, value) for key, value in (overrides or {}).items()]
+    changes = overrides_of(overrides)
     with aside(display) as on_progress:
         found = ask(_loaded(config, changes, flags), on_progress)
     return Plans(search(found.question), found.notes)

@@ -24,8 +24,9 @@ from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
 from drumline.dist.start import Ranks, gpu
 from drumline.errors import CheckpointError, DataError
+from drumline.models.own import own_build
 from drumline.parallel.engine import OPTIONAL, Engine
-from drumline.strategies.build import build_engine, stats_with_frozen
+from drumline.strategies.build import build_engine, build_module, stats_with_frozen
 from drumline.telemetry.events import Emit, Event, Restore, series
 from drumline.telemetry.host import process_bytes
 from drumline.telemetry.measure import Measure
@@ -52,7 +53,11 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         with goodput.spend("restore"):
             start = Start.find(plan, resume)
     searched = time.time() - began
-    engine = build_engine(plan, device, start.checkpoint_keys if start else frozenset())
+    checkpoint_keys = start.checkpoint_keys if start else frozenset()
+    if config.plain:
+        engine: Engine = build_module(plan, own_build(plan), device, checkpoint_keys, units=config.model.units)
+    else:
+        engine = build_engine(plan, device, checkpoint_keys)
     checkpointer = Checkpointer(
         Path(plan.run_dir) / "checkpoints",
         keep=config.checkpoint.keep,
@@ -71,7 +76,8 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
 
         algorithm, rollouts, training = reinforced(plan, rollout, ranks, engine, state, device, emit)
     else:
-        algorithm, streams = config.algorithm.build(), build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
+        algorithm = config.algorithm.build_in(Path(plan.base_dir))
+        streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
         if config.algorithm.reference_of(config) != "none":
             streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, stop_flag).prepared()
         streams = with_first_pass(streams, algorithm, engine, plan.mesh.counts(ranks.rank), device)
@@ -103,7 +109,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
 
 def _verification(plan: Plan, ranks: Ranks) -> Verification:
     """Of the token caches, shared out to the ranks, while the model is loaded."""
-    data = plan.data if plan.config.data.verify else None
+    data = plan.data if plan.config.data.verify and not plan.config.plain else None
     caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder] if data else []
     return Verification([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
 

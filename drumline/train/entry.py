@@ -114,10 +114,15 @@ class Speaker:
         which = config.checkpoint.export
         if which == "none":
             return
-        from drumline.models.export import export
-
         gc.collect()  # the engine's circles
         run_dir = Path(self.plan.run_dir)
+        if config.plain:
+            from drumline.models.own import export_weights
+
+            export_weights(self.plan, which)
+            return
+        from drumline.models.export import export
+
         result = export(run_dir, run_dir / "export", which, adapter=config.checkpoint.export_adapter, trust=config.model.trust_remote_code)
         self.emit(Export(path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference))
 

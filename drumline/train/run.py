@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drumline.core.load import override
+from drumline.core.load import Overrides, overrides_of
 from drumline.errors import Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by, require_rendezvous
 from drumline.telemetry.events import Eval, Event, Step, read
@@ -65,7 +65,7 @@ class Run:
 
 def train(
     config: str | Path | Mapping[str, Any],
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Overrides | None = None,
     *,
     resume: bool | str | Path = False,
     allow: Sequence[str] = (),
@@ -75,8 +75,8 @@ def train(
     """Plan, launch and train as `drumline train` does, and return when the run has ended.
 
     `config`: the path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder. `overrides`: dotted key
-    → value. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then. `display`: show what the command line
-    shows. Under torchrun this process joins as a rank.
+    → value, or `key=value` as on the command line. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then.
+    `display`: show what the command line shows. Under torchrun this process joins as a rank.
 
     Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for ranks that failed, NotSaved for
     weights that no disk took. A run that a policy or a signal has stopped comes back, with its `exit_code`.
@@ -84,7 +84,7 @@ def train(
     from drumline.train.command import launch_ranks, requested
 
     expandable_segments()
-    changes = [override(key, value) for key, value in (overrides or {}).items()]
+    changes = overrides_of(overrides)
     changes += ["model.trust_remote_code=true"] * trust_remote_code
     place = None if resume is False else "newest" if resume is True else os.fspath(resume)
     request = requested(config, changes, place, tuple(allow))

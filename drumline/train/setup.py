@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
+from drumline.core.by_name import find_object
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.load import Loaded, differences, to_yaml
-from drumline.core.plan import DataIdentity, Plan
+from drumline.core.plan import DataIdentity, DataPlan, Plan
 from drumline.core.redact import plain
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
 from drumline.data.describe import describe, prompt_columns
 from drumline.data.identity import what_changed
+from drumline.data.samples import read_samples
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import detect, free_bytes
@@ -31,6 +33,7 @@ from drumline.planner.question import assemble, find_model
 from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
+from drumline.strategies.build import require_spreadable
 from drumline.telemetry.trackers import check_installed
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
@@ -55,6 +58,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if request.resume not in (None, "newest"):
         _named(Path(request.resume or ""))  # before any work is done for nothing
     check_installed(config.run.report_to)
+    if config.plain:
+        return own_plan(request, dry_run, on_progress)
     if config.adapter.kind == "lora":
         adapters.require_trainable(config.adapter, config.model)
     if (rollout := config.algorithm.rollout) is not None:
@@ -100,6 +105,29 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
+
+
+def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
+    """The same for a module of the user's own, of which only it itself knows what it computes: nothing is predicted."""
+    config, base = request.loaded.config, request.loaded.base_dir.absolute()
+    find_object(config.model.path or "", base, "model.path", "function")
+    config.algorithm.build_in(base)
+    train, held_out = (len(read_samples(sources, base)) if sources else 0 for sources in (config.data.train, config.data.eval))
+    data = DataPlan(train_cache="train", eval_cache="eval" if held_out else None, train_samples=train, eval_samples=held_out)
+    plan = resolve(
+        config,
+        run_dir=config.run.dir or default_run_dir(request.loaded.path),
+        machine=detect(),
+        world_size=request.world_size,
+        facts=None,
+        model_path=None,
+        data=data,
+        base_dir=str(base),
+    )
+    require_spreadable(plan, None)
+    if not dry_run:
+        require_deepspeed(plan, on_progress)
+    return plan
 
 
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:

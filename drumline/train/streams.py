@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.resolve import total_samples
 from drumline.data.cache import TokenCache
+from drumline.data.samples import read_samples
 from drumline.data.stream import BatchStream, GlobalBatch, GlobalOrder
 from drumline.dist.seeds import derive
 
@@ -27,6 +28,13 @@ def fixed_width(plan: Plan) -> int | None:
     """Tokens that every micro-batch is wide: compiled blocks and the stages of a pipeline want one shape. None: as its longest row."""
     fixed = plan.config.compile.enabled or plan.mesh.pp * plan.mesh.cp > 1
     return plan.config.data.max_length if fixed else None
+
+
+def open_samples(plan: Plan, folder: str) -> Any:
+    """The token cache in a folder; where any module is trained, the samples of a list of sources that `folder` names."""
+    if not plan.config.plain:
+        return TokenCache.open(Path(folder))
+    return read_samples(getattr(plan.config.data, folder), Path(plan.base_dir))
 
 
 def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Streams:
@@ -48,13 +56,13 @@ def build_streams(plan: Plan, data_rank: int, position: int, device: str) -> Str
                 yield replace(batch, micro_batches=[b.to(device) for b in batch.micro_batches])
 
     def once(folder: str) -> Iterable[GlobalBatch]:
-        cache, micro = TokenCache.open(Path(folder)), plan.batch.eval_micro_batch
+        cache, micro = open_samples(plan, folder), plan.batch.eval_micro_batch
         # Stages work side by side on the micro-batches of one draw.
         stages = plan.mesh.pp
         samples = micro * stages * plan.mesh.data_ranks
         whole = BatchPlan(global_samples=samples, micro_batch=micro, accumulation=stages, eval_micro_batch=micro)
         return on_device(stream(cache, whole, False, 0, len(cache), 0, "all"))
 
-    cache, stop, held_out = TokenCache.open(Path(data.train_cache)), total_samples(config, plan.batch, data), data.eval_cache
+    cache, stop, held_out = open_samples(plan, data.train_cache), total_samples(config, plan.batch, data), data.eval_cache
     training = stream(cache, plan.batch, config.data.order == "shuffle", position, stop, config.data.prefetch, "batch")
     return Streams(on_device(training), None if held_out is None else lambda: once(held_out), once)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.core.rollouts import HFGenerator as HFConfig
+from drumline.errors import CheckpointError, ModelError
 from drumline.report.bars import aside
 from drumline.rl.generate import HFGenerator
 from drumline.rl.sampling import Request
@@ -24,8 +25,30 @@ def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: b
     """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
     only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""
     where = place.dir if isinstance(place, Run) else place
+    if (found := _own(Path(where), trust_remote_code)) is not None:
+        return found
     with aside(display) as on_progress:
         return Model(open_model(os.fspath(where), on_progress, trust_remote_code))
+
+
+def _own(folder: Path, trusted: bool) -> Model | None:
+    """The module of the user's own that a run folder is about; None for anything else."""
+    from drumline.checkpoint.load import pointed
+    from drumline.core.plan import Plan
+    from drumline.models.own import read_module
+
+    if not (folder / "plan.json").is_file():
+        return None
+    plan, root = Plan.load(folder / "plan.json", trusted), folder / "checkpoints"
+    if not plan.config.plain:
+        return None
+    if not trusted:
+        fix = f"read {plan.config.model.path}, then add trust_remote_code=True"
+        raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
+    checkpoint = pointed(root, "best") or pointed(root, "latest")
+    if checkpoint is None:
+        raise CheckpointError("nothing was saved", where=str(folder))
+    return Model(LoadedModel(read_module(plan, checkpoint), None, str(checkpoint)))
 
 
 class Model:
@@ -37,6 +60,8 @@ class Model:
 
     @cached_property
     def _talk(self) -> Conversation:
+        if self.tokenizer is None:
+            raise ModelError("this module gives numbers, not text", where=self.origin, fix="call `module` yourself")
         return Conversation(self._loaded, 0, 0.0, None, show=False)
 
     @property
@@ -47,8 +72,8 @@ class Model:
     def chat(self, text: str, *, max_new_tokens: int = 512, temperature: float = 0.7, system: str | None = None) -> str:
         """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
         where the model has no chat template."""
-        talk = Conversation(self._loaded, max_new_tokens, temperature, system, self._talk.turns, show=False)
-        return talk.answer(text)
+        turns = self._talk.turns
+        return Conversation(self._loaded, max_new_tokens, temperature, system, turns, show=False).answer(text)
 
     def generate(
         self,
@@ -63,6 +88,7 @@ class Model:
     ) -> list[str]:
         """How each text goes on, in order, without a chat template. With a temperature the draws are by `seed` and the prompt's place
         in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
+        self._talk  # noqa: B018 - refuses what writes no text
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         greedy: dict[str, Any] = {"top_k": 1} if temperature == 0 else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)

@@ -1,0 +1,1 @@
+"""An objective of the user's own, of any module on any samples."""

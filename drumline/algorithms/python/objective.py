@@ -1,0 +1,51 @@
+"""What a user's objective gives, looked at and made into the sums that the engine adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drumline.algorithms.base import Algorithm, LossOut
+from drumline.data.samples import SampleBatch
+from drumline.errors import ConfigError
+
+WEIGHT = "weight"
+
+
+class PythonObjective(Algorithm):
+    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are told divided by the weight."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
+        self.function, self.name = function, name
+
+    def objective(self, outputs: Any, batch: SampleBatch) -> LossOut:
+        """`outputs` is the model itself. Raises ConfigError for what is no sum."""
+        loss_sum, sums = self._checked(self.function(outputs, batch.content))
+        if batch.weight == 0:  # fillers alone: the ranks compute side by side, and nothing is learned
+            loss_sum, sums = loss_sum * 0, {name: value * 0 for name, value in sums.items()}
+        weight = torch.tensor(batch.weight, device=loss_sum.device)
+        return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
+
+    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+        return {name: value / max(1.0, sums[WEIGHT]) for name, value in sums.items() if name not in ("loss", WEIGHT)}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"loss": sums["loss"] / max(1.0, sums[WEIGHT]), **self.figures(sums)}
+
+    def _checked(self, out: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss_sum, sums = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        wrong = None
+        if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim:
+            wrong = f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
+        elif not isinstance(sums, dict):
+            wrong = f"a loss and {type(sums).__name__}"
+        elif not all(isinstance(value, torch.Tensor) and not value.ndim for value in sums.values()):
+            wrong = "sums that are not all scalar tensors"
+        elif {"loss", WEIGHT} & sums.keys():
+            wrong = "a sum of the name loss or weight"
+        if wrong:
+            fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
+            raise ConfigError(f"{self.name} gave {wrong}", where="algorithm.path", fix=fix)
+        return loss_sum, sums

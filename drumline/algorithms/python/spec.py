@@ -1,0 +1,57 @@
+"""`algorithm: {kind: python, path: mine.py:objective}`. No torch at the top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.core.algorithm import AlgorithmSpec, Asked
+from drumline.core.by_name import find_object
+from drumline.core.data import Forms
+from drumline.core.plan import Plan
+from drumline.core.section import PathText
+
+if TYPE_CHECKING:
+    from drumline.algorithms.python.objective import PythonObjective
+
+
+class PythonConfig(AlgorithmSpec):
+    """A function (model, batch) → loss sum, or (loss sum, {name: sum}), for model.kind python. Sums are over the micro-batch."""
+
+    position: ClassVar[int] = 50
+    columns: ClassVar[str] = "what your objective takes"
+    plain: ClassVar[bool] = True
+    writes: ClassVar[bool] = False
+    asks: ClassVar[frozenset[Asked]] = frozenset()
+    kind: Literal["python"] = "python"
+    path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
+    weight: PathText | None = Field(
+        None, description="A function batch → what it adds to the loss's denominator; null: the number of its samples."
+    )
+    collate: PathText | None = Field(None, description="A function: list of samples → batch; null: torch's default_collate.")
+
+    @property
+    def forms(self) -> Forms:
+        return ()
+
+    def find(self, name: str, base_dir: Path) -> Any:
+        """The function that a key names; None where it names none. Raises ConfigError."""
+        path = getattr(self, name)
+        return None if path is None else find_object(path, base_dir, f"algorithm.{name}", "function")
+
+    def build_in(self, base_dir: Path) -> PythonObjective:
+        from drumline.algorithms.python.objective import PythonObjective
+
+        return PythonObjective(self.find("path", base_dir), self.path)
+
+    def collator(self, plan: Plan, width: int | None) -> Callable[[Any], Callable[[list[int]], Any]]:
+        from torch.utils.data import default_collate
+
+        from drumline.data.samples import SampleCollator
+
+        base = Path(plan.base_dir)
+        collate, weigh = self.find("collate", base) or default_collate, self.find("weight", base)
+        return lambda samples: SampleCollator(samples, collate, weigh)

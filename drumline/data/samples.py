@@ -1,0 +1,79 @@
+"""Samples as they are, for any module: what `kind: python` sources give, and the micro-batches made of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.core.data import Source
+from drumline.data.sources import describe
+from drumline.errors import DataError
+from drumline.vendor.torch import tree_map_only
+
+
+class Samples:
+    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike when they are dealt to ranks."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts, self.ends = parts, list(accumulate(map(len, parts)))
+        self.lengths = np.ones(self.ends[-1], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        part = bisect_right(self.ends, index)
+        return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+
+
+def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
+    """Datasets that have a length and are indexed stay as they are; what is only gone through is kept in memory. The same on every rank,
+    or the ranks would not train what one process would. Raises DataError for one without a sample."""
+    parts = []
+    for source in sources:
+        found: Any = source.rows(base_dir)
+        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+            if not hasattr(found, "__iter__"):
+                fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
+                raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)
+            found = list(islice(found, source.limit))
+        elif source.limit is not None and source.limit < len(found):
+            found = torch.utils.data.Subset(found, range(source.limit))
+        if not len(found):
+            raise DataError("has no samples", where=describe(source))
+        parts.append(found)
+    return Samples(parts)
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A micro-batch. `content`: what `collate` made of its samples; `weight`: what it adds to the loss's denominator. A batch of fillers
+    alone, in which ranks wait for each other, has one sample and weighs nothing."""
+
+    content: Any
+    weight: float
+
+    def to(self, device: str) -> SampleBatch:
+        return replace(self, content=tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), self.content))
+
+
+@dataclass(frozen=True)
+class SampleCollator:
+    """Ids of samples (-1: a filler) → SampleBatch. `weigh`: content → its weight; None: its samples."""
+
+    samples: Samples
+    collate: Callable[[list[Any]], Any]
+    weigh: Callable[[Any], float] | None
+
+    def __call__(self, ids: list[int]) -> SampleBatch:
+        real = [index for index in ids if index >= 0]
+        content = self.collate([self.samples[index] for index in real or [0]])
+        weight = float(len(real)) if self.weigh is None else float(self.weigh(content))
+        return SampleBatch(content, weight if real else 0.0)

@@ -1,0 +1,47 @@
+"""A module of the user's own: what makes it, and the weights that a run has left for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from drumline.checkpoint.load import load, pointed
+from drumline.core.by_name import find_object
+from drumline.core.plan import Plan
+from drumline.dist.seeds import derive, drawing
+from drumline.errors import CheckpointError
+from drumline.models.freeze import freeze
+from drumline.models.names import canonical_tensors
+
+
+def own_build(plan: Plan) -> Callable[[], nn.Module]:
+    """The function of model.path with its options. Raises ConfigError."""
+    model = plan.config.model
+    return partial(find_object(model.path or "", Path(plan.base_dir), "model.path", "function"), **model.options)
+
+
+def read_module(plan: Plan, checkpoint: Path) -> Any:
+    """The module on the CPU with the weights of a checkpoint, in eval mode."""
+    with drawing(derive(plan.config.run.seed, "weights")):
+        module = own_build(plan)()
+    freeze(module, plan.config.model.freeze)
+    load(checkpoint, canonical_tensors(module), alone=True)
+    return module.eval()
+
+
+def export_weights(plan: Plan, which: str) -> Path:
+    """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint."""
+    from safetensors.torch import save_model
+
+    run_dir = Path(plan.run_dir)
+    root, folder = run_dir / "checkpoints", run_dir / "export"
+    checkpoint = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
+    if checkpoint is None:
+        raise CheckpointError("nothing was saved", where=str(run_dir))
+    folder.mkdir(exist_ok=True)
+    save_model(read_module(plan, checkpoint), str(folder / "model.safetensors"))
+    return folder
