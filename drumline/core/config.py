@@ -6,11 +6,13 @@ Every class refuses unknown keys. A union (strategy, algorithm, data source) is 
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from drumline.core.algorithm import Algorithm, AlgorithmSpec
+from drumline.core.by_name import nearest
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DataConfig
 from drumline.core.model import Head, ModelConfig
@@ -171,6 +173,22 @@ class LaunchConfig(Section):
     timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+OF_PACKAGES = "drumline.trackers"  # entry points: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`
+
+
+def _reporter(name: str) -> str:
+    known = (*TRACKERS, *(point.name for point in metadata.entry_points(group=OF_PACKAGES)))
+    if ":" not in name and name not in known:
+        guess = nearest(name, known)
+        hint = f"did you mean {guess!r}?" if guess else "one of your own is file.py:function"
+        raise ValueError(f"{name!r} is not one of {', '.join(known)}; {hint}")
+    return name
+
+
+Reporter = Annotated[PathText, AfterValidator(_reporter)]
+
+
 class RunConfig(Section):
     dir: PathText | None = Field(None, description="Run folder; null: runs/<name of the YAML>.")
     steps: Steps | None = Field(None, description="Optimizer steps; overrides epochs.")
@@ -179,7 +197,8 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
     log_every: Steps = Field(1, description="Write a step event every N steps.")
-    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+    callbacks: tuple[PathText, ...] = Field((), description="Classes of your own that are told of each step: file.py:Name.")
+    report_to: tuple[Reporter, ...] = Field(
         ("tensorboard",), description="Where metrics are written besides events.jsonl."
     )
 

@@ -264,7 +264,7 @@ class Difference:
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
-    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to",
+    "run.dir", "run.deterministic", "run.device", "run.log_every", "run.report_to", "run.callbacks",
     "data.workers", "data.prefetch", "data.verify", "data.cache_dir", "algorithm.loss_chunk", "algorithm.reward_failure", "model.attention",
     "model.trust_remote_code",
 )  # fmt: skip

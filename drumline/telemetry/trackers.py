@@ -6,17 +6,20 @@ A run that is started again goes on in the same run of each tracker: RUN/tracker
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from drumline.core.by_name import find_object, imported
+from drumline.core.config import OF_PACKAGES
 from drumline.core.files import write_whole
 from drumline.core.redact import plain, redact
-from drumline.errors import EnvironmentFault
+from drumline.errors import ConfigError, EnvironmentFault
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 
 # Events that have figures → the group that they are shown in.
@@ -93,31 +96,48 @@ def metrics(event: Event) -> dict[str, float]:
     return numbers | {"memory_bytes/least": float(min(ranks)), "memory_bytes/most": float(max(ranks))}
 
 
-def check_installed(report_to: Sequence[str]) -> None:
-    """Raises EnvironmentFault for a tracker whose library is not there. Imports none of them."""
+def check_installed(report_to: Sequence[str], base_dir: Path = Path()) -> None:
+    """Raises EnvironmentFault for a tracker whose library is not there, ConfigError for one of your own that cannot be imported."""
     for name in report_to:
+        if name not in LIBRARIES:
+            maker_of(name, base_dir)
+            continue
         module, command, _ = LIBRARIES[name]
         if find_spec(module) is None:
             raise EnvironmentFault(f"{name} is not installed", where="run.report_to", fix=f"{command}, or take it out of the list")
 
 
-def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str) -> list[Sink]:
+def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
+    """What opens a tracker: of this module, of an installed package, or `file.py:function` of your own. Raises ConfigError."""
+    own = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+    if name in own:
+        return own[name]
+    where = "run.report_to"
+    if ":" in name:
+        return cast("Callable[[Run], Tracker]", find_object(name, base_dir, where, "function"))
+    point = next(iter(importlib.metadata.entry_points(group=OF_PACKAGES, name=name)), None)
+    if point is None:
+        raise ConfigError(f"no installed package offers the tracker {name!r}", where=where, fix="install it, or take it out of the list")
+    return cast("Callable[[Run], Tracker]", imported(point.load, f"the tracker {name!r}", where))
+
+
+def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str, base_dir: Path = Path()) -> list[Sink]:
     """The trackers of `run.report_to`; rank 0 alone opens them. `config` is shown there, redacted.
 
     Raises EnvironmentFault for a library that is not installed, and, at the first start of a run, for a tracker that does not
     start. A run that has begun goes on without a tracker that cannot be reached.
     """
-    check_installed(report_to)
-    makers = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+    check_installed(report_to, base_dir)
     known = _recall(run_dir)
     sinks = []
     for kind in report_to:
         run = Run(run_dir, name, plain(config), known.get(kind))
         try:
-            tracker = makers[kind](run)
+            tracker = maker_of(kind, base_dir)(run)
         except Exception as error:
             if run.known is None:
-                fix = f"{LIBRARIES[kind][2]}, or take {kind} out of the list"
+                hint = LIBRARIES[kind][2] if kind in LIBRARIES else "look at its code"
+                fix = f"{hint}, or take {kind} out of the list"
                 raise EnvironmentFault(f"{kind} does not start: {_line(error)}", where="run.report_to", fix=fix) from error
             _warn(kind, error)
             tracker = None

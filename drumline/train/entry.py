@@ -12,6 +12,7 @@ from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
+from drumline.telemetry.callbacks import Callbacks
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
@@ -35,15 +36,15 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
     with StopFlag() as stop_flag:
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         past = read(events_path)
-        speaker = Speaker(plan, listener) if ranks.rank == 0 else None
-        emit = speaker.emit if speaker else silent
+        callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
+        speaker = Speaker(plan, listener, callbacks) if ranks.rank == 0 else Listener(callbacks)
+        emit = speaker.emit
         goodput = Goodput(started)
         error: BaseException | None = None
         try:
             train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
             stop()
-            if speaker:
-                speaker.export()
+            speaker.export()
         except BaseException as raised:
             # Noted before anything is taken down: the peers' errors that follow are consequences.
             note(raised)
@@ -51,8 +52,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             raise
         finally:
             stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
-            if speaker:
-                speaker.close(error, goodput)
+            speaker.close(error, goodput)
 
 
 def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> None:
@@ -88,25 +88,47 @@ def silent(event: Event) -> None:
     """The emit of every rank but the first."""
 
 
-class Speaker:
-    """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, and a listener."""
+class Listener:
+    """What events of a rank go to: its callbacks."""
 
-    def __init__(self, plan: Plan, listener: Emit | None) -> None:
+    def __init__(self, callbacks: Callbacks | None) -> None:
+        self.callbacks, self.last_step = callbacks or Callbacks((), Path(), 0), 0
+
+    def emit(self, event: Event) -> None:
+        self.last_step = getattr(event, "step", 0) or self.last_step
+        self.callbacks.event(event)
+
+    def export(self) -> None:
+        """Rank 0's alone."""
+
+    def close(self, error: BaseException | None, goodput: Goodput) -> None:
+        """The last event of this process: how it ended."""
+        kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
+        status = kinds.get(type(error), "failed")
+        code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
+        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, goodput=goodput.report()))
+
+
+class Speaker(Listener):
+    """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
+
+    def __init__(self, plan: Plan, listener: Emit | None, callbacks: Callbacks | None = None) -> None:
         from drumline.telemetry.trackers import open_sinks
 
+        super().__init__(callbacks)
         run_dir = Path(plan.run_dir)
         self.plan, self.listener = plan, listener
         self.log = EventLog(run_dir / "events.jsonl")
-        self.sinks = open_sinks(plan.config.run.report_to, run_dir, plan.config.model_dump(mode="json"), run_dir.name)
-        self.last_step = 0
+        config = plan.config.model_dump(mode="json")
+        self.sinks = open_sinks(plan.config.run.report_to, run_dir, config, run_dir.name, Path(plan.base_dir))
 
     def emit(self, event: Event) -> None:
         event = self.log.emit(event)
-        self.last_step = getattr(event, "step", 0) or self.last_step
         for sink in self.sinks:
             sink.event(event)
         if self.listener:
             self.listener(event)
+        super().emit(event)
 
     def export(self) -> None:
         """The Hugging Face folder at the end of a finished run."""
@@ -127,11 +149,7 @@ class Speaker:
         self.emit(Export(path=str(result.path), seconds=result.seconds, max_logit_difference=result.max_logit_difference))
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
-        """The last event of this process: how it ended."""
-        kinds: dict[type, str] = {type(None): "finished", Preempted: "preempted", TrainingStopped: "stopped"}
-        status = kinds.get(type(error), "failed")
-        code = error.exit_code if isinstance(error, DrumlineError) else int(error is not None)
-        self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, goodput=goodput.report()))
+        super().close(error, goodput)
         for sink in self.sinks:
             sink.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.core.load import Overrides, overrides_of
-from drumline.errors import Preempted, TrainingStopped, UserError, WorkerFailed
+from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by, require_rendezvous
 from drumline.telemetry.events import Eval, Event, Step, read
 
@@ -69,6 +69,7 @@ def train(
     *,
     resume: bool | str | Path = False,
     allow: Sequence[str] = (),
+    callbacks: Sequence[str] = (),
     trust_remote_code: bool = False,
     display: bool = False,
 ) -> Run:
@@ -76,6 +77,7 @@ def train(
 
     `config`: the path of a YAML, or its keys as a dictionary, in which paths are relative to the current folder. `overrides`: dotted key
     → value, or `key=value` as on the command line. `resume`: True, or a checkpoint or run folder; `allow`: keys that may differ then.
+    `callbacks`: `run.callbacks`, classes as `mine.py:MyCallback`.
     `display`: show what the command line shows. Under torchrun this process joins as a rank.
 
     Raises the exceptions of `drumline.errors`: UserError and its kinds for a mistake, WorkerFailed for ranks that failed, NotSaved for
@@ -85,6 +87,11 @@ def train(
 
     expandable_segments()
     changes = overrides_of(overrides)
+    if callbacks:
+        if any(not isinstance(path, str) for path in callbacks):
+            fix = "name the class by path: callbacks=['mine.py:MyCallback']"
+            raise ConfigError("ranks are other processes, and get no objects of this one", where="callbacks", fix=fix)
+        changes += overrides_of({"run.callbacks": [*callbacks]})
     changes += ["model.trust_remote_code=true"] * trust_remote_code
     place = None if resume is False else "newest" if resume is True else os.fspath(resume)
     request = requested(config, changes, place, tuple(allow))

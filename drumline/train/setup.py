@@ -34,6 +34,7 @@ from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.strategies.build import require_spreadable
+from drumline.telemetry import callbacks
 from drumline.telemetry.trackers import check_installed
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
@@ -57,7 +58,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     config, base = request.loaded.config, request.loaded.base_dir
     if request.resume not in (None, "newest"):
         _named(Path(request.resume or ""))  # before any work is done for nothing
-    check_installed(config.run.report_to)
+    check_installed(config.run.report_to, base.absolute())
+    callbacks.find(config.run.callbacks, base.absolute())
     if config.plain:
         return own_plan(request, dry_run, on_progress)
     if config.adapter.kind == "lora":
@@ -126,7 +128,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     )
     require_spreadable(plan, None)
     if not dry_run:
-        require_deepspeed(plan, on_progress)
+        plan.config.strategy.require(plan, on_progress)
     return plan
 
 

@@ -31,7 +31,8 @@ def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
     digits = {"kind": "python", "path": f"{file}:digits", "options": {"first": 0, "last": 20}}
     text = {"kind": "python", "path": f"{file}:Bytes", "options": {"modules": ["linear"], "length": 24}, "limit": 20}
     algorithm = {"kind": "python", "path": f"{file}:objective"} | ({"weight": f"{file}:tokens"} if name == "gpt" else {})
-    optimizer = {"kind": "sgd", "lr": 0.05} if name == "resnet" else {"lr": 1e-3}
+    # Softmax is blind to biases of keys: of rounding alone AdamW would make steps. The GPT has no biases.
+    optimizer = {"lr": 1e-3} if name == "gpt" else {"kind": "sgd", "lr": 0.05}
     values: dict[str, Any] = {
         "model": {"kind": "python", "path": f"{file}:{NAMES[name]}", "options": SMALL[name], "sync_batchnorm": name == "resnet"},
         "algorithm": algorithm,
@@ -85,7 +86,7 @@ def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
     texts = example.Bytes(["linear"], 24)
     batch = torch.stack([texts[int(index)] for index in GlobalOrder(20, derive(0, "order"), True).ids(0, 8)])
     loss, sums = example.objective(model, batch)
-    assert losses(runs / "gpt" / "alone")[1] == pytest.approx(float(loss) / example.tokens(batch), rel=1e-5)
+    assert losses(runs / "gpt" / "alone")[1] == pytest.approx(loss.item() / example.tokens(batch), rel=1e-5)
     assert "z_loss" in sums
 
 

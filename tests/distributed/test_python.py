@@ -11,7 +11,7 @@ import yaml
 
 from drumline import Run
 from tests.forks import Forked
-from tests.harness import ENV, drumline, events, losses, write_config
+from tests.harness import ENV, drumline, events, losses, same_weights, write_config
 from tests.tiny import tiny_model_dir
 
 
@@ -79,3 +79,24 @@ def test_what_a_rank_raises_is_one_exception(config: Path, tmp_path: Path) -> No
     resumed = {"arguments": [str(config), {"run.dir": str(tmp_path / "other")}], "options": {"resume": str(lost)}}
     told = json.loads(script(resumed)[1])
     assert told["error"] == "CheckpointError" and str(lost) in told["line"]
+
+
+def test_callbacks_are_told_and_change_no_number(
+    config: Path, tmp_path: Path, expected: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENV, "NOTES", str(tmp_path))
+    mine = [f"tests.distributed.callbacks_of_mine:{name}" for name in ("Noting", "Everywhere", "Raising")]
+    overrides = {"run.dir": str(tmp_path / "run"), "launch.nproc": 2}
+    code, said = script({"arguments": [str(config), overrides], "options": {"callbacks": mine}})
+    assert code == 0, said
+    assert losses(tmp_path / "run") == expected
+    same_weights(tmp_path / "run", config.parent / "by-command", 0.0)
+    noted = [json.loads(line) for line in (tmp_path / "noted-0").read_text().splitlines()]
+    assert noted[0][0] == "start" and noted[-1][:2] == ["end", 4]
+    assert {step: loss for hook, step, loss in noted if hook == "step"} == expected
+    assert {hook for hook, *_ in noted} == {"start", "step", "eval", "save", "end"}
+    assert not (tmp_path / "noted-1").exists()
+    steps = [json.loads(line)[1] for line in (tmp_path / "everywhere-1").read_text().splitlines() if '"step"' in line]
+    assert steps == [1, 2, 3, 4]
+    log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").rglob("*.log"))
+    assert log.count("Raising.on_step raised ValueError: no plot of step 1 at all; it is not called again, the run goes on") == 1

@@ -63,3 +63,12 @@ def test_load_talks_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
     with pytest.raises(drumline.errors.UserError):
         drumline.load(tmp_path / "nothing")
+
+
+def test_callbacks_are_classes_by_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Deaf: pass\n")
+    config = {"data": {"train": [{"kind": "file", "path": "x.jsonl"}]}}
+    with pytest.raises(drumline.errors.ConfigError, match="ranks are other processes"):
+        drumline.train(config, callbacks=[print])  # type: ignore[list-item]
+    with pytest.raises(drumline.errors.ConfigError, match="is no callback — write a class with one of on_start"):
+        drumline.train(config, callbacks=[f"{tmp_path}/mine.py:Deaf"])

@@ -28,11 +28,11 @@ class PythonObjective(Algorithm):
         weight = torch.tensor(batch.weight, device=loss_sum.device)
         return LossOut(loss_sum.float(), {**{name: value.detach().float() for name, value in sums.items()}, WEIGHT: weight})
 
-    def figures(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {name: value / max(1.0, sums[WEIGHT]) for name, value in sums.items() if name not in ("loss", WEIGHT)}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {"loss": sums["loss"] / max(1.0, sums[WEIGHT]), **self.figures(sums)}
+        return {"loss": sums["loss"] / max(1.0, sums[WEIGHT]), **self.step_metrics(sums)}
 
     def _checked(self, out: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss_sum, sums = out if isinstance(out, tuple) and len(out) == 2 else (out, {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.algorithm import AlgorithmSpec, Asked
+from drumline.core.algorithm import AlgorithmSpec, HeadOutput
 from drumline.core.by_name import find_object
 from drumline.core.data import Forms
 from drumline.core.plan import Plan
@@ -25,7 +25,7 @@ class PythonConfig(AlgorithmSpec):
     columns: ClassVar[str] = "what your objective takes"
     plain: ClassVar[bool] = True
     writes: ClassVar[bool] = False
-    asks: ClassVar[frozenset[Asked]] = frozenset()
+    head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
     kind: Literal["python"] = "python"
     path: PathText = Field(description="file.py:function, relative to the YAML's folder, or package.module:function.")
     weight: PathText | None = Field(
