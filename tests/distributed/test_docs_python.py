@@ -1,0 +1,32 @@
+"""The code of docs/python.md runs as it stands, block after block, on a small model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.forks import Forked
+from tests.harness import ENV, ROOT, events, write_config
+from tests.tiny import tiny_model_dir
+
+PAGE = ROOT / "docs" / "python.md"
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    write_config(tmp_path, tiny_model_dir(tmp_path / "model"), data={"packing": False}).rename(tmp_path / "mine.yaml")
+    found = blocks(PAGE)
+    (mine,) = [block for block in found if block.startswith("# mine.py")]
+    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "page.py").write_text("\n".join(block for block in found if block is not mine))
+    code, said = Forked("page", env={**ENV, "DRUMLINE_CACHE": str(tmp_path)}, cwd=tmp_path).told(280)
+    assert code == 0, said
+    assert events(tmp_path / "runs" / "own", "run_end")[-1]["exit_code"] == 0
+    assert "strategy:" in said
+
+
+def test_the_chinese_page_has_the_same_code() -> None:
+    assert blocks(PAGE) == blocks(PAGE.with_name("python.zh.md"))
