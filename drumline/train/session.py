@@ -111,7 +111,7 @@ class Session:
         try:
             Together.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
         except RanksError as failure:
-            self.held.close()
+            self.stack.close()
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
         self.speaker = Speaker(plan, None) if self.is_first else None
