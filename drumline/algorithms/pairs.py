@@ -11,7 +11,7 @@ import torch
 from drumline.algorithms.base import LossOut, Referenced
 from drumline.data.batches import IGNORE
 
-FIGURES = ("accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
+METRICS = ("accuracy", "margin", "reward_chosen", "reward_rejected", "log_prob_chosen", "log_prob_rejected")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class AnswerPairs(Referenced):
         chosen_P, rejected_P = sides(log_probs_B)
         won_P, lost_P = sides(rewards_B.detach())
         values = ((won_P > lost_P).double(), won_P - lost_P, won_P, lost_P, chosen_P, rejected_P)
-        return LossOut((loss_P * batch.real_P).sum().float(), pair_sums(batch.real_P, **dict(zip(FIGURES, values, strict=True))))
+        return LossOut((loss_P * batch.real_P).sum().float(), pair_sums(batch.real_P, **dict(zip(METRICS, values, strict=True))))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **self.step_metrics(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over pairs. Rewards are β × score, the margin their difference, as TRL has them."""
-        return means(sums, *FIGURES)
+        return means(sums, *METRICS)
 
 
 def answer_tokens(batch: Any) -> torch.Tensor:

@@ -121,7 +121,7 @@ class ContinuousGenerator(_Generator):
 
 
 class VLLMGenerator(_Generator):
-    """vLLM, told the new weights before each rollout: a server (`vllm serve`), or an engine in each rank."""
+    """vLLM, as a server (`vllm serve`) or an engine in each rank; it gets the new weights before each rollout."""
 
     kind: Literal["vllm"] = "vllm"
     url: PathText | None = Field(None, description="http://HOST:PORT of the server; null: an engine in each rank, beside what it trains.")

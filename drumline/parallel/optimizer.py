@@ -79,17 +79,17 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
     def stepped(primed: bool) -> torch.Tensor:
         parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
-        tried = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
+        probe = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
         parameter.grad = torch.zeros_like(parameter)
-        for group in tried.param_groups if primed else ():
+        for group in probe.param_groups if primed else ():
             group["lr"] = 0.0
-            tried.step()
+            probe.step()
             group["lr"] = optimizer.defaults["lr"]
-            for value in tried.state[parameter].values():
+            for value in probe.state[parameter].values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
         parameter.grad = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
-        tried.step()
+        probe.step()
         return parameter.detach()
 
     if not torch.equal(stepped(primed=True), stepped(primed=False)):

@@ -14,7 +14,7 @@ from drumline.strategies.single.spec import SingleStrategy
 
 
 class AutoStrategy(StrategySpec):
-    """The planner chooses: strategy, and of micro-batch and activation checkpointing what is not said."""
+    """The planner chooses the strategy, and the micro-batch and activation checkpointing unless they are set."""
 
     position: ClassVar[int] = 0
     planned: ClassVar[bool] = True
