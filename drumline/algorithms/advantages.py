@@ -4,9 +4,12 @@ completion; P prompts with G episodes each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
+
+from drumline.data.episodes import Episodes
 
 # What a standard deviation is enlarged by before it divides: that of TRL, so that the numbers agree.
 STD_EPSILON = 1e-4
@@ -89,3 +92,21 @@ def at_last(scores_N: torch.Tensor, mask_NM: torch.Tensor) -> torch.Tensor:
     places_N = (lengths_N - 1).clamp(min=0)
     spread = torch.zeros(mask_NM.shape, dtype=scores_N.dtype, device=scores_N.device)
     return spread.scatter_(1, places_N[:, None], torch.where(lengths_N > 0, scores_N, 0.0)[:, None])
+
+
+def credit_groups(
+    episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"]
+) -> Episodes:
+    """With the advantage that an episode has in its group of `size` at every token of its completion."""
+    advantages_N = group_advantages(rewards_N.reshape(-1, size), scale, estimator).reshape(-1)
+    return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
+
+
+def credit_tokens(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, gamma: float, lam: float, whitened: bool) -> Episodes:
+    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
+    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
+    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
+    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
+    if whitened:
+        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
+    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)

@@ -3,7 +3,7 @@ clipped surrogate; figures of how far the policy has moved. [B, T] tensors are f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -50,26 +50,12 @@ class KLController:
             self.coefficient *= 1 + error * episodes / self.horizon
 
 
-def policy_options(spec: RolloutSpec) -> dict[str, Any]:
-    """What a spec says to any PolicyGradient. The controller is the objective's own, and the rollouts steer it."""
-    return {
-        "kl": KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon),
-        "estimator": spec.kl.estimator,
-        "temperature": spec.generator.temperature,
-        "chunk": spec.loss_chunk,
-        "on_policy": spec.on_policy,
-    }
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Algorithm):
-    """`temperature`: of sampling. `on_policy`: no step was taken since the rollout. `estimator`: of the divergence from the reference."""
+    """What `spec` says. The controller of the divergence's weight is the objective's own, and the rollouts steer it."""
 
-    kl: KLController = field(default_factory=lambda: KLController(0.0))
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    temperature: float = 1.0
-    chunk: int = 1024
-    on_policy: bool = False
+    def __init__(self, spec: RolloutSpec) -> None:
+        self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
+        self.chunk, self.temperature, self.on_policy = spec.loss_chunk, spec.generator.temperature, spec.on_policy
 
     def log_probs(self, outputs: Any, batch: EpisodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs, those of the rollout, and entropies. `on_policy`, those of the rollout are of this very forward, which need not be

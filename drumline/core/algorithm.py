@@ -10,6 +10,7 @@ episodes of one prompt. `batch.global_samples` counts what an optimizer step lea
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class AlgorithmSpec(Spec):
     writes: ClassVar[bool] = True  # the trained model writes text; otherwise it gives numbers
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"cross_entropy"})
     pairs_with_previous: ClassVar[bool] = False  # `collator` also gets of each sample the one before it in the global batch
+    objective: ClassVar[str] = ""  # module:name of what makes the objective of a spec, for `build`
 
     @property
     def forms(self) -> Forms:
@@ -141,7 +143,8 @@ class AlgorithmSpec(Spec):
 
     def build(self) -> Any:
         """The objective: an `algorithms.base.Algorithm`."""
-        raise NotImplementedError
+        module, _, name = self.objective.partition(":")
+        return getattr(importlib.import_module(module), name)(self)
 
 
 class ChunkedSpec(AlgorithmSpec):

@@ -12,6 +12,7 @@ import torch
 
 from drumline.algorithms.advantages import differs, group_advantages, whiten
 from drumline.algorithms.grpo.objective import GRPO
+from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import KLController, divergence
 from drumline.data.episodes import Episodes, collate_episodes
 from drumline.models.head import Outputs
@@ -35,6 +36,11 @@ def episodes(normalize: Any) -> Episodes:
         object.__setattr__(rollout, field, stored(f"{name}_BM") * mask_NM)
     object.__setattr__(rollout, "advantages_NM", stored("advantages_B")[:, None] * mask_NM)
     return rollout.weighted(normalize, TRL["max_completion"], torch.ones(len(rollout), dtype=torch.bool))
+
+
+def made(beta: float = 0.0, **named: Any) -> GRPO:
+    """As after a step was taken since the rollout, unless `named` says otherwise."""
+    return GRPOConfig.model_validate({"kind": "grpo", "kl": {"coefficient": beta}, "minibatches": 2, **named}).build()
 
 
 def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
@@ -65,7 +71,7 @@ def loss_and_gradient(algorithm: GRPO, rollout: Episodes, cuts: list[list[int]])
 def test_losses_and_gradients_equal_trl(name: str, cuts: list[list[int]]) -> None:
     case = TRL["cases"][name]
     named = {key: case[key] for key in ("clip_high", "importance", "surrogate", "ratio", "delta", "entropy_weight") if key in case}
-    algorithm = GRPO(kl=KLController(case["beta"]), importance_cap=TRL["cap"], estimator="k3", **named)
+    algorithm = made(case["beta"], importance_cap=TRL["cap"], **named)
     loss, gradient_NMV, figures = loss_and_gradient(algorithm, episodes(case["normalize"]), cuts)
     assert abs(loss - case["loss"]) < 1e-5
     torch.testing.assert_close(gradient_NMV, torch.tensor(case["gradient_BMV"]), atol=1e-5, rtol=1e-5)
@@ -74,7 +80,7 @@ def test_losses_and_gradients_equal_trl(name: str, cuts: list[list[int]]) -> Non
 
 
 def test_figures_do_not_hang_on_the_cut() -> None:
-    algorithm, rollout = GRPO(kl=KLController(0.1)), episodes("token")
+    algorithm, rollout = made(0.1), episodes("token")
     whole = loss_and_gradient(algorithm, rollout, [[0, 1, 2, 3, 4, 5]])[2]
     assert loss_and_gradient(algorithm, rollout, [[0, 3], [1, 2, -1], [4, 5]])[2] == pytest.approx(whole, rel=1e-5)
 
@@ -82,7 +88,7 @@ def test_figures_do_not_hang_on_the_cut() -> None:
 def test_on_policy_is_a_ratio_of_one() -> None:
     """With no step since the rollout the loss is −mean advantage, and its gradient that of A · log π."""
     rollout = episodes("token")
-    loss, gradient_NMV, figures = loss_and_gradient(GRPO(on_policy=True), rollout, [[0, 1, 2, 3, 4, 5]])
+    loss, gradient_NMV, figures = loss_and_gradient(made(minibatches=1), rollout, [[0, 1, 2, 3, 4, 5]])
     mask_NM = rollout.mask_NM
     assert loss == pytest.approx(float(-rollout.advantages_NM.sum() / mask_NM.sum()), abs=1e-6)
     assert figures["ratio_mean"] == figures["ratio_max"] == 1.0 and figures["clip_fraction"] == 0.0
@@ -97,13 +103,13 @@ def test_an_episode_that_does_not_count_changes_nothing() -> None:
     rollout = episodes("sequence")
     counts_N = torch.tensor([True, True, False, True, True, True])
     without = rollout.weighted("sequence", 8, counts_N)
-    loss, gradient_NMV, _ = loss_and_gradient(GRPO(), without, [[0, 1, 2, 3, 4, 5]])
-    expected, _, _ = loss_and_gradient(GRPO(), rollout, [[0, 1, 3], [4, 5]])
+    loss, gradient_NMV, _ = loss_and_gradient(made(), without, [[0, 1, 2, 3, 4, 5]])
+    expected, _, _ = loss_and_gradient(made(), rollout, [[0, 1, 3], [4, 5]])
     assert loss == pytest.approx(expected, abs=1e-6) and not gradient_NMV[2].any()
     empty = Episodes.start([np.zeros(2, np.int64)], [np.zeros(0, np.int64)]).weighted("sequence", 8, torch.ones(1, dtype=torch.bool))
     batch = collate_episodes(empty, [0], pad_id=0, width=None)
     assert batch.weight == 1.0 and not (batch.targets_BT != -100).any()
-    out = GRPO().objective(Outputs(logits_BTV=torch.randn(1, 2, 7, requires_grad=True)), batch)
+    out = made().objective(Outputs(logits_BTV=torch.randn(1, 2, 7, requires_grad=True)), batch)
     assert out.loss_sum == 0 and all(torch.isfinite(value) for value in out.sums.values())
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drumline.algorithms.dpo.objective import DPO
+from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import RewardModel
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.data import DataConfig
@@ -52,13 +53,13 @@ def close(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def dpo(options: dict[str, Any]) -> DPO:
     (kind, *more), weights = options["loss_type"], options.get("loss_weights", [1.0])
-    return DPO(
+    return DPOConfig(
         beta=options["beta"],
-        loss={{"aot": "sigmoid"}.get(kind, kind): 1.0},
+        loss={"aot": "sigmoid"}.get(kind, kind),
         label_smoothing=options.get("label_smoothing", 0.0),
         sft_weight=weights[1] if more == ["sft"] else 0.0,
-        chunk=16,
-    )
+        loss_chunk=16,
+    ).build()
 
 
 def test_the_rows_are_trls_rows() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from drumline.algorithms.advantages import at_last, gae, whiten
-from drumline.algorithms.policy import KLController
-from drumline.algorithms.ppo.objective import PPO
+from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
 from drumline.models.head import Outputs
 
@@ -70,7 +69,7 @@ def rollout() -> Episodes:
     return replace(start, **drawn).weighted("token", 1, torch.ones(5, dtype=torch.bool))
 
 
-def by_the_formula(ppo: PPO, batch: EpisodeBatch, logits_BTV: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
+def by_the_formula(ppo: PPOConfig, batch: EpisodeBatch, logits_BTV: torch.Tensor, values_BT: torch.Tensor) -> torch.Tensor:
     """Every token by itself, in float64."""
     total = torch.zeros((), dtype=torch.float64)
     logs_BTV, probs_BTV = logits_BTV.double().log_softmax(-1), logits_BTV.double().softmax(-1)
@@ -89,12 +88,12 @@ def by_the_formula(ppo: PPO, batch: EpisodeBatch, logits_BTV: torch.Tensor, valu
 
 @pytest.mark.parametrize("value_clip", [0.2, None])
 def test_losses_and_gradients_equal_the_formula(value_clip: float | None) -> None:
-    ppo = PPO(clip=0.1, value_clip=value_clip, value_weight=0.3, entropy_weight=0.05, kl=KLController(0.05))
+    ppo = PPOConfig(clip=0.1, value_clip=value_clip, value_weight=0.3, entropy_weight=0.05).build()
     batch = collate_episodes(rollout(), [3, 0, -1, 4, 2, 1], pad_id=0, width=9)
     logits_BTV, values_BT = numbers(6, 9, VOCABULARY, seed=7).requires_grad_(), numbers(6, 9, seed=8).requires_grad_()
     out = ppo.objective(Answers(logits_BTV=logits_BTV, values_BT=values_BT), batch)
     got = torch.autograd.grad(out.loss_sum, (logits_BTV, values_BT))
-    expected_sum = by_the_formula(ppo, batch, logits_BTV, values_BT)
+    expected_sum = by_the_formula(ppo.spec, batch, logits_BTV, values_BT)
     assert out.loss_sum.item() == pytest.approx(expected_sum.item(), abs=1e-5)
     for mine, theirs in zip(got, torch.autograd.grad(expected_sum, (logits_BTV, values_BT)), strict=True):
         torch.testing.assert_close(mine, theirs.to(mine.dtype), atol=1e-5, rtol=1e-5)
@@ -116,9 +115,9 @@ def test_value_apart_is_the_same_loss_in_two_parts() -> None:
     batch = collate_episodes(rollout(), [0, 1, 2, 3, 4], pad_id=0, width=None)
     shape = batch.input_ids_BT.shape
     outputs = Answers(logits_BTV=numbers(*shape, VOCABULARY), values_BT=numbers(*shape))
-    apart = PPO(value_apart=True).objective
+    apart = PPOConfig(value="separate").build().objective
     assert set(apart) == {"policy", "value"}
     parts = [apart[role](outputs, batch) for role in apart]
-    together = PPO().objective(outputs, batch)
+    together = PPOConfig().build().objective(outputs, batch)
     assert float(sum(part.loss_sum for part in parts)) == pytest.approx(float(together.loss_sum), rel=1e-6)
     assert not set(parts[0].sums) & set(parts[1].sums) and parts[0].sums.keys() | parts[1].sums.keys() == together.sums.keys()

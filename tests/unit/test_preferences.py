@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.algorithms.dpo.objective import DPO
+from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import BINS, RewardModel
 
 PAIRS, LONGEST = 40, 6
@@ -98,7 +98,7 @@ def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
 def test_dpo(kind: Any, cuts: list[np.ndarray[Any, Any]]) -> None:
     smoothing = 0.1 if kind == "sigmoid" else 0.0
-    algorithm = DPO(beta=0.4, loss={kind: 1.0}, label_smoothing=smoothing, sft_weight=0.5, chunk=0)
+    algorithm = DPOConfig(beta=0.4, loss=kind, label_smoothing=smoothing, sft_weight=0.5, loss_chunk=0).build()
     log_probs = np.where(np.arange(LONGEST) < LENGTHS_B[:, None], LOG_PROBS_BT, 0.0).sum(1)
     score = log_probs - REFERENCE_B
     delta = score[:PAIRS] - score[PAIRS:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,9 +10,6 @@ from drumline.algorithms.specs import AnswerPairSpec
 from drumline.core.algorithm import ReferencedSpec
 from drumline.core.model import ModelConfig
 from drumline.core.section import MOST_WEIGHT, Above0, Weight
-
-if TYPE_CHECKING:
-    from drumline.algorithms.dpo.objective import DPO
 
 Loss = Literal[
     "sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
@@ -29,6 +26,7 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
 
     position: ClassVar[int] = 3
     rate: ClassVar[float] = 5e-7
+    objective: ClassVar[str] = "drumline.algorithms.dpo.objective:made"
     kind: Literal["dpo"] = "dpo"
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
     loss: Loss = Field(
@@ -78,17 +76,3 @@ class DPOConfig(AnswerPairSpec, ReferencedSpec):
     @property
     def extra_forwards(self) -> int:
         return int(not self.weights.keys().isdisjoint(SORTED))
-
-    def build(self) -> DPO:
-        from drumline.algorithms.dpo.objective import DPO, SortingDPO
-
-        return (SortingDPO if self.extra_forwards else DPO)(
-            beta=self.beta,
-            loss=self.weights,
-            label_smoothing=self.label_smoothing,
-            f_divergence=self.f_divergence,
-            f_alpha=self.f_alpha,
-            discopop_tau=self.discopop_tau,
-            sft_weight=self.sft_weight,
-            chunk=self.loss_chunk,
-        )

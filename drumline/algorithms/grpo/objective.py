@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from drumline.algorithms.advantages import group_advantages
 from drumline.algorithms.base import LossOut
+from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import PolicyGradient, level_ratio, movement, reference_kl, surrogate, weighted_likelihood
-from drumline.data.episodes import EpisodeBatch, Episodes
+from drumline.data.episodes import EpisodeBatch
 
 
-@dataclass(frozen=True)
 class GRPO(PolicyGradient):
     """Σ w (c · surrogate + β · KL − entropy_weight · entropy) over tokens; advantages and weights w come with the batch.
 
@@ -24,35 +22,31 @@ class GRPO(PolicyGradient):
     tokens, which is the same under `normalize: token`.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    delta: float | None = None
-    surrogate: Literal["clip", "cispo"] = "clip"
-    ratio: Literal["token", "sequence", "product"] = "token"
-    entropy_weight: float = 0.0
-    importance: Literal["none", "token", "sequence"] = "none"
-    importance_cap: float = 2.0
+    def __init__(self, spec: GRPOConfig) -> None:
+        super().__init__(spec)
+        self.spec = spec
 
     def objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        spec = self.spec
         log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
         log_ratio_BT = log_probs_BT - old_BT
-        level_BT = level_ratio(log_ratio_BT, batch.targets_BT, self.ratio)
-        if self.surrogate == "cispo":
-            loss_BT, clipped_BT = weighted_likelihood(level_BT, log_probs_BT, batch.advantages_BT, 1 + self.clip_high)
+        level_BT = level_ratio(log_ratio_BT, batch.targets_BT, spec.ratio)
+        if spec.surrogate == "cispo":
+            loss_BT, clipped_BT = weighted_likelihood(level_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip)
         else:
-            loss_BT, clipped_BT = surrogate(level_BT, batch.advantages_BT, self.clip_low, self.clip_high, self.delta)
+            loss_BT, clipped_BT = surrogate(level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta)
         sums = movement(log_ratio_BT, clipped_BT, entropy_BT, batch)
-        if self.importance != "none":
-            weight_BT = importance_weights(old_BT, batch, self.importance, self.importance_cap)
+        if spec.importance != "none":
+            weight_BT = importance_weights(old_BT, batch, spec.importance, spec.importance_cap)
             loss_BT = loss_BT * weight_BT
             counts_BT = batch.weights_BT > 0
             sums |= {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
         policy = (loss_BT * batch.weights_BT).sum()
         loss_sum, sums["policy"] = policy, policy.detach()
-        if self.entropy_weight:
-            loss_sum = loss_sum - self.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+        if spec.entropy_weight:
+            loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
         if self.kl.coefficient:
-            kl_BT = reference_kl(log_probs_BT, batch, self.estimator)
+            kl_BT = reference_kl(log_probs_BT, batch, spec.kl.estimator)
             loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
             sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
         return LossOut(loss_sum, sums)
@@ -62,14 +56,6 @@ class GRPO(PolicyGradient):
         if "importance" in sums:
             metrics |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
         return metrics
-
-
-def credited(
-    episodes: Episodes, rewards_N: torch.Tensor, size: int, scale: Literal["group", "batch", "none"], estimator: Literal["grpo", "rloo"]
-) -> Episodes:
-    """With the advantage that an episode has in its group of `size` at every token of its completion."""
-    advantages_N = group_advantages(rewards_N.reshape(-1, size), scale, estimator).reshape(-1)
-    return replace(episodes, advantages_NM=advantages_N[:, None] * episodes.mask_NM)
 
 
 def importance_weights(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from drumline.algorithms.specs import PromptSpec
 from drumline.core.section import MOST_WEIGHT, Above0, Weight
-
-if TYPE_CHECKING:
-    from drumline.algorithms.grpo.objective import GRPO
 
 
 class GRPOConfig(PromptSpec):
@@ -18,6 +15,7 @@ class GRPOConfig(PromptSpec):
     al. 2025), CISPO (MiniMax-M1, 2025), RLOO (Ahmadian et al. 2024)."""
 
     position: ClassVar[int] = 5
+    objective: ClassVar[str] = "drumline.algorithms.grpo.objective:GRPO"
     kind: Literal["grpo"] = "grpo"
     group_size: int = Field(
         8, gt=0, le=10**6, description="Completions of each prompt, 2 or more; an advantage is a reward minus the mean reward of its group."
@@ -96,24 +94,8 @@ class GRPOConfig(PromptSpec):
         return 1 + self.dynamic_sampling
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.grpo.objective import credited
+        from drumline.algorithms.advantages import credit_groups
 
         counts_N = ~rewards_N.isnan() & (episodes.ended_N | (not self.mask_truncated))
-        credits = credited(episodes, rewards_N, self.group_size, self.scale, self.estimator)
+        credits = credit_groups(episodes, rewards_N, self.group_size, self.scale, self.estimator)
         return credits.weighted(self.normalize, self.new_tokens, counts_N)
-
-    def build(self) -> GRPO:
-        from drumline.algorithms.grpo.objective import GRPO
-        from drumline.algorithms.policy import policy_options
-
-        return GRPO(
-            clip_low=self.clip,
-            clip_high=self.upper_clip,
-            delta=self.delta,
-            surrogate=self.surrogate,
-            ratio=self.ratio,
-            entropy_weight=self.entropy_weight,
-            importance=self.importance,
-            importance_cap=self.importance_cap,
-            **policy_options(self),
-        )

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from drumline.algorithms.advantages import at_last, gae, whiten
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.policy import PolicyGradient, Sums, movement, reference_kl, surrogate
-from drumline.data.episodes import EpisodeBatch, Episodes
+from drumline.algorithms.ppo.spec import PPOConfig
+from drumline.data.episodes import EpisodeBatch
 
 
-@dataclass(frozen=True)
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
     The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it stands in the batch's advantages and returns;
-    here it is a figure alone. `value_apart`: the value is a model of its own; policy and value are then two objectives.
+    here it is a figure alone. Where the value is a model of its own, policy and value are two objectives.
     """
 
-    clip: float = 0.2
-    value_clip: float | None = 0.2
-    value_weight: float = 0.1
-    entropy_weight: float = 0.0
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    value_apart: bool = False
+    def __init__(self, spec: PPOConfig) -> None:
+        super().__init__(spec)
+        self.spec = spec
 
     @property
     def objective(self) -> Any:
         """The objective of the one model, or of each role that learns."""
         roles: Mapping[str, Any] = {"policy": self.policy, "value": self.value}
-        return roles if self.value_apart else self.both
+        return roles if self.spec.value == "separate" else self.both
 
     def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         policy, value = self.policy(outputs, batch), self.value(outputs, batch)
@@ -42,40 +37,31 @@ class PPO(PolicyGradient):
     def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
         log_ratio_BT = log_probs_BT - old_BT
-        loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.clip, self.clip)
+        loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip)
         policy = (loss_BT * batch.weights_BT).sum()
         sums = {**movement(log_ratio_BT, clipped_BT, entropy_BT, batch), "policy": policy.detach()}
         if self.kl.coefficient:
-            sums["kl"] = reference_kl(log_probs_BT.detach(), batch, self.estimator)[batch.weights_BT > 0].sum()
+            sums["kl"] = reference_kl(log_probs_BT.detach(), batch, self.spec.kl.estimator)[batch.weights_BT > 0].sum()
         loss_sum = policy
-        if self.entropy_weight:
-            loss_sum = loss_sum - self.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+        if self.spec.entropy_weight:
+            loss_sum = loss_sum - self.spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
         return LossOut(loss_sum, sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Half the squared error to the returns, the larger of it and of that with the value held within ±value_clip of the rollout's."""
         values_BT, returns_BT = outputs.values(), batch.returns_BT
         error_BT = (values_BT - returns_BT).square()
-        if self.value_clip is not None:
+        if self.spec.value_clip is not None:
             old_BT = batch.old_values_BT
-            held_BT = old_BT + (values_BT - old_BT).clamp(-self.value_clip, self.value_clip)
+            clip = self.spec.value_clip
+            held_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
             error_BT = torch.maximum(error_BT, (held_BT - returns_BT).square())
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
-        return LossOut(self.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
+        return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         value = {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": _explained(sums)}
         return super().step_metrics(sums) | value
-
-
-def credited(episodes: Episodes, rewards_N: torch.Tensor, cost_NM: torch.Tensor, gamma: float, lam: float, whitened: bool) -> Episodes:
-    """With advantages and returns of the reward at the last token less `cost_NM` at each, and the tokens' weights."""
-    mask_NM, counts_N = episodes.mask_NM, ~rewards_N.isnan()
-    token_rewards_NM = at_last(rewards_N.nan_to_num(), mask_NM) - cost_NM
-    advantages_NM, returns_NM = gae(token_rewards_NM, episodes.values_NM, mask_NM, gamma, lam)
-    if whitened:
-        advantages_NM = whiten(advantages_NM, mask_NM & counts_N[:, None])
-    return replace(episodes, advantages_NM=advantages_NM, returns_NM=returns_NM).weighted("token", 1, counts_N)
 
 
 def _fit(values_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:

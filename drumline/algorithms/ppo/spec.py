@@ -13,7 +13,6 @@ from drumline.core.rollouts import KLConfig
 from drumline.core.section import Above0, Weight
 
 if TYPE_CHECKING:
-    from drumline.algorithms.ppo.objective import PPO
     from drumline.core.config import Config
 
 
@@ -21,6 +20,7 @@ class PPOConfig(PromptSpec):
     """Proximal policy optimisation with a learned value (Schulman et al. 2017; on language models Ziegler et al. 2019)."""
 
     position: ClassVar[int] = 4
+    objective: ClassVar[str] = "drumline.algorithms.ppo.objective:PPO"
     kind: Literal["ppo"] = "ppo"
     group_size: int = Field(1, gt=0, le=10**6, description="Completions of each prompt.")
     epochs: int = Field(4, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
@@ -50,19 +50,6 @@ class PPOConfig(PromptSpec):
         return found
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:
-        from drumline.algorithms.ppo.objective import credited
+        from drumline.algorithms.advantages import credit_tokens
 
-        return credited(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
-
-    def build(self) -> PPO:
-        from drumline.algorithms.policy import policy_options
-        from drumline.algorithms.ppo.objective import PPO
-
-        return PPO(
-            clip=self.clip,
-            value_clip=self.value_clip,
-            value_weight=self.value_weight,
-            entropy_weight=self.entropy_weight,
-            value_apart=self.value == "separate",
-            **policy_options(self),
-        )
+        return credit_tokens(episodes, rewards_N, cost_NM, self.gamma, self.lam, self.whiten)
