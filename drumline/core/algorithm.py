@@ -39,7 +39,7 @@ class AuxiliaryModel:
     model: ModelConfig
     where: str
     head: Literal["lm", "score"] = "lm"
-    learns: bool = False
+    trainable: bool = False
     lr_ratio: float = 1.0
 
 

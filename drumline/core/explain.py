@@ -33,8 +33,8 @@ def strategy_name(plan: Plan) -> str:
 
 def _parameters(predicted: Predicted) -> str:
     assert predicted.parameters is not None
-    all_learn = predicted.learned is None or predicted.learned == predicted.parameters
-    return count(predicted.parameters) + ("" if all_learn else f", {count(predicted.learned or 0)} of them learn")
+    all_learn = predicted.trainable is None or predicted.trainable == predicted.parameters
+    return count(predicted.parameters) + ("" if all_learn else f", {count(predicted.trainable or 0)} of them learn")
 
 
 def plan_line(plan: Plan) -> str:

@@ -75,8 +75,8 @@ class RolePlan(Frozen):
     model: ModelConfig
     model_path: str | None
     head: Literal["lm", "score"] = Field(description="score: one number a token, by a linear head on the last hidden states.")
-    learns: bool = False
-    lr_ratio: float = Field(1.0, description="learns: its learning rate as a part of the policy's.")
+    trainable: bool = Field(False, validation_alias=AliasChoices("trainable", "learns"))
+    lr_ratio: float = Field(1.0, description="trainable: its learning rate as a part of the policy's.")
     layers: tuple[tuple[int, int], ...] = Field((), description="Blocks of each stage of a pipeline, as PipelinePlan has them.")
 
 
@@ -143,7 +143,7 @@ class Layout(Frozen):
 
     def trainable(self, facts: ModelFacts) -> list[tuple[Head, ModelFacts]]:
         """Head and sizes of each model that is trained, the policy (`facts`) first."""
-        roles = [(role.head, facts.roles[name]) for name, role in self.roles.items() if role.learns and name in facts.roles]
+        roles = [(role.head, facts.roles[name]) for name, role in self.roles.items() if role.trainable and name in facts.roles]
         return [(self.config.head, facts), *roles]
 
     def of_role(self, name: str) -> Self:
@@ -152,7 +152,7 @@ class Layout(Frozen):
         role, config, strategy = self.roles[name], self.config, self.strategy
         update: dict[str, Any] = {"model": role.model, "adapter": NoAdapter()}
         values: dict[str, Any] = {"roles": {}, "pipeline": self.pipeline and self.pipeline.model_copy(update={"layers": role.layers})}
-        if not role.learns:
+        if not role.trainable:
             update["memory"] = MemoryConfig()
             frozen, how = strategy.frozen(), self.data_parallel
             if frozen is not strategy:
@@ -165,7 +165,11 @@ class Predicted(Frozen):
     """What the planner expects; null where it does not know yet."""
 
     parameters: int | None = None
-    learned: int | None = Field(None, description="Of these, those that learn; the others lie frozen under an adapter.")
+    trainable: int | None = Field(
+        None,
+        validation_alias=AliasChoices("trainable", "learned"),
+        description="Of these, those that are trained; the others are frozen under an adapter.",
+    )
     flops_per_token: float | None = Field(None, description="Forward and backward, model FLOPs.")
     peak_flops_per_device: float | None = Field(None, description="Datasheet rate of the compute type, FLOP/s; null where unknown.")
     estimate: Estimate | None = Field(None, description="Memory, seconds and traffic by category; null where the model is not known.")
@@ -202,7 +206,7 @@ class Plan(Layout):
     @property
     def checkpoint_bytes(self) -> int:
         """About what a checkpoint takes: in fp32 a weight that learns, and AdamW's two moments of it; 0 where the model is not known."""
-        return 12 * (self.predicted.learned or 0)
+        return 12 * (self.predicted.trainable or 0)
 
     def save(self, path: Path) -> None:
         """Write plan.json."""
@@ -212,7 +216,7 @@ class Plan(Layout):
         """The plan of one of `roles` by itself."""
         role, own = self.roles[name], super().of_role(name)
         offload = getattr(own.strategy, "offload", self.offload)
-        deepspeed = _apart_on_disk(self.deepspeed, name) if role.learns else None
+        deepspeed = _apart_on_disk(self.deepspeed, name) if role.trainable else None
         return own.model_copy(update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path})
 
     @classmethod

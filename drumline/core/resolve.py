@@ -239,7 +239,7 @@ def _predict(machine: Machine, device: str, precision: str, facts: ModelFacts | 
     image_share = data.image_tokens / data.train_tokens if data is not None and data.train_tokens else 0.0
     return Predicted(
         parameters=facts.parameters,
-        learned=facts.trainable,
+        trainable=facts.trainable,
         flops_per_token=facts.flops_per_token + facts.flops_per_image_token * image_share,
         peak_flops_per_device=peak,
     )

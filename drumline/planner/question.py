@@ -92,7 +92,9 @@ def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]
     roles = dict[str, RolePlan]()
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         role = policy if wanted.model == config.model else find(wanted.model)
-        roles[name] = RolePlan(model=role.model, model_path=role.path, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        roles[name] = RolePlan(
+            model=role.model, model_path=role.path, head=wanted.head, trainable=wanted.trainable, lr_ratio=wanted.lr_ratio
+        )
     return roles
 
 

@@ -43,12 +43,12 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     """
     if role is not None:
         chosen = plan.roles[role]
-        if chosen.learns:
+        if chosen.trainable:
             return _learning(plan.of_role(role), device, checkpoint_keys, chosen.head)
         frozen = _frozen(plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed")
         frozen_engines.add(frozen)
         return cast(Engine, frozen)
-    learning = {name: chosen for name, chosen in plan.roles.items() if chosen.learns}
+    learning = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
     policy = _learning(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
     if not learning:

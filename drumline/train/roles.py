@@ -25,7 +25,7 @@ def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[s
             tokenizer = models.load_tokenizer(policy.path, config.model)
             require_same_tokens(model, path, tokenizer, wanted.where)
             models.check_fits(models.load_config(path, model), tokenizer, config.data.max_length, wanted.where)
-        if not wanted.learns:
+        if not wanted.trainable:
             lay_out(path, model, 0, head=wanted.head, draws=False)
     return roles
 

@@ -217,4 +217,5 @@ def test_keys_of_older_plans_are_read() -> None:
     resolved = plan()
     old = json.loads(resolved.model_dump_json())
     old["looks_ahead"] = not old.pop("bidirectional")
+    old["predicted"]["learned"] = old["predicted"].pop("trainable")
     assert Plan.model_validate(old) == resolved.model_copy(update={"bidirectional": True})

@@ -56,5 +56,5 @@ def test_an_adapter_leaves_few_that_learn() -> None:
     whole = plan(world_size=2).predicted
     frozen = dataclasses.replace(FACTS, frozen=FACTS.parameters - 10)
     adapted = plan(world_size=2, facts=frozen, adapter=LORA)
-    assert (whole.learned, adapted.predicted.learned) == (FACTS.parameters, 10)
+    assert (whole.trainable, adapted.predicted.trainable) == (FACTS.parameters, 10)
     assert "10 of them learn" in plan_line(adapted)

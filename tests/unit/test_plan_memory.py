@@ -244,7 +244,7 @@ def test_models_that_learn_side_by_side_are_there_at_the_peak() -> None:
     """Measured on 2 CPU ranks (DDP, FSDP2) with a policy and a value of one size: so within 1%, without the gradients 6 to 8% off."""
     algorithm = {"kind": "ppo", "value": "separate", "rewards": [LETTERS], "generator": {"kind": "vllm", "url": "http://there:8000"}}
     how = layout({"kind": "single"}, 1, length=8, algorithm=algorithm)
-    value = RolePlan(model=how.config.model, model_path=None, head="score", learns=True)
+    value = RolePlan(model=how.config.model, model_path=None, head="score", trainable=True)
     alone = memory(how, FACTS, CLUSTER)
     both = memory(how.model_copy(update={"roles": {"value": value}}), replace(FACTS, roles={"value": FACTS}), CLUSTER)
     assert both.peak - alone.peak == 16 * FACTS.parameters and both.peak == max(both.phases.values())
@@ -284,7 +284,7 @@ def test_other_models_are_counted_as_they_are_held(tmp_path: Path, name: str) ->
     path = write_config(tmp_path, model, strategy={"kind": "single"}, **ROLES[name])
     plan: Plan = make_plan(Request(load(path, []), world_size=1), on_progress=lambda *_: None)
     said = memory(plan, question(plan).facts, CLUSTER)
-    engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.learns)]
+    engines = [build_engine(plan, "cpu"), *(build_engine(plan, "cpu", role=r) for r, role in plan.roles.items() if not role.trainable)]
     assert [said.parameters, said.optimizer] == [
         sum(getattr(e.memory_stats(), what) for e in engines) for what in ("parameters", "optimizer")
     ]

@@ -55,7 +55,7 @@ def test_which_models_a_config_asks_for(algorithm: Any, sections: dict[str, Any]
     asked = config(algorithm, **sections)
     found = asked.algorithm.auxiliary_models(asked)
     assert {name: (role.model.id, role.head) for name, role in found.items()} == expected
-    assert [name for name, role in found.items() if role.learns] == [name for name in found if name == "value"]
+    assert [name for name, role in found.items() if role.trainable] == [name for name in found if name == "value"]
 
 
 def planned(tmp_path: Path, strategy: Any, algorithm: Any, world_size: int = 2) -> Plan:

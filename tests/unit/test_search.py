@@ -250,7 +250,7 @@ def test_other_models_are_spread_alike(algorithm: Any) -> None:
     one = {"global_samples": 64, "micro_batch": 1}
     asked = question("1b", "4xa100-80g", batch=one, algorithm=rewards if algorithm == "ppo" else algorithm)
     roles = {
-        name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, learns=wanted.learns, lr_ratio=wanted.lr_ratio)
+        name: RolePlan(model=wanted.model, model_path=None, head=wanted.head, trainable=wanted.trainable, lr_ratio=wanted.lr_ratio)
         for name, wanted in asked.config.algorithm.auxiliary_models(asked.config).items()
     }
     answer = search(replace(asked, roles=roles, facts=replace(asked.facts, roles=dict.fromkeys(roles, facts("1b")))))

@@ -46,7 +46,7 @@ class PPOConfig(PromptSpec):
         if self.value == "separate":
             ratio = 1.0 if self.value_lr is None else self.value_lr / config.optimizer.lr
             model, where = self.value_model or config.model, "algorithm.value_model"
-            found["value"] = AuxiliaryModel(model, where, "score", learns=True, lr_ratio=ratio)
+            found["value"] = AuxiliaryModel(model, where, "score", trainable=True, lr_ratio=ratio)
         return found
 
     def credited(self, episodes: Any, rewards_N: Any, cost_NM: Any) -> Any:

@@ -33,7 +33,7 @@ def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
             continue
         own = layout.of_role(name)
         mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
-        if role.learns:
+        if role.trainable:
             state = state_of(own, sizes, mine)
             parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
         # A reference that answers before all is gone by the first gradients, which take as much.
