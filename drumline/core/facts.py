@@ -75,6 +75,9 @@ class ModelFacts:
     caps_scores: bool = False  # and soft-capped before the softmax
     drops_scores: bool = False  # there is dropout over attention's scores
     drops_stream: bool = False  # and over what attention and feed-forward give
+    recomputes: bool = True  # its blocks have activation checkpointing
+    whole_sequences: str = ""  # why its sequences cannot be cut over ranks; empty where they can
+    windows: bool = False  # some layers look at a window or a chunk of the tokens before
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
     roles: Mapping[str, ModelFacts] = field(default_factory=dict)  # of the models that an algorithm needs besides this one
 

@@ -106,4 +106,26 @@ MODEL_RULES: tuple[Rule, ...] = (
         "torch's ring attention takes no mask, and padding is kept out by one",
         "use ulysses",
     ),
+    Rule(
+        "cp × the model",
+        lambda c: c.mesh.cp > 1 and c.facts is not None and c.facts.whole_sequences,
+        lambda c: f"context parallelism cannot run {c.facts.name}: {c.facts.whole_sequences}" if c.facts else "",
+        "use fsdp2, ddp or pp without cp",
+        phase="model",
+    ),
+    Rule(
+        "ring × windows",
+        lambda c: c.mesh.cp > 1 and c.strategy.context_method() == "ring" and c.facts is not None and c.facts.windows,
+        "ring attention in torch takes no mask, and this model has layers with windows of their own",
+        "use ulysses",
+        phase="model",
+    ),
+    Rule(
+        "activation checkpointing × the model",
+        lambda c: c.config.memory.activation_checkpointing != "none" and c.facts is not None and not c.facts.recomputes,
+        lambda c: f"{c.facts.name} has no activation checkpointing" if c.facts else "",
+        "set it to none, or use a smaller micro-batch",
+        "memory.activation_checkpointing",
+        "model",
+    ),
 )

@@ -48,3 +48,15 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
         if isinstance(module, nn.ModuleList) and len(module) and all(type(block).__name__ in names for block in module)
     ]
     return found[0] if len(found) == 1 else None
+
+
+# Layers by these names (a config's layer_types) mix tokens in attention alone.
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def whole_sequences(model: Any) -> str:
+    """Why a rank cannot have a part of each sequence, from what the model's class and config say; empty where it can."""
+    if not all(getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")):
+        return "its attention does not go through transformers' attention interface with sdpa"
+    others = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
+    return f"its layers of kind {others[0]} mix tokens without attention" if others else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from drumline.core.model import Head, ModelConfig
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
+from drumline.models.blocks import whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.classifier import first_position, image_facts, is_bidirectional
 from drumline.models.files import check_counts, check_folder
@@ -150,18 +152,28 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
     square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
     counted, `facts_of_module` says.
     """
-    place = getattr(config, "name_or_path", None) or "model.config"
-    # A class of the model's own code: whoever loaded this config has agreed to run that.
-    remote = type(config).__module__.startswith("transformers_modules")
-    with judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json"):
-        with torch.device("meta"):
-            make = auto_class(config, head).from_config
-            model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
-        model = with_head(model, head)
+    model = on_meta(config, head)
+    with _judged(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
             adapters.inject(model, adapter, seed=0)
         return facts_of_module(model, length, head)
+
+
+def on_meta(config: Any, head: Head = "lm") -> Any:
+    """The model that a config describes, without memory. Raises ModelError."""
+    # A class of the model's own code: whoever loaded this config has agreed to run that.
+    remote = type(config).__module__.startswith("transformers_modules")
+    with _judged(config):
+        with torch.device("meta"):
+            make = auto_class(config, head).from_config
+            model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
+        return with_head(model, head)
+
+
+def _judged(config: Any) -> AbstractContextManager[None]:
+    place = getattr(config, "name_or_path", None) or "model.config"
+    return judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json")
 
 
 def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
@@ -221,6 +233,8 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
         keeps_scores=getattr(config, "_attn_implementation", None) == "eager",
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
+        whole_sequences=whole_sequences(model),
+        windows=bool({*(getattr(text, "layer_types", None) or ())} & {"sliding_attention", "chunked_attention"}),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
     )
 

@@ -29,6 +29,7 @@ def counted(model: Any) -> dict[str, Any]:
         "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
         "block_weights": block_weights,
         "end_weights": end_weights,
+        "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     }
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.errors import PlanError
+from drumline.models.blocks import whole_sequences
 from drumline.models.head import ForwardWithObjective
 from drumline.models.sequence import SequencePart
 from drumline.models.small import Tokens, close, try_small
@@ -50,8 +51,8 @@ def apply_context_parallel(
     else:
         part = SequencePart(mesh.get_group())
         attention, mask = ulysses, whole_mask
-    if not (model._supports_attention_backend and model._supports_sdpa):
-        raise _refused(model, "its attention does not go through transformers' attention interface with sdpa")
+    if why := whole_sequences(model):
+        raise _refused(model, why)
     # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
     name = f"drumline_sequence_part_{next(NUMBERS)}"
     AttentionInterface.register(name, _where_cut(part, sdpa_attention_forward, attention))

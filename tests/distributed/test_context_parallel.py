@@ -137,7 +137,7 @@ def all_apart(ring: bool) -> dict[str, float]:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "not go through transformers' attention interface": {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4},
-    "not compute what it computes whole": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
+    "its layers of kind conv mix tokens without attention": {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"]},
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.registry import kinds
+from drumline.core.strategy import StrategySpec
 from tests.unit.asked import _lines, asked
 
 ASKS = """
@@ -40,6 +41,12 @@ def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(AlgorithmSpec)  # imports them all
     found = asked(AlgorithmSpec, ("algorithms/", "core/registry.py"))
     assert len(found) <= 5, found
+
+
+def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
+    kinds(StrategySpec)
+    found = asked(StrategySpec, ("strategies/", "core/registry.py"))
+    assert len(found) <= 10, found
 
 
 @pytest.mark.parametrize(("code", "lines"), [(ASKS, [2, 3, 5, 6, 8, 9, 10, 11, 12, 14]), (ASKS_NOTHING, [])])

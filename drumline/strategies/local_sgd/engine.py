@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -121,12 +121,16 @@ class LocalEngine(NativeEngine):
 
 
 @torch.no_grad()
-def average(tensors: list[torch.Tensor], ranks: int) -> None:
-    """Replace each tensor by its mean over all ranks, in flat pieces; the same bits on every rank. Collective."""
-    if ranks == 1:
-        return
+def in_pieces(tensors: list[torch.Tensor], change: Callable[[torch.Tensor], object]) -> None:
+    """Let `change` alter tensors in place, end to end in flat pieces of one type, the same on all ranks."""
     for bucket in buckets(sorted(tensors, key=lambda t: str(t.dtype)), CHUNK):
         flat = torch.cat([t.flatten() for t in bucket])
-        dist.all_reduce(flat.div_(ranks))
+        change(flat)
         parts = flat.split([t.numel() for t in bucket])
         foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+
+
+def average(tensors: list[torch.Tensor], ranks: int) -> None:
+    """Replace each tensor by its mean over all ranks; the same bits on every rank. Collective."""
+    if ranks > 1:
+        in_pieces(tensors, lambda flat: dist.all_reduce(flat.div_(ranks)))
