@@ -206,6 +206,9 @@ def _plan_of(run_dir: Path, trust: bool) -> Plan:
         what = "not a run folder: it has no plan.json"
         raise CheckpointError(what, where=str(run_dir), fix="name the folder that `drumline train` printed")
     plan = Plan.load(path, trust)
+    if plan.config.plain:
+        fix = "its weights are in export/model.safetensors of the run, where checkpoint.export is not none; drumline.load gives the module"
+        raise ModelError("a module of your own is no Hugging Face model", where=str(run_dir), fix=fix)
     model = plan.config.model.model_copy(update={"trust_remote_code": trust})
     return plan.model_copy(update={"config": plan.config.model_copy(update={"model": model})})
 

@@ -105,6 +105,9 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     from drumline.models.load import load_config
     from drumline.models.package import PREFIX, resolve
 
+    if model.kind == "python":
+        what = "what a module of your own computes is known to itself alone: nothing can be planned for it"
+        raise ModelError(what, where="model.kind", fix="name a strategy and train")
     name = model.id
     if name is None:
         return Found(load_config(None, model), model, None)

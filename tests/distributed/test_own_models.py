@@ -105,6 +105,15 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
         drumline.load(runs / "vit" / "alone")
     with pytest.raises(DrumlineError, match="numbers, not text"):
         found.chat("one?")
+    from drumline.models.export import export
+
+    with pytest.raises(DrumlineError, match="no Hugging Face model"):
+        export(runs / "vit" / "alone", tmp_path / "out")
+
+
+def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
+    with pytest.raises(DrumlineError, match="name a strategy and train"):
+        drumline.plan(config("vit", tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
