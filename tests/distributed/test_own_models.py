@@ -108,7 +108,7 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
     from drumline.models.export import export
 
     with pytest.raises(DrumlineError, match="no Hugging Face model"):
-        export(runs / "vit" / "alone", tmp_path / "out")
+        export(runs / "vit" / "alone", tmp_path / "out", "last")
 
 
 def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
