@@ -17,12 +17,13 @@ from drumline.bench.difference import Difference, difference
 from drumline.core.config import Config
 from drumline.core.load import Loaded, Overrides, overrides_of, reader
 from drumline.core.plan import Plan
+from drumline.core.registry import kinds
+from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.telemetry.events import Event, Step
 
-# What is tried where nobody says which; with four processes or more, mixes too.
-USUAL = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "tp", "pp", "cp")
+# Besides the strategies that say so (`compared`), what is tried with four processes or more where nobody names any.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
 Read = Callable[[list[str]], Loaded]  # the user's config, with overrides over it
@@ -87,7 +88,7 @@ def compare(
 def _outcomes(
     read: Read, overrides: list[str], wanted: list[str], steps: int, nproc: int, keep: Path | None, on_progress: OnProgress
 ) -> list[Outcome]:
-    strategies = wanted or [*USUAL, *(MIXES if nproc >= 4 else ())]
+    strategies = wanted or [*(kind for kind, spec in kinds(StrategySpec).items() if spec.compared), *(MIXES if nproc >= 4 else ())]
     spelled = {name: _spell(name) for name in strategies}
     with _folder(keep) as place:
         root = Path(place)
