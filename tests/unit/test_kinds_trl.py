@@ -10,16 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from drumline.algorithms.dpo.objective import DPO
 from drumline.algorithms.dpo.spec import DPOConfig, Loss
+from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.orpo.spec import ORPOConfig
 from drumline.algorithms.pair_losses import LOSSES
 from drumline.algorithms.reference_free import odds_ratio
 from drumline.algorithms.simpo.spec import SimPOConfig
 from drumline.data.batches import First, PairBatch, pair_batch
+from drumline.data.episodes import Episodes
 from drumline.models.head import Outputs
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text())
@@ -109,3 +113,36 @@ def test_what_is_certain_has_finite_odds_and_gradients() -> None:
     loss_P = odds_ratio(chosen_P, rejected_P, beta=0.1)
     loss_P.sum().backward()
     assert loss_P.isfinite().all() and chosen_P.grad is not None and chosen_P.grad.isfinite().all()
+
+
+MISTAKES: list[tuple[type[DPOConfig | GRPOConfig], dict[str, Any], str]] = [
+    (DPOConfig, {"loss": "hinge", "label_smoothing": 0.1}, "label_smoothing requires loss: sigmoid or robust"),
+    (DPOConfig, {"loss": "exo_pair"}, "exo_pair requires label_smoothing above 0"),
+    (DPOConfig, {"loss": "aot", "f_divergence": "forward_kl"}, "f_divergence requires loss: sigmoid"),
+    (DPOConfig, {"loss": "ipo", "loss_weights": {"hinge": 1.0}}, "leave out loss"),
+    (GRPOConfig, {"delta": 1.1}, "above 1 \\+ clip_high"),
+    (GRPOConfig, {"delta": 3.0, "surrogate": "cispo"}, "requires surrogate: clip"),
+]
+
+
+@pytest.mark.parametrize(("spec", "keys", "words"), MISTAKES)
+def test_what_does_not_go_together(spec: type[Any], keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        spec.model_validate(keys)
+
+
+def test_rloo_has_other_defaults_and_says_all_of_them() -> None:
+    rloo = GRPOConfig.model_validate({"estimator": "rloo"})
+    assert (rloo.scale, rloo.ratio, rloo.normalize) == ("none", "product", "sequence")
+    assert GRPOConfig.model_validate({"estimator": "rloo", "scale": "batch"}).scale == "batch"
+    assert GRPOConfig.model_validate(rloo.model_dump()) == rloo
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_truncated_completion_counts_in_no_mean(masked: bool) -> None:
+    grpo = GRPOConfig.model_validate({"group_size": 2, "mask_truncated": masked, "normalize": "sequence"})
+    tokens = [np.ones(2, np.int64)] * 2
+    episodes = Episodes.start(tokens, tokens, ended=[True, False])
+    made = grpo.credited(episodes, torch.tensor([1.0, 0.0]), torch.zeros(2, 2))
+    assert made.weight_N.tolist() == [1.0, float(not masked)] and bool(made.weights_NM[1].any()) is not masked
+    assert made.advantages_NM[0, 0] > 0 > made.advantages_NM[1, 0]  # its reward is its group's all the same
