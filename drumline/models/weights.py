@@ -6,6 +6,7 @@ What a Hugging Face model says about cutting its matrices, the style of each mod
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -115,6 +116,8 @@ def tensor_plan(model: Any) -> dict[str, str]:
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
+    if not hasattr(model, "get_input_embeddings"):  # a plan of the user's own may name some of several numbered layers
+        styles = {name: next((plan[key] for key in plan if fnmatchcase(name, key)), None) for name in names}
     return {name: style for name, style in styles.items() if style is not None}
 
 

@@ -122,6 +122,12 @@ class ForwardEngine:
         return torch.autocast(self.device, self.autocast_dtype)
 
 
+def lowered(values: Any, precision: str) -> Any:
+    """The same with floating-point tensors in the type of a low `precision`, where weights are kept in it and nothing casts."""
+    dtype = LOW_PRECISION.get(precision)
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if dtype and t.is_floating_point() else t, values)
+
+
 def precise(values: Any) -> Any:
     """The same with floating-point tensors of less than 32 bits in fp32."""
     return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t, values)
