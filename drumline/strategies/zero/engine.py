@@ -36,7 +36,7 @@ from drumline.models.scores import score_head
 from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
-from drumline.parallel.forward import LOW_PRECISION, Plain, precise
+from drumline.parallel.forward import LOW_PRECISION, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share
@@ -151,7 +151,7 @@ class DeepSpeedEngine:
         return contextlib.nullcontext()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        return precise((self.engine if torch.is_grad_enabled() else self.engine.module)((args, kwargs)))
+        return precise((self.engine if torch.is_grad_enabled() else self.engine.module)(lowered((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
         # DeepSpeed averages over ranks and, told so, divides by nothing else.
