@@ -1,17 +1,17 @@
 """Everything Drumline raises on purpose.
 
-    DrumlineError                     one line: what, where, how to mend it
-    ├── UserError          exit  2    the input is wrong; nothing was started or lost
+    DrumlineError                     one line: what, where, how to fix it
+    ├── UserError          exit  2    the input is invalid; nothing was started or lost
     │   ├── ConfigError               the YAML or an override
     │   ├── DataError                 a source, a row, a column, a template
-    │   ├── ModelError                a model or tokenizer that cannot be had or does not fit
-    │   ├── PlanError                 numbers that do not go together (batch, devices, lengths)
-    │   ├── CheckpointError           a folder that is no committed checkpoint, or does not fit the run
+    │   ├── ModelError                a model or tokenizer that cannot be loaded or does not fit
+    │   ├── PlanError                 numbers that contradict each other (batch, devices, lengths)
+    │   ├── CheckpointError           a folder that is not a committed checkpoint, or does not fit the run
     │   └── EnvironmentFault          ports, disks, folders, missing extras
-    ├── WorkerFailed       exit  1    a rank raised or died and the restart budget is spent
-    ├── NotSaved           exit  1    trained to the end, or asked to stop, and no disk took the weights: another start would train again
+    ├── WorkerFailed       exit  1    a rank raised or died, and no restart is left
+    ├── NotSaved           exit  1    the last weights could not be saved; a restart would train again
     ├── TrainingStopped    exit  3    a policy stopped the run (NaN or inf, out of patience)
-    └── Preempted          exit 75    asked to stop (SIGTERM, SIGUSR1, Ctrl-C): saved, `--resume` goes on
+    └── Preempted          exit 75    stopped by SIGTERM, SIGUSR1 or Ctrl-C; saved, `--resume` continues
 
 Exit 0 is a finished run. 75 is sysexits' EX_TEMPFAIL: "try again later", which a batch system may requeue on.
 """
@@ -22,17 +22,17 @@ import re
 
 
 class DrumlineError(Exception):
-    """A failure with a name. `what` happened, `where` (file:line, key, folder, rank), `fix`: how to mend it."""
+    """An error that is reported in one line. `what` happened; `where` (file:line, key, folder, rank); `fix`: how to fix it."""
 
     exit_code = 1
-    rank_code: int | None = None  # what a rank exits with, where that is another
+    rank_code: int | None = None  # the exit code of a rank, if it differs
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, where, fix
         super().__init__(self.line())
 
     def line(self) -> str:
-        """The message as the user sees it, on one line: what no terminal shows is escaped, and a word of thousands of letters is cut."""
+        """The message for the user, on one line: unprintable characters are escaped, and very long words are cut."""
         place = f"{self.where}: " if self.where else ""
         mend = f" — {self.fix}" if self.fix else ""
         message = " ".join(f"{place}{self.what}{mend}".split())
@@ -41,7 +41,7 @@ class DrumlineError(Exception):
 
 
 class UserError(DrumlineError):
-    """The input is wrong: exit code 2, one line, no traceback."""
+    """The input is invalid: exit code 2, one line, no traceback."""
 
     exit_code = 2
 
@@ -59,7 +59,7 @@ class ModelError(UserError):
 
 
 class PlanError(UserError):
-    """The numbers asked for do not go together."""
+    """The requested numbers contradict each other."""
 
 
 class CheckpointError(UserError):
@@ -67,7 +67,7 @@ class CheckpointError(UserError):
 
 
 class EnvironmentFault(UserError):
-    """The machine does not offer what was asked: a port, disk space, a folder, an optional package."""
+    """The machine lacks something: a port, disk space, a folder, an optional package."""
 
 
 class WorkerFailed(DrumlineError):
@@ -75,9 +75,9 @@ class WorkerFailed(DrumlineError):
 
 
 class NotSaved(DrumlineError):
-    """The last weights could not be stored. Nothing is started again for it."""
+    """The last weights could not be saved. The launcher does not restart for it."""
 
-    rank_code = 74  # sysexits' EX_IOERR: the launcher knows it also where the disk has no room for the message
+    rank_code = 74  # sysexits' EX_IOERR: the launcher sees it even if the disk has no room for a message
 
 
 class TrainingStopped(DrumlineError):
@@ -87,6 +87,6 @@ class TrainingStopped(DrumlineError):
 
 
 class Preempted(DrumlineError):
-    """The run was asked to stop; its state is saved."""
+    """The run was stopped by a signal; its state is saved."""
 
     exit_code = 75

@@ -1,7 +1,7 @@
-"""The one way into files that others wrote: plain ones only, of bounded size; what is wrong with them is one line.
+"""Reads all files that users or other tools wrote: regular files of bounded size. A mistake in one is an error of one line.
 
-A device, a pipe or a folder in the place of a file is refused and not waited for. JSON holds no more than `MOST_DEPTH` levels, no text that
-UTF-8 cannot write (a lone surrogate), and no whole number of more than 64 bits where `numbers` is said.
+A device, a pipe or a folder is refused without waiting for it. JSON has at most `MOST_DEPTH` levels, no lone surrogates, which UTF-8 cannot
+encode, and with `numbers` no whole numbers of more than 64 bits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from drumline.errors import DrumlineError, UserError
 
 MIB = 2**20
-MOST_BYTES = 64 * MIB  # of a file that is read whole; the longest tokenizers have 40 MB
+MOST_BYTES = 64 * MIB  # limit for a file that is read at once; the largest tokenizers have 40 MB
 MOST_DEPTH = 100
-MOST_WHOLE = 2**63  # of whole numbers: what torch, numpy and safetensors count with
-MOST_PATH, MOST_NAME = 4095, 255  # bytes, as Linux has them
+MOST_WHOLE = 2**63  # limit for whole numbers: torch, numpy and safetensors use 64 bits
+MOST_PATH, MOST_NAME = 4095, 255  # bytes; limits of Linux
 ErrorType = type[UserError]
-# A text of JSON without these needs no second look.
+# A JSON text without these needs no further check.
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{19}")
 
 
 def path_mistake(path: str) -> str | None:
-    """Why no file can have this path, and no model this id; None where one can."""
+    """The reason why a path or model id is impossible; None if it is possible."""
     if "\0" in path:
         return "a path cannot hold a NUL character"
     try:
@@ -42,11 +42,11 @@ def path_mistake(path: str) -> str | None:
 
 
 def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> BufferedReader:
-    """A plain file, open for reading bytes; links to one are followed. Raises `error_type`."""
+    """Open a regular file for reading bytes; links are followed. Raises `error_type`."""
     if mistake := path_mistake(str(path)):
         raise error_type(mistake, where=str(path), fix="shorten it")
     try:
-        # Non-blocking: a named pipe in a file's place cannot hold us.
+        # Non-blocking: opening a named pipe must not wait.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise error_type("no such file", where=str(path), fix=fix) from None
@@ -56,25 +56,25 @@ def open_plain(path: Path, error_type: ErrorType, fix: str | None = None) -> Buf
     if not stat.S_ISREG(mode):
         os.close(handle)
         kind = "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
-        raise error_type(f"cannot be read: it is {kind}, a file is wanted", where=str(path), fix=fix)
+        raise error_type(f"cannot be read: it is {kind}, not a file", where=str(path), fix=fix)
     return os.fdopen(handle, "rb")
 
 
 def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> bytes:
-    """The content of a plain file of at most `most` bytes. Raises `error_type`."""
+    """The content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
         try:
-            # Not `most` itself: Python sets aside what it is asked to read.
+            # Not `most` itself: Python allocates what it is told to read.
             content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
         except OSError as error:
             raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
     if len(content) > most:
-        raise error_type(f"larger than {most // MIB} MiB, which is no such file", where=str(path), fix=fix)
+        raise error_type(f"larger than {most // MIB} MiB", where=str(path), fix=fix)
     return content
 
 
 def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: int = MOST_BYTES) -> str:
-    """The text of a plain file in UTF-8. Raises `error_type`, with the line where there is one."""
+    """The text of a regular file in UTF-8. Raises `error_type`, with the line where there is one."""
     content = read_bytes(path, error_type, fix, most)
     try:
         return content.decode("utf-8")
@@ -84,12 +84,12 @@ def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: i
 
 
 def read_json(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> Any:
-    """The value of a JSON file; `numbers`: whole ones within 64 bits. Raises `error_type`, with the line where there is one."""
+    """The value of a JSON file. `numbers`: whole numbers must fit 64 bits. Raises `error_type`, with the line where there is one."""
     return parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers)
 
 
 def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
-    """The same of a file that holds one object."""
+    """The same for a file with one JSON object."""
     value = read_json(path, error_type, fix, numbers)
     if not isinstance(value, dict):
         raise error_type("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
@@ -99,8 +99,8 @@ def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbe
 def parse_json(
     text: str, where: str, error_type: ErrorType, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
 ) -> Any:
-    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `once`: a key that comes twice is an error;
-    of its values readers keep one, and which is anybody's guess. Raises `error_type`."""
+    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `once`: a repeated key is an error, since
+    readers disagree on which of its values to keep. Raises `error_type`."""
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -120,7 +120,7 @@ def parse_json(
         raise error_type("not JSON: nested too deep", where=where, fix=fix) from None
     except DrumlineError:
         raise
-    except ValueError:  # what Python says of a whole number of more than 4,300 digits
+    except ValueError:  # Python refuses whole numbers of more than 4,300 digits
         raise error_type("not JSON: it holds a number of thousands of digits", where=where) from None
     if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
         _check(value, where, error_type, numbers)
@@ -146,23 +146,23 @@ def _check(value: Any, where: str, error_type: ErrorType, numbers: bool) -> None
 
 
 def text_mistake(text: str) -> str | None:
-    """Why something is no text; None where it is."""
+    """The reason why a string is not valid text; None if it is."""
     return None if not any("\ud800" <= char <= "\udfff" for char in text) else "holds a lone surrogate, which is no text"
 
 
 @contextmanager
 def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None) -> Iterator[None]:
-    """Around a library that is given foreign content: whatever it raises becomes `error_type`, in one line that begins with `what`."""
+    """For calls of a library with foreign content: whatever it raises becomes an `error_type` of one line that begins with `what`."""
     try:
         yield
     except (DrumlineError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # wrong values fail in any way, and a library in Rust panics with a BaseException
+    except BaseException as error:  # bad values can raise anything; Rust libraries panic with a BaseException
         raise error_type(f"{what}: {first_line(error)}", where=where, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, with the second where the first only announces it; of an error that says little, its kind too."""
+    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message says little."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message

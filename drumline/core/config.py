@@ -197,10 +197,10 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
     log_every: Steps = Field(1, description="Write a step event every N steps.")
-    callbacks: tuple[PathText, ...] = Field((), description="Classes of your own that are told of each step: file.py:Name.")
-    report_to: tuple[Reporter, ...] = Field(
-        ("tensorboard",), description="Where metrics are written besides events.jsonl."
+    callbacks: tuple[PathText, ...] = Field(
+        (), description="Your classes that are called after each step, save and evaluation: file.py:Name."
     )
+    report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
 
 
 class Config(Section):

@@ -201,7 +201,7 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     try:
         value = read_yaml(text, "value")[0]
     except ConfigError as error:
-        raise _wrong(override, error.what, "put the value in quotes, once for the shell and once for YAML: key='\"…\"'") from None
+        raise _override_error(override, error.what, "put the value in quotes, once for the shell and once for YAML: key='\"…\"'") from None
     inside: Any = values
     for depth, (key, following) in enumerate(pairwise(place), start=1):
         if isinstance(inside, list):
@@ -213,7 +213,7 @@ def lay_over(values: dict[str, Any], override: str) -> Place:
     elif isinstance(inside, dict):
         inside[place[-1]] = value
     else:
-        raise _wrong(override, f"{'.'.join(place[:-1])} has no keys: it is {inside!r}", "give the whole of it")
+        raise _override_error(override, f"{'.'.join(place[:-1])} has no keys: it is {inside!r}", "give the whole of it")
     return place
 
 
@@ -224,22 +224,22 @@ def _section(current: Any, place: Place, following: str, override: str) -> Any:
     if current is None:
         if following.isdecimal():
             dotted = ".".join(place)
-            raise _wrong(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
+            raise _override_error(override, f"{dotted} is no list yet", f"give the whole of it: {dotted}=[…]")
         return {}
     if isinstance(current, str) and kinds_at(place):
         return {"kind": current}
-    raise _wrong(override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it")
+    raise _override_error(override, f"{'.'.join(place)} has no keys: it is {current!r}", "give the whole of it")
 
 
 def _index(inside: list[Any], key: str, override: str) -> int:
     if not key.isdecimal() or int(key) >= len(inside):
         count = f"{len(inside)} item" + "s" * (len(inside) != 1)
         fix = f"count from 0 to {len(inside) - 1}" if inside else "give the whole list"
-        raise _wrong(override, f"the list has {count}, no {key!r}", fix)
+        raise _override_error(override, f"the list has {count}, no {key!r}", fix)
     return int(key)
 
 
-def _wrong(override: str, what: str, fix: str) -> ConfigError:
+def _override_error(override: str, what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=f"override {override}", fix=fix)
 
 

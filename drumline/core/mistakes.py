@@ -63,7 +63,7 @@ def first_mistake(error: ValidationError, origins: Origins) -> ConfigError:
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     place, kind = _place(details[0]["loc"])
-    what, fix = _words(details[0], place, kind)
+    what, fix = _describe(details[0], place, kind)
     more = len(details) - 1
     if more:
         what += f" (and {more} more mistake{'s' * (more > 1)})"
@@ -97,7 +97,7 @@ def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
     return place, owner
 
 
-def _words(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
+def _describe(detail: Any, place: Place, kind: str | None) -> tuple[str, str]:
     """(what is wrong, how to mend it) of one of pydantic's errors."""
     error, given, context = detail["type"], detail["input"], detail.get("ctx", {})
     if error == "extra_forbidden":

@@ -186,7 +186,7 @@ class Encoder:
         before = self._render(messages[:index], place) if index else ""
         head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
         whole, headed = text.startswith(through), text.startswith(head)
-        content = _words(messages[index].get("content", "")).strip()
+        content = _text_of(messages[index].get("content", "")).strip()
         # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
         wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
         if whole and headed and head != before and (not content or any(wording in through[len(head) :] for wording in wordings)):
@@ -286,7 +286,7 @@ def _shared(one: str, other: str) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _words(content: Any) -> str:
+def _text_of(content: Any) -> str:
     """The text of a content, which may be in parts."""
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 

@@ -89,7 +89,7 @@ NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 NETWORK_EFFICIENCY, NETWORK_LATENCY = 0.85, 14e-6
 
 # What others say → what the catalog says.
-_WORDS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
+_VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
 _SAME = {
     "a100": "a100-80g",
     "a800": "a800-80g",
@@ -126,7 +126,7 @@ AMBIGUOUS = {
 def plain(name: str) -> str:
     """A device's name without its maker's: `NVIDIA RTX-4090` is 4090, `A100-SXM4-80GB` a100-80g."""
     parts = re.sub(r"[\s_]+", "-", name.strip().lower())
-    parts = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_WORDS})(?=-|\d|\b)", "", parts))
+    parts = re.sub(r"(\d+)gi?b\b", r"\1g", re.sub(rf"\b(?:{_VENDORS})(?=-|\d|\b)", "", parts))
     return re.sub(r"-+", "-", parts).strip("-")
 
 

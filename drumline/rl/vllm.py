@@ -81,14 +81,14 @@ class VLLMServer(VLLMClient):
         if not self.probed:
             self._require_log_probs(requests[0])
         with ThreadPoolExecutor(self.config.batch) as threads:
-            answers = [threads.submit(self._complete, self._asked(request, step)) for request in requests]
+            answers = [threads.submit(self._complete, self._requested(request, step)) for request in requests]
             try:
                 return [answer.result() for answer in answers]
             except DrumlineError:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _asked(self, request: Request, step: int) -> dict[str, Any]:
+    def _requested(self, request: Request, step: int) -> dict[str, Any]:
         own = {"model": self.model, "prompt": request.tokens, "return_tokens_as_token_ids": True}
         return self.parameters(request, step) | own
 
@@ -108,7 +108,7 @@ class VLLMServer(VLLMClient):
     def _require_log_probs(self, request: Request) -> None:
         """Finds out whether the server tells log-probs of the logits as they are, or of what is sampled from: of the one token that top_k 1
         leaves, that is 0. Raises DrumlineError where it is not the kind needed."""
-        processed = abs(self._complete(self._asked(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
+        processed = abs(self._complete(self._requested(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
         needed = self.config.temperature != 1
         # Without cuts both are the same; and a greedy choice is no sample, whose log-prob anybody would ask for.
         either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)

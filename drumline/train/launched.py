@@ -51,7 +51,7 @@ def join(make_request: Callable[[int], Request], stack: ExitStack, display: bool
     ranks = Ranks.from_environment()
     # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
     rendezvous()
-    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _told(ranks)
+    return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _plan_from_rank_0(ranks)
 
 
 def train_rank(plan: Plan, start: str | None, display: bool) -> None:
@@ -102,7 +102,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
     return plan, start
 
 
-def _told(ranks: Ranks) -> tuple[Plan, str | None]:
+def _plan_from_rank_0(ranks: Ranks) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
     answer = _heard("plan", ranks)
     os.environ.update(answer["secrets"])

@@ -51,16 +51,16 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
     `baseline`: the config that changes are shown against; None: the plan's."""
     baseline = baseline or batched(plan)
-    asked = question(plan)
+    request = question(plan)
     # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
-    predicted = estimate(plan, asked.facts, asked.cluster)
+    predicted = estimate(plan, request.facts, request.cluster)
     if out.killed and plan.device == "cuda":
         host = predicted.host
         needs = f"{size(host.load)} while weights are loaded, {size(host.train)} in training, {size(host.save)} while it saves"
         return Advice(f"the plan predicted {needs} of host memory, and the host has {size(detect().memory_bytes)}", None, predicted)
     there = limit(out, predicted.memory, predicted.limit)
-    device = dataclasses.replace(asked.cluster.device, memory_bytes=there)
-    smaller = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, device=device))
+    device = dataclasses.replace(request.cluster.device, memory_bytes=there)
+    smaller = dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, device=device))
     fitting, leanest = find_fallbacks(smaller, plan, there, predicted.memory.peak, baseline)
     line = verdict(out, (plan.predicted.estimate or predicted).memory)
     if not fitting:
@@ -72,18 +72,18 @@ def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice
     return Advice(line, None, predicted)
 
 
-def _otherwise(asked: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
+def _otherwise(request: Question, plan: Plan, baseline: Config, line: str, leanest: Candidate | None) -> tuple[list[Candidate], str]:
     """Where no fallback fits: what any other strategy offers, or else the smallest change of the work itself."""
     pinned = BatchConfig(global_samples=plan.batch.global_samples)
     config = plan.config.model_copy(update={"strategy": make(StrategySpec, "auto"), "batch": pinned})
-    answer = search(dataclasses.replace(asked, config=config))
+    answer = search(dataclasses.replace(request, config=config))
     if answer.ranked:
         other = answer.ranked[0]
         return [dataclasses.replace(other, name=changed(baseline, other.config))], line
     least = "" if leanest is None else f": {leanest.name} still needs {size(leanest.estimate.memory.reserved)}"
     changes = nothing_fits(answer)
     change = f"; what would: {changes[0].line()}" if changes else ""
-    return [], f"{line} — nothing that takes the same steps fits into {size(asked.cluster.device.memory_bytes)}{least}{change}"
+    return [], f"{line} — nothing that takes the same steps fits into {size(request.cluster.device.memory_bytes)}{least}{change}"
 
 
 def batched(plan: Plan) -> Config:
@@ -134,19 +134,19 @@ class Replanner:
 
     def _resolved(self, taken: Candidate) -> Plan:
         old = self.plan
-        asked = question(old)
+        request = question(old)
         plan = resolve(
             taken.config,
             run_dir=old.run_dir,
             machine=detect(),
             world_size=old.mesh.world_size,
-            facts=asked.facts,
+            facts=request.facts,
             model_path=old.model_path,
             data=old.data,
             base_dir=old.base_dir,
             roles=old.roles,
         )
-        plan = predict(plan, asked.facts, asked.cluster)
+        plan = predict(plan, request.facts, request.cluster)
         return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})
 
     def _keep(self) -> Path:

@@ -1,6 +1,6 @@
 """A GPT in plain torch on the bytes of Python's own modules, with a loss of its own: cross-entropy and a z-loss (Chowdhery et al. 2022).
 
-    python examples/python/train_gpt.py launch.nproc=2 strategy=zero3
+python examples/python/train_gpt.py launch.nproc=2 strategy=zero3
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A residual network (He et al. 2016) in plain torch, on scikit-learn's digits, with batch norms synchronised over the ranks.
 
-    python examples/python/train_resnet.py launch.nproc=2
+python examples/python/train_resnet.py launch.nproc=2
 """
 
 import sys

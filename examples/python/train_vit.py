@@ -1,6 +1,6 @@
 """A vision transformer (Dosovitskiy et al. 2021) in plain torch, on scikit-learn's digits.
 
-    python examples/python/train_vit.py launch.nproc=2 strategy=fsdp2
+python examples/python/train_vit.py launch.nproc=2 strategy=fsdp2
 """
 
 import sys

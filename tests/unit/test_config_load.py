@@ -124,7 +124,7 @@ def test_names_of_other_tools_lead_to_keys_that_are_there() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml", [])
-    with pytest.raises(ConfigError, match="a folder, a file is wanted"):
+    with pytest.raises(ConfigError, match="a folder, not a file"):
         load(tmp_path, [])
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe9\n")
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: not UTF-8"):

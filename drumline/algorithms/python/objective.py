@@ -36,16 +36,16 @@ class PythonObjective(Algorithm):
 
     def _checked(self, out: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss_sum, sums = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-        wrong = None
+        bad = None
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim:
-            wrong = f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
+            bad = f"{type(loss_sum).__name__}{tuple(getattr(loss_sum, 'shape', ()))}"
         elif not isinstance(sums, dict):
-            wrong = f"a loss and {type(sums).__name__}"
+            bad = f"a loss and {type(sums).__name__}"
         elif not all(isinstance(value, torch.Tensor) and not value.ndim for value in sums.values()):
-            wrong = "sums that are not all scalar tensors"
+            bad = "sums that are not all scalar tensors"
         elif {"loss", WEIGHT} & sums.keys():
-            wrong = "a sum of the name loss or weight"
-        if wrong:
+            bad = "a sum of the name loss or weight"
+        if bad:
             fix = "return the loss summed over the batch, a scalar tensor, or (that, {name: scalar tensor})"
-            raise ConfigError(f"{self.name} gave {wrong}", where="algorithm.path", fix=fix)
+            raise ConfigError(f"{self.name} gave {bad}", where="algorithm.path", fix=fix)
         return loss_sum, sums

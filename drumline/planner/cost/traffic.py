@@ -19,7 +19,7 @@ from drumline.strategies.fsdp2.spec import FSDP2Strategy
 BLOCK = 256  # of parallel.compress.Int8
 CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local_sgd, bytes of parallel.data_parallel
 NUMBER = 8  # bytes of an fp64
-TOLD = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
+PICKLED_LOSS = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
@@ -191,7 +191,7 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams)
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, ranks, "pp", messages)
     volume.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
-    volume.add("broadcast", ranks * TOLD, ranks, "pp", 2)
+    volume.add("broadcast", ranks * PICKLED_LOSS, ranks, "pp", 2)
 
 
 @dataclass(frozen=True)
