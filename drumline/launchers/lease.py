@@ -78,7 +78,7 @@ class Lease:
         holder = _holder(seen)
         alive = holder and holder.alive()
         if alive is None:
-            print(f"note: {self.run_dir} may be in use by {_words(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
+            print(f"note: {self.run_dir} may be in use by {_holder_text(seen)}: looking for {PATIENCE_SECONDS:g} s", file=sys.stderr)
             until = time.monotonic() + PATIENCE_SECONDS
             while not alive and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
@@ -88,7 +88,7 @@ class Lease:
                 alive = now != seen
         if alive:
             raise EnvironmentFault(
-                f"the run folder is in use by {_words(seen)}",
+                f"the run folder is in use by {_holder_text(seen)}",
                 where=str(self.run_dir),
                 fix="wait for that run's end or stop it, or choose another folder with run.dir=…",
             )
@@ -123,7 +123,7 @@ class Lease:
             if not self._ended.is_set():
                 create_whole(self.path, self._text())  # somebody removed it
             return
-        lost = f"the run folder was taken over by {_words(there)} — this run ends here"
+        lost = f"the run folder was taken over by {_holder_text(there)} — this run ends here"
         print(f"\nerror: {self.run_dir}: {lost}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -173,7 +173,7 @@ def _holder(text: bytes) -> ProcessId | None:
     return ProcessId(**{name: fields[name] for name in kinds})
 
 
-def _words(text: bytes) -> str:
+def _holder_text(text: bytes) -> str:
     holder = _holder(text)
     if holder is None:
         return f"somebody (what {NAME} says cannot be read)"
