@@ -35,12 +35,12 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "a rank divides by its own tokens", "train/loop.py",
-        'denominator = max(1.0, agreed["weight"])', 'denominator = max(1.0, local["weight"])',
+        "weight, tokens = batch.of_all or self._of_all(batch)", "weight, tokens = sum(float(b.weight) for b in batch.micro_batches), 1.0",
         (f"{PARITY}[ddp 2-clipped hard]",),
     ),
     Mutation(
         "a sum is taken for a mean", "parallel/native.py",
-        "scale = self.averaged_over / denominator", "scale = 1 / denominator",
+        "(loss_sum * (self.averaged_over / denominator", "(loss_sum * (1 / denominator",
         (f"{PARITY}[ddp 2-clipped hard]",),
     ),
     Mutation(
@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the norm is clipped to its square", "parallel/native.py",
-        "factor = self.max_grad_norm / (grad_norm + 1e-6)", "factor = self.max_grad_norm / (grad_norm + 1e-6) ** 2",
+        "(self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)", "(self.max_grad_norm / (grad_norm + 1e-6) ** 2).clamp(max=1.0)",
         ("tests/unit/test_native.py::test_clipping_scales_the_gradient",),
     ),
     Mutation(
@@ -106,7 +106,7 @@ MUTATIONS = [
         ("tests/unit/test_ppo.py::test_gae_is_the_sum_of_discounted_errors",),
     ),
     Mutation(
-        "fillers count as pairs", "algorithms/dpo.py",
+        "fillers count as pairs", "algorithms/pairs.py",
         "(loss_P * batch.real_P).sum()", "loss_P.sum()",
         ("tests/unit/test_preferences.py::test_dpo",),
     ),
@@ -131,7 +131,7 @@ MUTATIONS = [
         ("tests/faults/test_launch.py::test_no_rank_outlives_its_launcher",),
     ),
     Mutation(
-        "two hold one run folder", "launchers/lease.py",
+        "two hold one run folder", "core/files.py",
         "return own.stat().st_nlink > 1", "return True",
         ("tests/unit/test_launch_lease.py",),
     ),

@@ -3,6 +3,7 @@ clipped surrogate; figures of how far the policy has moved. [B, T] tensors are f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,11 +88,9 @@ def surrogate(
     `delta`: ρ itself is at most this, so that a bad token's loss is bounded too (INTELLECT-2, Prime Intellect 2025, two-sided clip)."""
     ratio_BT = log_ratio_BT.exp()
     bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    if delta is None:
-        free_BT = ratio_BT * advantages_BT
-        return -torch.minimum(free_BT, bounded_BT), bounded_BT < free_BT
-    free_BT = ratio_BT.clamp(max=delta) * advantages_BT
-    return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | ((ratio_BT > delta) & (advantages_BT < 0))
+    most = math.inf if delta is None else delta
+    free_BT, cut_BT = ratio_BT.clamp(max=most) * advantages_BT, (ratio_BT > most) & (advantages_BT < 0)
+    return -torch.minimum(free_BT, bounded_BT), (bounded_BT < free_BT) | cut_BT
 
 
 def weighted_likelihood(

@@ -53,18 +53,9 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         with goodput.spend("restore"):
             start = Start.find(plan, resume)
     searched = time.time() - began
-    checkpoint_keys = start.checkpoint_keys if start else frozenset()
-    if config.plain:
-        engine: Engine = build_module(plan, own_build(plan), device, checkpoint_keys, units=config.model.units)
-    else:
-        engine = build_engine(plan, device, checkpoint_keys)
-    checkpointer = Checkpointer(
-        Path(plan.run_dir) / "checkpoints",
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
-        mode=config.eval.mode,
-        asynchronous=config.checkpoint.asynchronous,
-    )
+    engine = _engine(plan, device, start.checkpoint_keys if start else frozenset())
+    saves, folder = config.checkpoint, Path(plan.run_dir) / "checkpoints"
+    checkpointer = Checkpointer(folder, saves.keep, saves.keep_best, config.eval.mode, saves.asynchronous)
     state = TrainState()
     if start is not None:
         with goodput.spend("restore"):
@@ -105,6 +96,12 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         seen_step=max(series(past, "loss"), default=0),
         saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )
+
+
+def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
+    if plan.config.plain:
+        return build_module(plan, own_build(plan), device, checkpoint_keys, units=plan.config.model.units)
+    return build_engine(plan, device, checkpoint_keys)
 
 
 def _verification(plan: Plan, ranks: Ranks) -> Verification:

@@ -31,7 +31,7 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Each event of the run so far, in order; docs/events.md describes them."""
+        """Each event of the run so far, in order, as `drumline.telemetry.events` has them."""
         return [event.values() for event in self._read()]
 
     @property

@@ -15,7 +15,7 @@ def vllm(model_dir: str, out: str, url: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from drumline.core import algorithms as c
+    from drumline.core import rollouts as c
     from drumline.dist.start import start, stop
     from drumline.errors import DrumlineError
     from drumline.rl.build import generator

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drumline.core import algorithms as c
+from drumline.core import rollouts as c
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import HFGenerator
 from drumline.rl.sampling import Request, gumbel, request_seed

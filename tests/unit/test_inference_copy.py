@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.core import algorithms as c
+from drumline.core import rollouts as c
 from drumline.core.config import LoRAConfig
 from drumline.errors import ModelError
 from drumline.models import adapters

@@ -17,7 +17,7 @@ from tests.harness import ROOT, environment
 
 
 def a_plan(tf32: bool, compiled: bool, rolls_out: bool) -> Any:
-    algorithm = SimpleNamespace(generator="transformers") if rolls_out else SimpleNamespace()
+    algorithm = SimpleNamespace(rollout=SimpleNamespace() if rolls_out else None)
     config = SimpleNamespace(
         precision=SimpleNamespace(tf32=tf32),
         algorithm=algorithm,
