@@ -33,3 +33,15 @@ def test_context_parallelism(kind: str, options: dict[str, Any], strategy: dict[
         return
     with pytest.raises(PlanError, match=says):
         check_rules(case)
+
+
+def test_pairs_are_not_cut_over_the_threads_of_dp() -> None:
+    """Its rows are the chosen answers, then the rejected ones: equal runs of them hold one side of each pair."""
+    for algorithm, refused in (("dpo", True), ("sft", False)):
+        made = config(strategy="dp", algorithm=algorithm)
+        check_rules(Case(made, made.strategy.mesh(1), "cpu", "fp32", None))
+        if refused:
+            with pytest.raises(PlanError, match="would land on two GPUs"):
+                check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))
+        else:
+            check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))

@@ -26,6 +26,12 @@ class DPStrategy(OneProcess):
             phase="model",
         ),
         Rule(
+            "dp × pairs",
+            lambda c: c.device == "cuda" and (c.config.algorithm.rows_per_sample > 1 or c.config.algorithm.pairs_with_previous),
+            "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs",
+            "use strategy=ddp",
+        ),
+        Rule(
             "dp × compile",
             lambda c: c.config.compile.enabled,
             "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",
