@@ -109,7 +109,7 @@ def with_roles(plan: Plan, other: Path) -> Plan:
     model = ModelConfig(id=str(other))
     layers = stage_layers(plan.mesh, plan.config.strategy, facts(load_config(str(other), model), 96))
     frozen = RolePlan(model=model, model_path=str(other), head="lm", layers=layers)
-    learning = frozen.model_copy(update={"learns": True, "lr_ratio": 0.5})
+    learning = frozen.model_copy(update={"trainable": True, "lr_ratio": 0.5})
     return plan.model_copy(update={"roles": {"reference": frozen, "value": learning}})
 
 
