@@ -19,7 +19,6 @@ from drumline.strategies.fsdp2.spec import FSDP2Strategy
 BLOCK = 256  # of parallel.compress.Int8
 CHUNK, BUCKET = 2**24, 25 * 2**20  # entries of strategies.local_sgd, bytes of parallel.data_parallel
 NUMBER = 8  # bytes of an fp64
-PICKLED_LOSS = 8 + 31  # bytes: the length of a pickled {"loss": float}, and that itself
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
@@ -181,7 +180,7 @@ def norm(volume: Volume, layout: Layout, mine: RankParams) -> None:
 
 def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
-    ends hold exchange gradients. The last rank tells all its loss (an algorithm that tells more sends up to 0.3 kB besides)."""
+    ends hold exchange gradients."""
     if layout.mesh.pp == 1 or layout.pipeline is None:
         return
     # The residual stream is fp32 under autocast.
@@ -191,7 +190,6 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams)
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, ranks, "pp", messages)
     volume.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
-    volume.add("broadcast", ranks * PICKLED_LOSS, ranks, "pp", 2)
 
 
 @dataclass(frozen=True)
