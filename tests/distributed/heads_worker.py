@@ -42,11 +42,14 @@ def read(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def look(plan: Any, rank: int) -> dict[str, Any]:
+    from drumline.core.algorithm import AlgorithmSpec
+    from drumline.core.registry import make
     from drumline.dist.reduce import Gather, sum_over_ranks
     from drumline.strategies.build import build_engine
     from drumline.train.build import build_streams
 
-    streams = build_streams(plan, plan.mesh.data_rank(rank), 0, "cpu")
+    text = plan.model_copy(update={"config": plan.config.model_copy(update={"algorithm": make(AlgorithmSpec, "sft")})})
+    streams = build_streams(text, plan.mesh.data_rank(rank), 0, "cpu")
     engine = build_engine(plan, "cpu")
     told: dict[str, Any] = {"first": {name: t.detach().clone() for name, t in engine.whole_weights()}, "steps": []}
     shared = plan.mesh.world_size / plan.mesh.data_ranks  # so many ranks have each sample
