@@ -79,7 +79,8 @@ def test_a_step_gives_back_what_it_took(told: dict[str, Any], name: str) -> None
         assert rank["peaks"]["clip"] >= parameters + gradients + optimizer
     if name == "ddp":
         # Its buckets, which gradients are views of, stay between steps; when backward starts, all activations are there.
-        assert told[name][0]["peaks"]["step"] == told[name][0]["base"] >= sum(told[name][0]["held"])
+        # A step's own numbers (the norm, whether it is finite) are some bytes.
+        assert told[name][0]["base"] >= sum(told[name][0]["held"]) and 0 <= told[name][0]["peaks"]["step"] - told[name][0]["base"] < 64
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name == "cp" else []) for name in CUTS])
