@@ -139,7 +139,7 @@ def test_a_killed_conversion_leaves_nothing_that_counts(cache: Path, site: Path)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
     (left,) = cache.iterdir()
-    assert left.name.startswith(".tiny-gguf-")
+    assert left.name.startswith(".tmp-")
     long_ago = time.time() - 24 * 3600
     os.utime(left, (long_ago, long_ago))
     whole = had(id="package:tiny-gguf")
