@@ -16,7 +16,7 @@ from tests.harness import ENV, events, write_config
 from tests.kto import PLUGIN
 from tests.tiny import tiny_model_dir
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def run(*arguments: object, where: Path, **more: str) -> str:

@@ -40,6 +40,7 @@ def test_commands_know_of_it(installed: Path) -> None:
     assert '"gossip"' in drumline(installed, "schema")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_on_a_ring_train_what_local_sgd_does(installed: Path, tmp_path: Path) -> None:
     """With two ranks the neighbours' mean is the mean of all, which local SGD of period 1 takes."""
