@@ -187,9 +187,7 @@ def test_the_reference_learns(runs: Runs) -> None:
     for case in CASES:
         run = runs.of(references[case.name], case)
         if case.sections.get("run", {}).get("steps", STEPS) < STEPS:  # too few for a loss or a reward to say much
-            # Of masked completions a step may hold none that counts.
-            of_steps = max if case.sections["algorithm"].get("mask_truncated") else min
-            assert of_steps(e["grad_norm"] for e in events(run, "step")) > 0.05, case.name
+            assert min(e["grad_norm"] for e in events(run, "step")) > 0.05, case.name
             continue
         figures = [e["loss"] for e in events(run, "eval")]
         assert figures[-1] < figures[0] - 0.02, case.name
