@@ -20,8 +20,8 @@ TEXT = {
 [中文](strategies.zh.md)
 
 ## What goes with what
-This is for GPUs; `drumline strategies --device cpu` prints the same for a machine without any. A number is a reason below.
-Such a run is refused before any process starts.
+This is for GPUs; `drumline strategies --device cpu` prints the same for a machine without any. A number is a reason
+below. Such a run is refused before any process starts.
 
 {matrix}
 

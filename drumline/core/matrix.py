@@ -4,6 +4,7 @@ for a terminal, and as Markdown for the docs."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from pydantic import ValidationError
@@ -100,7 +101,8 @@ def as_markdown(device: str) -> str:
     rows, notes = _numbered(device)
     lines = ["| | " + " | ".join(f"`{kind}`" for kind in strategies()) + " |", "|---|" + "---|" * len(strategies())]
     lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
-    return "\n".join([*lines, "", *(f"{number}. {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
+    reasons = (fill(f"{number}. {reason}; instead: {instead}", 118, subsequent_indent="   ") for (reason, instead), number in notes.items())
+    return "\n".join([*lines, "", *reasons])
 
 
 def _padded(name: str, marks: list[str] | tuple[str, ...], first: int, widths: list[int]) -> str:
