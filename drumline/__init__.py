@@ -22,10 +22,10 @@ from drumline import errors
 
 if TYPE_CHECKING:
     from drumline.bench.verify import compare as verify
+    from drumline.inference.model import load
     from drumline.planner.public import plan
     from drumline.train.run import Run, train
     from drumline.train.session import session
-    from drumline.use.model import load
 
 __all__ = ("Run", "errors", "load", "plan", "session", "train", "verify")
 __version__ = "0.6.0"
@@ -33,7 +33,7 @@ __version__ = "0.6.0"
 # Name → (module, name there): torch is imported by whoever trains, not by `import drumline`.
 _PLACES = {
     "Run": ("train.run", "Run"),
-    "load": ("use.model", "load"),
+    "load": ("inference.model", "load"),
     "plan": ("planner.public", "plan"),
     "session": ("train.session", "session"),
     "verify": ("bench.verify", "compare"),

@@ -208,7 +208,7 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.use.chat import chat as run
+    from drumline.inference.chat import chat as run
 
     run(place, max_new_tokens, temperature, system, trust_remote_code)
 
@@ -230,14 +230,14 @@ def evaluate(
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
     if lm_eval:
-        from drumline.use.harness import harness
+        from drumline.inference.harness import harness
 
         raise typer.Exit(harness(config, overrides, checkpoint, lm_eval.split(","), limit, include_path))
     if generate:
-        from drumline.use.answers import answers
+        from drumline.inference.answers import answers
 
         raise typer.Exit(answers(config, overrides, checkpoint, generate))
-    from drumline.use.evaluate import evaluate as run
+    from drumline.inference.evaluate import evaluate as run
 
     raise typer.Exit(run(config, overrides, checkpoint))
 

@@ -16,8 +16,8 @@ import torch
 
 from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.use.chat import CONTROLS, Conversation, printer
-from drumline.use.open import LoadedModel, open_model
+from drumline.inference.chat import CONTROLS, Conversation, printer
+from drumline.inference.open import LoadedModel, open_model
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan

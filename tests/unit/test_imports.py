@@ -38,10 +38,10 @@ MAY: dict[str, set[str]] = {
         *("strategies", "rl", "planner", "launchers"),
     },
     "bench": {"core", "hardware", "dist", "checkpoint", "telemetry", "report", "models", "launchers", "train"},
-    "use": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
-    "cli": {"core", "report", "telemetry", "planner", "launchers", "train", "bench", "use"},
+    "inference": {"core", "dist", "checkpoint", "telemetry", "report", "models", "data", "rl", "launchers", "train"},
+    "cli": {"core", "report", "telemetry", "planner", "launchers", "train", "bench", "inference"},
     "__main__": {"cli"},
-    "__init__": {"bench", "planner", "train", "use"},  # each when it is asked for
+    "__init__": {"bench", "planner", "train", "inference"},  # each when it is asked for
 }
 # Entered in one function each, where it is needed; such an import makes no circle when modules are loaded.
 LATE: dict[str, set[str]] = {"core": {"compat"}}

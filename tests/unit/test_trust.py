@@ -11,8 +11,8 @@ import pytest
 
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.core.load import load
+from drumline.inference.evaluate import find_weights
 from drumline.models.export import _plan_of
-from drumline.use.evaluate import find_weights
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 

@@ -19,11 +19,11 @@ from drumline.data.cache import TokenCache
 from drumline.data.sources import PROMPT_FORMS, read_rows
 from drumline.data.templates import Encoder
 from drumline.errors import DataError, UserError
+from drumline.inference.evaluate import planned, show, write
+from drumline.inference.open import LoadedModel, open_plan
 from drumline.rl.generate import HFGenerator
 from drumline.rl.rewards import Item, Rewards
 from drumline.rl.sampling import Request
-from drumline.use.evaluate import planned, show, write
-from drumline.use.open import LoadedModel, open_plan
 
 TOGETHER = 16  # sequences generated side by side
 SHOWN = 20  # answers that eval.json keeps

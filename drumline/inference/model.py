@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.errors import CheckpointError, ModelError
+from drumline.inference.chat import Conversation
+from drumline.inference.open import LoadedModel, open_model
 from drumline.report.bars import aside
 from drumline.rl.generate import HFGenerator
 from drumline.rl.sampling import Request
 from drumline.train.run import Run
-from drumline.use.chat import Conversation
-from drumline.use.open import LoadedModel, open_model
 
 if TYPE_CHECKING:
-    from drumline.use.chat import Message
+    from drumline.inference.chat import Message
 
 
 def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False) -> Model:

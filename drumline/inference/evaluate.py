@@ -123,7 +123,7 @@ def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
     start = str(weights.checkpoint) if weights.checkpoint else None
     with ExitStack() as at_end:
         at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        code = launch(there, scratch / "plan.json", start, follow, "drumline.use.rank", trial=True)
+        code = launch(there, scratch / "plan.json", start, follow, "drumline.inference.rank", trial=True)
         if code:
             at_end.pop_all()
             return code, {}

@@ -12,9 +12,9 @@ from rich.console import Console
 from drumline.core.signals import CtrlC
 from drumline.errors import DataError, UserError
 from drumline.foreign import judged
+from drumline.inference.open import LoadedModel, open_model
 from drumline.report.bars import bars
 from drumline.rl.generate import end_tokens
-from drumline.use.open import LoadedModel, open_model
 
 COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
 Message = dict[str, str]

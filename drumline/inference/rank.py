@@ -1,4 +1,4 @@
-"""What each rank of `drumline eval` runs: `python -m drumline.use.rank PLAN_JSON [--resume CHECKPOINT]`."""
+"""What each rank of `drumline eval` runs: `python -m drumline.inference.rank PLAN_JSON [--resume CHECKPOINT]`."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault
+from drumline.inference.evaluate import run_folder, show, write
+from drumline.inference.open import exported_folder, open_model
 from drumline.report.bars import bars
-from drumline.use.evaluate import run_folder, show, write
-from drumline.use.open import exported_folder, open_model
 
 YAML = (".yaml", ".yml")
 TRUSTED = "model.trust_remote_code=true"
