@@ -1,4 +1,4 @@
-"""Bytes on a disk that must survive a power cut: hashed while they are written, flushed to the device, opened without following links."""
+"""Files that must survive a power cut: hashed while they are written, flushed to the device, opened without following links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITE_BUFFER = 1 << 20  # bytes
 
 
 class FileRecord(BaseModel):
-    """What a file must be to be the one that was written."""
+    """Size and checksum of a file as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -26,16 +26,15 @@ class FileRecord(BaseModel):
 
 
 class HashingFile(io.BufferedWriter):
-    """A new file that hashes what goes through it (the hash is of what was meant, not of what a disk made of it) and that
-    is on the device once closed.
+    """A new file that hashes the bytes before the disk gets them, and that is on the device once it is closed.
 
-    The file may not exist yet. `failure` keeps the first OSError, since torch.save turns one into a message without its errno.
+    The file must not exist. `failures` gets each OSError, since torch.save turns one into a message without its errno.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
-        self.path = path
-        self.failure: OSError | None = None
+    def __init__(self, path: Path, failures: list[OSError] | None = None) -> None:
+        self.path, self.failures = path, [] if failures is None else failures
+        with self._noting_failure():
+            super().__init__(io.FileIO(path, "x"), WRITE_BUFFER)
         self._hash, self._bytes = hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
@@ -68,12 +67,12 @@ class HashingFile(io.BufferedWriter):
             yield
         except OSError as error:
             error.filename = str(self.path)
-            self.failure = self.failure or error
+            self.failures.append(error)
             raise
 
 
 def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
-    """Write a new file and flush it to the device; `private`: for its owner alone. Raises OSError."""
+    """Write a new file and flush it to the device; `private`: only its owner may read it. Raises OSError."""
     with HashingFile(path) as file:
         if private:
             os.fchmod(file.fileno(), 0o600)
@@ -82,8 +81,8 @@ def write_durable(path: Path, data: bytes, private: bool = False) -> FileRecord:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a plain file for reading. Raises OSError when it is missing, a link, a folder or a device."""
-    # Non-blocking, so that a named pipe put in a file's place cannot hold us.
+    """A plain file, open for reading. Raises OSError if it is missing, a link, a folder or a device."""
+    # Non-blocking: opening a named pipe must not wait.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -92,7 +91,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Read a whole file and say what it is. Raises OSError."""
+    """Size and checksum of a file. Raises OSError."""
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())

@@ -1,7 +1,7 @@
-"""Loading: nothing is read into a run before it is known to be whole, unchanged and of the run's own shapes.
+"""Loading: a checkpoint must be whole, unchanged and of the run's shapes before anything of it is read into a run.
 
-`check`, `newest` and `load` are collective when torch.distributed is initialised: the ranks share the hashing out and come to
-the same answer. `alone=True` is for one process that acts by itself all the same (an export on rank 0).
+`check`, `newest` and `load` are collective if torch.distributed is initialised: the ranks divide the hashing and get the same answer.
+`alone=True`: this process acts by itself all the same (an export on rank 0).
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from drumline.errors import CheckpointError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HASHING_THREADS = 8
+SAME = "load it with the model and optimizer it was saved with"
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest whole checkpoint (None when there is none), and those passed over for it, each with the reason."""
+    """The newest whole checkpoint (None if there is none), and the newer ones that were skipped, each with the reason."""
 
     path: Path | None
     skipped: list[tuple[Path, str]]
 
 
 def newest(root: Path, verify: bool, alone: bool = False) -> Found:
-    """The newest checkpoint under `root` that `check` finds nothing against. Collective unless `alone`."""
+    """The newest checkpoint under `root` that passes `check`. Collective unless `alone`."""
     candidates, skipped = Ranks.all(alone).first(lambda: _by_age(root))
     for path in candidates:
         try:
@@ -49,7 +50,7 @@ def newest(root: Path, verify: bool, alone: bool = False) -> Found:
 
 
 def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
-    """The folder that a pointer file names; None when there is no such pointer or folder."""
+    """The folder that a pointer file names; None if there is no such pointer or folder."""
     try:
         name = (root / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -59,10 +60,10 @@ def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
 
 
 def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
-    """What is in a checkpoint, once nothing speaks against it: all its files are there, plain, of the right size, and no shards besides.
+    """The manifest of a checkpoint whose files are all there, plain and of the right size, without any shard more.
 
-    The state and the index are always hashed; `verify` hashes the shards too. Collective unless `alone`. Raises CheckpointError
-    naming the file and the reason.
+    Always hashes the state and the index; with `verify` the shards too. Collective unless `alone`. Raises CheckpointError that names the
+    file and the reason.
     """
     ranks = Ranks.all(alone)
     try:
@@ -76,7 +77,7 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The run's own state, as it was given to `save`. Not collective. Raises CheckpointError."""
+    """The run's state, as `save` got it. Not collective. Raises CheckpointError."""
     _require_file(path, STATE, read_manifest(path))
     with open_regular(path / STATE) as file:
         state = json.load(file)
@@ -85,12 +86,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bool = False, optional: frozenset[str] = frozenset()) -> None:
-    """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint saved by any number of ranks.
+    """Fill `tensors` (plain or DTensors, by canonical name) in place from a checkpoint of any number of ranks.
 
-    A section of names (`model.`, `optim.`) is loaded whole or not at all: between them the ranks must name all the tensors of
-    each section they name any of, unless `partly` is said by somebody who only looks. Shapes and dtypes must be the stored ones.
-    Tensors of an `optional` section that the checkpoint does not have are left as they are. Collective unless `alone`. Raises
-    CheckpointError on every rank: before anything is read when names, shapes or dtypes differ; after that, `tensors` is not to be used.
+    A section of names (`model.`, `optim.`) is loaded whole or not at all: the ranks together must name all tensors of a section, unless
+    `partly`, for readers that do not train. Shapes and dtypes must be the stored ones. If the checkpoint lacks an `optional` section, its
+    tensors stay as they are. Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names, shapes or
+    dtypes differ; if it is raised later, `tensors` must not be used.
     """
     ranks = Ranks.all(alone)
     wanted: dict[str, Tensor] = {}
@@ -99,17 +100,15 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         manifest = _structure(path)
         absent = optional - {_section(name) for name in manifest.tensors}
         wanted.update((name, tensor) for name, tensor in tensors.items() if _section(name) not in absent)
-        misfit = _misfit(manifest, wanted)
-        if misfit:
-            raise CheckpointError(misfit, where=str(path), fix="load it with the model and optimizer it was saved with")
+        if misfit := _misfit(manifest, wanted):
+            raise CheckpointError(misfit, where=str(path), fix=SAME)
         return list(wanted)
 
     def read() -> None:
         reader = Reader(path, read_index(path, read_manifest(path)))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        # Each rank reads what it needs; the agreement on the outcome is ours.
         try:
-            dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(wanted, storage_reader=reader, planner=planner, no_dist=True)  # `ranks` makes the ranks agree on the outcome
         except CheckpointException as failure:
             raise CheckpointError(f"cannot be read: {describe_error(failure)}", where=str(path)) from failure
 
@@ -123,7 +122,7 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
 
 
 def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Committed checkpoints under `root`, newest first; and those whose manifest cannot be read, with the reason."""
+    """The committed checkpoints under `root`, newest first; and those with an unreadable manifest, each with the reason."""
     aged: list[tuple[int, Path]] = []
     unreadable: list[tuple[Path, str]] = []
     for path in sorted(root.iterdir(), reverse=True) if root.is_dir() else []:
@@ -136,11 +135,11 @@ def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
 
 
 def _structure(path: Path) -> Manifest:
-    """Everything about a checkpoint but the contents of its shards. Raises CheckpointError."""
+    """The manifest, after all checks but those of the shards' content. Raises CheckpointError."""
     _require_committed(path)
     manifest = read_manifest(path)
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
-    # What desktops and network disks leave (.DS_Store, .nfs…) is never read; a shard too many says that two saves were mixed.
+    # Files of desktops and network disks (.DS_Store, .nfs…) are never read; a shard too many means that two saves were mixed.
     for name in sorted(filter(SHARD_NAME.fullmatch, present - set(manifest.files))):
         raise CheckpointError("does not belong to this checkpoint", where=str(path / name))
     for name, record in manifest.files.items():
@@ -160,21 +159,19 @@ def _structure(path: Path) -> Manifest:
 
 
 def _require_committed(path: Path) -> None:
-    """Raises CheckpointError, with the nearest thing that can be loaded, unless `path` is a folder that a save has finished."""
-    committed = path.is_dir() and (path / MANIFEST).exists() and not path.name.startswith((UNFINISHED, TRASH))
-    if committed:
+    """Raises CheckpointError, with the nearest whole checkpoint, unless `path` is a folder that a save has finished."""
+    if path.is_dir() and (path / MANIFEST).exists() and not path.name.startswith((UNFINISHED, TRASH)):
         return
     if any(entry.suffix in PICKLES for entry in ([path] if path.is_file() else path.glob("*"))):
         raise CheckpointError("a pickle checkpoint", where=str(path), fix="convert it first: a pickle can run code when it is read")
     for root in (path, path / "checkpoints", path.parent):
-        found = newest(root, verify=False, alone=True).path
-        if found:
+        if found := newest(root, verify=False, alone=True).path:
             raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))
     raise CheckpointError("not a committed checkpoint, and there is none near it", where=str(path))
 
 
 def _share(manifest: Manifest, ranks: int) -> list[list[str]]:
-    """File names for each rank to hash: the largest first, to the least loaded."""
+    """The files that each rank hashes: the largest first, each to the rank with the fewest bytes."""
     shares: list[list[str]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -186,12 +183,11 @@ def _share(manifest: Manifest, ranks: int) -> list[list[str]]:
 
 def _require_files(path: Path, names: list[str], manifest: Manifest) -> None:
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for _ in pool.map(lambda name: _require_file(path, name, manifest), names):
-            continue
+        list(pool.map(lambda name: _require_file(path, name, manifest), names))
 
 
 def _require_file(path: Path, name: str, manifest: Manifest) -> None:
-    """Raises CheckpointError unless a file has the content that was written."""
+    """Raises CheckpointError unless a file has its written content."""
     place = str(path / name)
     if name not in manifest.files:
         raise CheckpointError(f"the manifest knows no {name}", where=str(path / MANIFEST))
@@ -204,9 +200,8 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
 
 
 def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
-    """What keeps this rank's tensors from being filled; None when nothing does."""
-    missing = [name for name in tensors if name not in manifest.tensors]
-    if missing:
+    """Why this rank's tensors cannot be filled; None if they can."""
+    if missing := [name for name in tensors if name not in manifest.tensors]:
         return f"holds no {_some(missing)}"
     for name, tensor in tensors.items():
         stored = manifest.tensors[name]
@@ -218,15 +213,10 @@ def _misfit(manifest: Manifest, tensors: dict[str, Tensor]) -> str | None:
 
 
 def _require_whole_sections(path: Path, named: set[str]) -> None:
-    """Raises CheckpointError when a section is asked for in part: something that was trained would be lost without a word."""
+    """Raises CheckpointError if `named` has only a part of a section: trained tensors would be lost silently."""
     sections = {_section(name) for name in named}
-    left = [name for name in read_manifest(path).tensors if name not in named and _section(name) in sections]
-    if left:
-        raise CheckpointError(
-            f"holds {_some(left)}, which this run has no place for",
-            where=str(path),
-            fix="load it with the model and optimizer it was saved with",
-        )
+    if left := [name for name in read_manifest(path).tensors if name not in named and _section(name) in sections]:
+        raise CheckpointError(f"holds {_some(left)}, which this run has no place for", where=str(path), fix=SAME)
 
 
 def _section(name: str) -> str:

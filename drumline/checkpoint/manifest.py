@@ -1,4 +1,4 @@
-"""What a checkpoint is: a folder `step-00000020` whose manifest.json, written last, names every file and every tensor in it.
+"""A checkpoint is a folder `step-00000020`. Its manifest.json, written last, names every file and every tensor in it.
 
 step-00000020/
     __<rank>_<n>.distcp   tensors, in the format of torch.distributed.checkpoint
@@ -27,7 +27,7 @@ FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
 class TensorRecord(BaseModel):
-    """A whole (unsharded) tensor: its shape, and its dtype as torch spells it (`float32`)."""
+    """An unsharded tensor: its shape, and its dtype as torch spells it (`float32`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -38,8 +38,8 @@ class TensorRecord(BaseModel):
 class Manifest(BaseModel):
     """The contents of a committed checkpoint.
 
-    `serial` counts the saves of a run folder: it, not the step, tells which is newest after a run was taken up from an
-    older step. `metric` is the value that `best` is chosen by.
+    `serial` counts the saves of a run folder. It tells which one is the newest; the step does not, once a run resumed from an older step.
+    `metric`: the value that decides on `best`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -64,7 +64,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step a folder's name stands for; None when it is not a checkpoint's name."""
+    """The step in a checkpoint's folder name; None for any other name."""
     match = FOLDER_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -76,7 +76,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read manifest.json and prove it unchanged. Raises CheckpointError naming the file and the reason."""
+    """The content of manifest.json, with its checksum verified. Raises CheckpointError that names the file and the reason."""
     place = str(folder / MANIFEST)
     try:
         with open_regular(folder / MANIFEST) as file:

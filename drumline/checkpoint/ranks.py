@@ -1,4 +1,4 @@
-"""Steps that all ranks take together and leave together: one rank's failure is every rank's, so none waits for another for ever."""
+"""Steps that all ranks take together: if one rank fails, all fail, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drumline.errors import DrumlineError
 
 T = TypeVar("T")
 
-# A collective of a save waits for the slowest writer: a large shard on a slow network disk may take its time.
+# A collective of a save waits for the slowest writer, such as one with a large shard on a slow network disk.
 SAVE_TIMEOUT = timedelta(hours=2)
 
 
@@ -23,7 +23,7 @@ class RanksError(Exception):
 
 
 class Ranks:
-    """The processes that act together; one alone when there is no process group."""
+    """The processes that act together; only this one without a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -32,47 +32,39 @@ class Ranks:
 
     @staticmethod
     def all(alone: bool = False) -> Ranks:
-        """All ranks over the default group; this process by itself where there is none, or where it is to act `alone`."""
+        """All ranks, over the default group; only this process if there is none or it acts `alone`."""
         return Ranks(dist.group.WORLD if dist.is_initialized() and not alone else None)
 
     @staticmethod
     def all_apart() -> Ranks:
-        """All ranks over a new gloo group of their own, so that a background thread never mixes with training's collectives."""
+        """All ranks, over a new gloo group: the collectives of a background thread never mix with training's."""
         return Ranks(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if dist.is_initialized() else None)
 
     def each(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank; the results of all ranks in order, on all ranks. Raises RanksError everywhere if any rank failed."""
+        """The results of `step` on every rank, in order of ranks, on all ranks. Raises RanksError on all if it failed on any."""
         value: T | None = None
         failure: str | None = None
         try:
             value = step()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the others must learn of it
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the other ranks must hear of any failure
             failure = describe_error(error)
-        everyone = self._gather((value, failure))
+        everyone: list[tuple[T | None, str | None]] = [(value, failure)] * self.size
+        if self.group is not None:
+            dist.all_gather_object(everyone, (value, failure), group=self.group)
         failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
+        if len(failures) == self.size and len(set(failures.values())) == 1:
+            raise RanksError(failures[0])
         if failures:
-            raise RanksError(self._tell(failures))
+            raise RanksError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         return [value for value, _ in everyone]  # type: ignore[misc]
 
     def first(self, step: Callable[[], T]) -> T:
-        """Run `step` on rank 0 alone; its result on all ranks. Raises RanksError everywhere if it failed."""
+        """The result of `step` on rank 0, on all ranks. Raises RanksError on all if it failed."""
         return self.each(lambda: step() if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
-    def _gather(self, mine: tuple[T | None, str | None]) -> list[tuple[T | None, str | None]]:
-        if self.group is None:
-            return [mine]
-        everyone: list[tuple[T | None, str | None]] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
-
-    def _tell(self, failures: dict[int, str]) -> str:
-        if len(failures) == self.size and len(set(failures.values())) == 1:
-            return next(iter(failures.values()))
-        return "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as one line; what a user can act on goes first."""
+    """An exception as one line."""
     if isinstance(error, DrumlineError):
         return error.line()
     if isinstance(error, RanksError):

@@ -1,9 +1,10 @@
-"""Which checkpoints of a run folder stay. Only rank 0 acts here, and only after the new checkpoint is durable."""
+"""Which checkpoints of a run folder are kept. Only rank 0 acts here, after the new checkpoint is durable."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -15,32 +16,30 @@ LATEST, BEST = "latest", "best"
 
 
 class Retention:
-    """The committed checkpoints under `root`: the newest `keep` and, if wanted, the best by metric stay; pointers name both.
-    `serial`: the least that a new one gets."""
+    """The committed checkpoints under `root`: keeps the newest `keep` and with `keep_best` the best by metric; pointers name both.
+    `serial`: the smallest serial of a new one."""
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], serial: int = 1) -> None:
         self.root, self.keep, self.keep_best, self.mode, self.serial = root, keep, keep_best, mode, serial
         self.known: dict[int, Manifest] = {}
 
     def open(self) -> None:
-        """Make the folder, remove what dead runs left half-done, and learn what is there. Raises OSError."""
+        """Make the folder, remove unfinished folders of dead runs, and read the manifests. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
         for entry in list(self.root.iterdir()):
             if entry.name.startswith((UNFINISHED, TRASH)):
                 remove(entry)
             elif step_of(entry.name) is not None:
-                try:
+                # One that cannot be read is not ours to delete: `newest` names it, and a later save of its step replaces it.
+                with suppress(CheckpointError):
                     manifest = read_manifest(entry)
-                except CheckpointError:
-                    # Not ours to delete: `newest` names it, and a later save of its step replaces it.
-                    continue
-                self.known[manifest.step] = manifest
+                    self.known[manifest.step] = manifest
 
     def next_serial(self) -> int:
         return max([self.serial, *(1 + manifest.serial for manifest in self.known.values())])
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
-        """Give a finished folder its name, durably; one that has the name already makes way. Raises OSError."""
+        """Give a finished folder its name, durably, in place of an older one. Raises OSError."""
         final = self.root / folder_name(manifest.step)
         sync(unfinished)
         take_name(unfinished, final, self._trash(final), durable=True)
@@ -48,7 +47,7 @@ class Retention:
         return final
 
     def settle(self, newest: Manifest) -> None:
-        """Move the pointers to the committed newest, then remove what need not stay. Raises OSError."""
+        """Move the pointers to the committed newest, then remove the checkpoints that are not kept. Raises OSError."""
         self.known = {step: known for step, known in self.known.items() if (self.root / folder_name(step)).is_dir()}
         write_whole(self.root / LATEST, folder_name(newest.step) + "\n", durable=True)
         best = self.best()
@@ -64,7 +63,7 @@ class Retention:
             del self.known[step]
 
     def best(self) -> Manifest | None:
-        """The best checkpoint by metric, the earlier one of equals; None when none has a metric."""
+        """The best checkpoint by metric, of equal ones the earlier; None if none has a metric."""
         rated = [manifest for manifest in self.known.values() if manifest.metric is not None and math.isfinite(manifest.metric)]
         sign = 1 if self.mode == "min" else -1
         return min(rated, key=lambda manifest: (sign * (manifest.metric or 0.0), manifest.serial), default=None)

@@ -1,15 +1,14 @@
 """Saving: every file of a checkpoint is written, hashed and on the device before the folder gets its name.
 
-A save is five common steps, each of which all ranks leave with the same outcome (see ranks.py):
+A save has five steps, each with one outcome on all ranks (see ranks.py):
 
-    share out   who stores what; every rank finds enough free space; the copies for the background (training stands still up to here
-                when asynchronous)
+    share out   decide who stores what; each rank checks the free space; copy for the background (an asynchronous save blocks up to here)
     folder      rank 0 makes `.tmp-step-00000020-<nonce>`
     shards      torch.distributed.checkpoint writes; each rank hashes its files while it writes them
     commit      rank 0 writes state.json and manifest.json, and renames the folder
     settle      rank 0 moves `latest` and `best`, then prunes
 
-A kill at any moment leaves the folders that had a name whole, and at most one more.
+A kill at any moment leaves the named folders whole, and at most one folder more.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from drumline.checkpoint.staging import Staging, share_out
 from drumline.checkpoint.storage import Writer, written_tensors
 from drumline.errors import EnvironmentFault
 
-# Free space asked for before a save, as a multiple of its estimated bytes.
+# Free space that a save requires, as a multiple of its estimated bytes.
 HEADROOM = 1.2
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended, the same on every rank but for the seconds.
+    """How a save ended: the same on every rank, apart from the seconds.
 
-    `path` is None when nothing was committed. `error` next to a path: the checkpoint is whole, but a pointer or the pruning failed.
-    `begun`: false where the disk lacked room, and nothing was written.
+    `path` is None if nothing was committed. `error` beside a path: the checkpoint is whole, but a pointer or the pruning failed.
+    `begun`: false if the disk lacked room, and nothing was written.
     """
 
     step: int
@@ -63,7 +62,7 @@ class SaveResult:
 
 @dataclass
 class _Job:
-    """One save on its way."""
+    """One save in flight."""
 
     step: int
     state: bytes
@@ -75,15 +74,15 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves a run's tensors and state under `root`, one save in flight at most.
+    """Saves a run's tensors and state under `root`, one save at a time.
 
-    All ranks build one together, after the process group, and call `save` together. `save` does not raise for a full disk or
-    a failed rank: `poll` and `wait` hand out what became of it. Call `wait` before the process group is destroyed. A
-    process that ends while a save is in flight finishes the save first.
+    All ranks build it together, after the process group, and call `save` together. `save` does not raise for a full disk or a failed
+    rank: `poll` and `wait` return the results. Call `wait` before the process group is destroyed. A process that ends finishes the save
+    in flight first.
     """
 
     def __init__(self, root: Path, keep: int, keep_best: bool, mode: Literal["min", "max"], asynchronous: bool, serial: int = 1) -> None:
-        """`serial`: the least that a save gets (Manifest). Raises EnvironmentFault when `root` cannot be used."""
+        """`serial`: the smallest serial of a save (Manifest). Raises EnvironmentFault if `root` cannot be used."""
         self.root = Path(root)
         self.asynchronous = asynchronous
         self.ranks = Ranks.all_apart()
@@ -100,8 +99,8 @@ class Checkpointer:
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None) -> None:
         """Begin to store `tensors` (by canonical name; plain tensors or DTensors) and `state` (JSON; rank 0's is kept). Collective.
 
-        A plain tensor named by several ranks must be equal there. A save still in flight is waited for first. When this returns,
-        training may change the tensors. A `metric` that is not finite counts as none.
+        A plain tensor must be equal on all ranks that name it. Waits for a save in flight first. Afterwards training may change the
+        tensors. A `metric` that is not finite counts as none.
         """
         metric = float(metric) if metric is not None and math.isfinite(metric) else None
         job = _Job(step, json.dumps(state).encode(), metric, started=time.monotonic())
@@ -114,7 +113,7 @@ class Checkpointer:
                 return
             if self.asynchronous:
                 staged: dict[str, Tensor] = {}
-                # Together, so that a rank without memory for its copies does not leave the others waiting.
+                # As a common step: a rank without memory for its copies must not leave the others waiting.
                 self.ranks.each(lambda: staged.update(self.staging.copy(job.tensors)))
                 job.tensors = staged
         except Exception as failure:  # noqa: BLE001 - a failed save is a result
@@ -130,7 +129,7 @@ class Checkpointer:
     def rescue(
         self, folder: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], metric: float | None
     ) -> tuple[SaveResult, bool]:
-        """Store a checkpoint in `folder` instead. True: whole; False: the weights alone, since more did not fit. Collective."""
+        """Store a checkpoint in `folder` instead. True: the whole of it; False: only the weights, since more did not fit. Collective."""
         try:
             there = Checkpointer(folder, sys.maxsize, False, self.retention.mode, False, serial=self.retention.next_serial())
         except EnvironmentFault as failure:
@@ -144,14 +143,14 @@ class Checkpointer:
         return result, part is tensors
 
     def poll(self) -> list[SaveResult]:
-        """The saves that ended since the last call, oldest first. Does not wait."""
+        """The results of the saves that ended since the last call, oldest first. Does not wait."""
         if self._thread is None or not self._thread.is_alive():
             self._join()
         done, self._results = self._results, []
         return done
 
     def wait(self) -> list[SaveResult]:
-        """Like `poll`, once the save in flight has ended."""
+        """The same, after the save in flight has ended."""
         self._join()
         return self.poll()
 
@@ -164,15 +163,14 @@ class Checkpointer:
             self._ended = None
 
     def _run(self, job: _Job) -> None:
-        """Everything after the sharing out; in the background when asynchronous."""
+        """All steps after the first; in a thread if asynchronous."""
         folder: Path | None = None
         try:
             folder = self.ranks.first(lambda: self._make_folder(job))
             path, manifest = self._commit(job, folder)
         except (Exception, CheckpointException) as failure:  # noqa: BLE001 - a failed save is a result
             if folder and self.ranks.rank == 0:
-                # What cannot be removed now is removed at the next start; the failure itself is what must be told.
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)  # the rest is removed at the next start; the result reports the failure itself
             self._ended = _result(job, None, 0, describe_error(failure))
             return
         error = None
@@ -183,7 +181,7 @@ class Checkpointer:
         self._ended = _result(job, path, manifest.bytes, error)
 
     def _lacking(self, job: _Job) -> str | None:
-        """What keeps the disk from taking this save; None where nothing does. A folder that was removed is made again. Raises OSError."""
+        """The error if the disk lacks space for this save, else None. Makes a removed root again. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
         needed, free = int(HEADROOM * (job.estimate + len(job.state))), free_bytes(self.root)
         return f"no space: {needed:,} bytes needed, {free:,} free in {self.root}" if free < needed else None
@@ -194,7 +192,7 @@ class Checkpointer:
         return folder
 
     def _commit(self, job: _Job, folder: Path) -> tuple[Path, Manifest]:
-        """Write all files of a save and name it. Collective; raises RanksError, or RuntimeError when a rank died."""
+        """Write all files of a save and name it. Collective; raises RanksError, or RuntimeError if a rank died."""
         files: dict[str, FileRecord] = {}
         for records in self.ranks.each(lambda: self._write_shards(job, folder)):
             files |= records
@@ -217,10 +215,9 @@ class Checkpointer:
         return self.ranks.first(finish)
 
     def _write_shards(self, job: _Job, folder: Path) -> dict[str, FileRecord]:
-        """Store this rank's share; the files it wrote. Raises what went wrong on this rank.
+        """Store this rank's share; returns the files that it wrote. Raises the error of this rank.
 
-        The ranks' parts in dcp.save end together: if one fails, all get a CheckpointException. Those which did nothing wrong
-        return nothing, and leave the telling to those which did.
+        If dcp.save fails on one rank, all get a CheckpointException: the others return nothing, so that only the failed rank reports.
         """
         writer = Writer(folder)
         try:
@@ -232,8 +229,8 @@ class Checkpointer:
                 no_dist=self.ranks.group is None,
             )
         except CheckpointException as failure:
-            if writer.files.failure:
-                raise writer.files.failure from failure
+            if writer.files.failures:
+                raise writer.files.failures[0] from failure
             if self.ranks.rank in failure.failures:
                 raise failure.failures[self.ranks.rank][0] from failure
             return {}

@@ -1,4 +1,4 @@
-"""Which rank writes which tensor, and copies in CPU memory that training cannot change any more."""
+"""Which rank writes which tensor, and copies in CPU memory that training does not change."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.distributed.tensor import DTensor
 
 from drumline.checkpoint.ranks import Ranks
 
-# What a stored tensor takes beyond its numbers (zip headers, alignment, its place in the index); measured 1.6 KB.
+# Bytes of a stored tensor besides its numbers (zip headers, alignment, its entry in the index); measured 1.6 KB.
 OVERHEAD_BYTES = 2048
 
 
 def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], int]:
-    """The tensors this rank has to store, and the bytes all ranks will store together (an upper estimate).
+    """The tensors that this rank stores, and the bytes that all ranks store together (an upper estimate).
 
-    A plain tensor is held whole by every rank that names it, so one of them stores it: the least loaded, largest first. All
-    ranks come to the same answer by themselves. DTensors stay with every rank: each holds its own shard, and replicas of a
-    shard are left out by the planner of torch.distributed.checkpoint. Sharing out before staging means that eight replicas
-    on a host need the memory of one. Collective; raises RanksError.
+    Every rank that names a plain tensor has all of it, so one of them stores it: the largest first, each to the rank with the fewest
+    bytes. All ranks compute the same answer. DTensors stay with every rank: each has its shard, and the planner of
+    torch.distributed.checkpoint leaves replicas of a shard out. Since this comes before staging, eight replicas on a host need the memory
+    of one. Collective; raises RanksError.
     """
     mine = {name: (tensor.numel() * tensor.element_size(), isinstance(tensor, DTensor)) for name, tensor in tensors.items()}
     everyone = ranks.each(lambda: mine)
@@ -36,24 +36,24 @@ def share_out(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tenso
 
 
 class Staging:
-    """CPU buffers for one save, used again by the next; pinned where the tensors live on a GPU."""
+    """CPU buffers that each save uses again; pinned for tensors on a GPU."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
     @property
     def bytes_(self) -> int:
-        """Of host memory that the buffers take, from the first save in the background on."""
+        """Host memory of the buffers; 0 before the first save in the background."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of plain tensors, and of DTensors' local shards (as DTensors of the same layout). Done when it returns."""
+        """Copies of plain tensors, and of the local shards of DTensors (as DTensors of the same layout). Waits for the copies."""
         staged = {}
         for name, tensor in tensors.items():
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             buffer = self._buffer(name, local)
             buffer.copy_(local, non_blocking=True)
-            # Built by hand: DTensor.from_local would move the copy back to the mesh's device.
+            # Not DTensor.from_local, which would move the copy back to the mesh's device.
             staged[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from drumline.checkpoint.files import FileRecord, HashingFile, open_regular
 from drumline.checkpoint.manifest import INDEX, SHARD_NAME, Manifest, TensorRecord
@@ -30,11 +30,12 @@ logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
 class Files(FileSystem):
-    """Files of one folder. What is written is hashed and flushed (`records`, by file name); links are not followed."""
+    """The files of one folder. Written files are hashed and flushed (`records`, by file name; `failures`: every OSError). Links are not
+    followed."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
-        self.failure: OSError | None = None
+        self.failures: list[OSError] = []
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
@@ -44,30 +45,22 @@ class Files(FileSystem):
                 yield cast(io.IOBase, stream)
             return
         assert mode == "wb", mode
-        try:
-            file = HashingFile(path)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        try:
-            with file:
-                yield file
-            self.records[path.name] = file.record()
-        finally:
-            self.failure = self.failure or file.failure
+        with HashingFile(path, self.failures) as file:
+            yield file
+        self.records[path.name] = file.record()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        # Rank 0 has made the folder. A rank that does not see it writes to another disk.
+        # Rank 0 made the folder. A rank that does not see it would write to another disk.
         if not Path(path).is_dir():
             raise FileNotFoundError(2, "not visible from this host: checkpoints need a file system that all hosts share", str(path))
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's part of a save into a folder that is there already; `files` says what was written."""
+    """Writes this rank's part of a save into an existing folder; `files` records what was written."""
 
     def __init__(self, folder: Path) -> None:
         # Files flushes each file itself, as it closes.
@@ -76,12 +69,11 @@ class Writer(FileSystemWriter):
         self.fs = self.files
 
     def storage_meta(self) -> StorageMeta | None:
-        # It would hold the path of the temporary folder, which is no part of the checkpoint.
-        return None
+        return None  # it would hold the path of the temporary folder, which is no part of the checkpoint
 
 
 class Reader(FileSystemReader):
-    """Reads tensors by an index that `read_index` has proved harmless."""
+    """Reads tensors by an index that `read_index` has checked."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -92,27 +84,14 @@ class Reader(FileSystemReader):
         return self.index
 
 
-ALLOWED = {
-    **{
-        (kind.__module__, kind.__name__): kind
-        for kind in (
-            dcp_metadata.Metadata,
-            dcp_metadata.MetadataIndex,
-            dcp_metadata.TensorStorageMetadata,
-            dcp_metadata.TensorProperties,
-            dcp_metadata.ChunkStorageMetadata,
-            dcp_metadata.StorageMeta,
-            MEM_FORMAT_ENCODING,
-            StorageInfo,
-        )
-    },
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): get_layout,
-}
+NAMES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta")
+CLASSES = [*(getattr(metadata, name) for name in NAMES), MEM_FORMAT_ENCODING, StorageInfo]
+ALLOWED = {(kind.__module__, kind.__name__): kind for kind in CLASSES}
+ALLOWED |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): get_layout}
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes an index is made of, and no other: a pickle that names anything else is refused before it runs."""
+    """Knows only the classes of an index: a pickle that names anything else is refused before it runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
@@ -123,9 +102,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(folder: Path, manifest: Manifest) -> Metadata:
-    """Read .metadata without running anything in it, and prove that it describes the manifest's tensors in the manifest's files.
+    """The index in .metadata, read without running any code in it, which describes the manifest's tensors in the manifest's files.
 
-    Raises CheckpointError naming the file and the reason.
+    Raises CheckpointError that names the file and the reason.
     """
     place = str(folder / INDEX)
     try:
@@ -140,13 +119,13 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
 
 
 def written_tensors(folder: Path) -> dict[str, TensorRecord]:
-    """The whole tensors of a folder that dcp.save has just written, by its own index."""
+    """The unsharded tensors of a folder that dcp.save has just written, from its index."""
     with open_regular(folder / INDEX) as file:
         return tensor_records(_IndexUnpickler(file).load())
 
 
 def tensor_records(index: Metadata) -> dict[str, TensorRecord]:
-    """The whole tensors an index describes. Only tensors may be in it."""
+    """The unsharded tensors that an index describes. Raises TypeError for anything but tensors."""
     records = {}
     for name, entry in index.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
@@ -160,13 +139,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _doubt(index: Any, manifest: Manifest) -> str | None:
-    """What speaks against an index; None when nothing does."""
+    """The reason to refuse an index; None if there is none."""
     if type(index) is not Metadata:
         return "not an index"
     if tensor_records(index) != manifest.tensors:
         return "its tensors are not those of the manifest"
     for key, info in index.storage_data.items():
-        if type(key) is not dcp_metadata.MetadataIndex or type(info) is not StorageInfo:
+        if type(key) is not MetadataIndex or type(info) is not StorageInfo:
             return "not an index"
         path = info.relative_path
         if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
