@@ -19,9 +19,7 @@ def test_the_page_is_what_rules_and_results_make() -> None:
     measured = json.loads(RESULTS.read_text())
     for language, path in script.PAGES.items():
         assert path.read_text() == script.page(measured, language), "run scripts/strategy_docs.py"
-    there = [(row, case) for row, case in PAIRS if case.name in measured["rows"].get(row.name, {})]
-    assert len(there) >= 280, "a pair that is newer than the results has no number yet"
-    for row, case in there:
+    for row, case in PAIRS:
         apart = measured["rows"][row.name][case.name]
         assert max(apart[key] for key in ("loss", "grad_norm", "weights")) <= TOLERANCE, (row.name, case.name)
         assert (apart["moments"] or 0.0) <= MOMENTS, (row.name, case.name)
