@@ -1,4 +1,4 @@
-"""That benchmarks/planner_accuracy.py works: two short runs, and the published rows. What comes out is for the benchmark to say."""
+"""That benchmarks/planner_accuracy.py works: the published rows, and two short runs. What comes out is for the benchmark to say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,24 +14,33 @@ from benchmarks.planner_accuracy import main
 from tests.harness import ENV, ROOT
 
 
-@pytest.mark.slow
-def test_two_runs_and_the_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, figure = tmp_path / "out.json", tmp_path / "out.png"
-    asked = ["planner_accuracy.py", "published", "cpu", "--runs", "bf16", "--out", str(out), "--figure", str(figure)]
-    monkeypatch.setattr(sys, "argv", asked)
+def report_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *parts: str) -> dict[str, Any]:
+    out, figure = folder / "out.json", folder / "out.png"
+    monkeypatch.setattr(sys, "argv", ["planner_accuracy.py", *parts, "--out", str(out), "--figure", str(figure)])
     main()
-    report = json.loads(out.read_text())
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+@pytest.mark.slow
+def test_the_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = report_of(tmp_path, monkeypatch, "published")
     assert {"cpu", "cores"} <= set(report["hardware"]) and "torch" in report["versions"]
+    predicted = [row for row in report["published"] if row["predictions"]]
+    assert len(predicted) == 8 and all(row["without"] for row in report["published"] if not row["predictions"])
+    assert all(error > -1 for row in predicted for way in row["predictions"] for error in way["error"].values())
+
+
+@pytest.mark.full
+def test_two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = report_of(tmp_path, monkeypatch, "cpu", "--runs", "bf16")
     assert [row["name"] for row in report["cpu"]] == ["single, bf16", "fsdp2 2, bf16"]
     for row in report["cpu"]:
         for name in ("parameters", "gradients", "optimizer", "traffic"):
             figures = row["categories"][name]
             assert abs(figures["predicted"] - figures["measured"]) < 1, (row["name"], name)
         assert row["categories"]["peak"]["measured"] > 0 and row["categories"]["seconds"]["measured"] > 0
-    predicted = [row for row in report["published"] if row["predictions"]]
-    assert len(predicted) == 8 and all(row["without"] for row in report["published"] if not row["predictions"])
-    assert all(error > -1 for row in predicted for way in row["predictions"] for error in way["error"].values())
-    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -288,13 +288,14 @@ def verdict(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
         return 0.0
 
 
-def test_every_task_is_verified_as_by_its_generator() -> None:
-    """What JSON does to an entry changes no verdict, over all tasks of reasoning-gym that have a written answer."""
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in (1, 2, 3))])
+def test_every_task_is_verified_as_by_its_generator(part: int) -> None:
+    """What JSON does to an entry changes no verdict, over all tasks of reasoning-gym that have a written answer: each fourth at once."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     asked, expected = [], []
-    for name in sorted(set(DATASETS) - {"composite"}):
+    for name in sorted(set(DATASETS) - {"composite"})[part::4]:
         dataset = reasoning_gym.create_dataset(name, size=1, seed=1)
         entry = dataset[0]
         for answer in (entry["answer"], "nonsense") if isinstance(entry["answer"], str) else ():
@@ -302,7 +303,7 @@ def test_every_task_is_verified_as_by_its_generator() -> None:
             asked.append(Item("", f"I think.\n<a>no</a><a> {answer} </a>", 1, {"task": name, "entry": json.loads(json.dumps(entry))}))
     with Rewards([reward(kind="task", pattern="(?s)<a>(.*?)</a>")], Path(), workers=1) as rewards:
         scored = rewards.score([*asked, Item("", "no tags", 1, asked[0].meta)])
-    assert len(asked) > 150
+    assert len(asked) > 30
     assert {name: (s.value, s.failures) for s, (name, want) in zip(scored, expected, strict=False) if s.value != want} == {}
     assert scored[-1].value == 0.0 and not scored[-1].failures
 
