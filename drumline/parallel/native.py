@@ -17,6 +17,7 @@ from drumline.dist.seeds import derive
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import canonical_tensors
 from drumline.models.shards import Values
+from drumline.models.weights import tensor_plan
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel
@@ -50,7 +51,7 @@ def prepare(
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
     whole = device_mesh(plan.mesh, plan.device) if spreads else None
-    if plan.mesh.tp > 1:
+    if plan.mesh.tp > 1 and (plan.mesh.pp == 1 or tensor_plan(model)):  # a stage may have no layer that is cut
         assert whole is not None
         apply_tp(model, whole["tp"])
     if config.model.sync_batchnorm and whole is not None:

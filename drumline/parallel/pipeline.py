@@ -148,7 +148,34 @@ class _Known(torch.autograd.Function):
         return None, None, *(gradient if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
 
 
-class ForwardPipeline(ForwardEngine):
+class PartOfPipeline(ForwardEngine):
+    """What an engine over some stages of a model does with the others'. `place`: where they compute."""
+
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup
+    place: torch.device
+
+    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._come_together()
+        mine = all_tensors(self.model)
+        of_ranks: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
+        counted: set[str] = set()
+        for rank, forms in enumerate(of_ranks):
+            for name, form in forms.items():
+                if name not in counted:  # both ends hold tied weights
+                    counted.add(name)
+                    yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
+
+    def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that one rank of the pipeline has, on all of them."""
+        full = torch.empty(shape, dtype=dtype, device=self.place) if mine is None else mine.contiguous()
+        dist.broadcast(full, group=self.group, group_src=rank)
+        return full
+
+
+class ForwardPipeline(PartOfPipeline):
     """What is asked of a rank's stages without gradients: answers are made on the last stage, and go to all ranks of the pipeline."""
 
     def __init__(
@@ -205,24 +232,6 @@ class ForwardPipeline(ForwardEngine):
         dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
         last = self.rank == self.ranks - 1
         return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
-
-    def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._come_together()
-        mine = all_tensors(self.model)
-        of_ranks: list[Any] = [None] * self.ranks
-        dist.all_gather_object(of_ranks, {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}, group=self.group)
-        counted: set[str] = set()
-        for rank, forms in enumerate(of_ranks):
-            for name, form in forms.items():
-                if name not in counted:  # both ends hold tied weights
-                    counted.add(name)
-                    yield name, self._from(rank, whole(name, mine[name], self.place) if rank == self.rank else None, *form)
-
-    def _from(self, rank: int, mine: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that one rank of the pipeline has, on all of them."""
-        full = torch.empty(shape, dtype=dtype, device=self.place) if mine is None else mine.contiguous()
-        dist.broadcast(full, group=self.group, group_src=rank)
-        return full
 
     def _receive(self, batch: Any) -> torch.Tensor:
         hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)

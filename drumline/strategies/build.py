@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -75,9 +77,9 @@ def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: He
 def _prepared(plan: Plan, model: Any, values: Values, **options: Any) -> Any:
     """Drumline's own engine, for a strategy that brings none."""
     if plan.engine == "pipeline":
-        from drumline.parallel import pipeline
+        from drumline.parallel import own_pipeline, pipeline
 
-        return pipeline.prepare(plan, model, values)
+        return own_pipeline.prepare(plan, model, values, **options) if options else pipeline.prepare(plan, model, values)
     from drumline.parallel.native import NativeEngine, prepare
 
     return prepare(plan, model, values, NativeEngine, **options)
@@ -91,7 +93,7 @@ def build_module(
     *,
     make_optimizer: MakeOptimizer | None = None,
     units: Units | None = None,
-    tp_plan: dict[str, str] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
     overlaps: bool = True,
 ) -> OpenEngine:
     """Any module, spread as planned, then filled: each rank draws what it holds. `device`, `checkpoint_keys` as in `build_engine`.
@@ -106,6 +108,8 @@ def build_module(
     seed = plan.config.run.seed
     model, source = lay_out_module(build, derive(seed, "weights"), device)
     set_blocks(model, units)
+    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
+        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
     freeze(model, plan.config.model.freeze)
     values = Values(source, device, seed, checkpoint_keys)
     model._tp_plan = tp_plan  # type: ignore[assignment]
@@ -113,16 +117,18 @@ def build_module(
     return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(plan, model, values, **options)
 
 
-def require_spreadable(plan: Plan, tp_plan: dict[str, str] | None) -> None:
+def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
     """Raises PlanError where a module by itself does not say enough to be spread as planned."""
+    schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
-        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if tp_plan is None else "",
+        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
         "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
-        "pp": "a pipeline requires a Hugging Face model, whose stages it cuts",
+        "pp": f"schedule {schedule} requires a Hugging Face model" if schedule in ("interleaved", "zero_bubble") else "",
     }
     for degree, what in lacks.items():
         if getattr(plan.mesh, degree) > 1 and what:
-            fix = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use' if degree == "tp" else "use"
+            tp = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'
+            fix = {"tp": tp, "cp": "use", "pp": "use schedule 1f1b or gpipe,"}[degree]
             raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")

@@ -99,8 +99,9 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
 
 
 def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
+    model = plan.config.model
     if plan.config.plain:
-        return build_module(plan, own_build(plan), device, checkpoint_keys, units=plan.config.model.units)
+        return build_module(plan, own_build(plan), device, checkpoint_keys, units=model.units, tp_plan=model.tp_plan)
     return build_engine(plan, device, checkpoint_keys)
 
 

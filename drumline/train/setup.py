@@ -130,7 +130,13 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         data=data,
         base_dir=str(base),
     )
-    require_spreadable(plan, None)
+    require_spreadable(plan, config.model.tp_plan)
+    if plan.engine == "pipeline":
+        from drumline.models.own import own_build
+        from drumline.models.tape import lay_out_module
+        from drumline.parallel.own_pipeline import cut
+
+        cut(lay_out_module(own_build(plan), 0, "cpu")[0], plan.mesh.pp)  # raises PlanError where it cannot be
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     return plan

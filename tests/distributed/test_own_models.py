@@ -14,7 +14,7 @@ from drumline.core.load import load_values
 from drumline.errors import DrumlineError
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.ranks import run_plans
-from tests.harness import losses, same_weights
+from tests.harness import events, losses, same_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 SMALL: dict[str, dict[str, Any]] = {
@@ -24,6 +24,22 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 NAMES = {"vit": "ViT", "resnet": "ResNet", "gpt": "GPT"}
 SPREAD = ("ddp", "fsdp2", "zero2", "zero3")
+STAGED = Path(__file__).with_name("staged.py")
+TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+# What is built, a name, and the strategy.
+CUT: list[tuple[str, str, Any]] = [
+    ("Staged", "tp", "tp"),
+    ("Staged", "1f1b", "pp"),
+    ("Staged", "gpipe", {"kind": "pp", "schedule": "gpipe"}),
+    ("Staged", "in turn", "model_parallel"),
+    ("Staged", "fsdp2 pp", {"kind": "fsdp2", "pp": 2}),
+    ("sequence", "pp", "pp"),
+]
+IN_FOUR = [
+    ("Staged", "four", "pp"),
+    ("Staged", "ddp pp", {"kind": "ddp", "pp": 2}),
+    ("Staged", "pp tp", {"kind": "ddp", "pp": 2, "tp": 2}),
+]
 
 
 def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
@@ -45,8 +61,21 @@ def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
     return {**values, **sections}
 
 
-def planned(name: str, run_dir: Path, world: int, strategy: str) -> Path:
-    request = Request(load_values(config(name, run_dir, strategy=strategy), []), world)
+def staged(run_dir: Path, build: str, strategy: Any, **sections: Any) -> dict[str, Any]:
+    data = {"kind": "python", "path": f"{STAGED}:rows"}
+    values: dict[str, Any] = {
+        "model": {"kind": "python", "path": f"{STAGED}:{build}", "tp_plan": TP_PLAN if build == "Staged" else {}},
+        "algorithm": {"kind": "python", "path": f"{STAGED}:objective"},
+        "data": {"train": [data], "eval": [{**data, "limit": 5}]},
+        "batch": {"global_samples": 8, "micro_batch": 1},
+        "optimizer": {"kind": "sgd", "lr": 0.05},
+    }
+    return {**config("vit", run_dir, strategy=strategy), **values, **sections}
+
+
+def planned(name: str, run_dir: Path, world: int, strategy: Any) -> Path:
+    values = config(name, run_dir, strategy=strategy) if name in SMALL else staged(run_dir, name, strategy)
+    request = Request(load_values(values, []), world)
     return claim_run_dir(make_plan(request, on_progress=lambda phase, done, total: None), request)[0]
 
 
@@ -65,6 +94,41 @@ def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> No
     alone = losses(runs / name / "alone")
     assert len(alone) == 3 and losses(runs / name / strategy) == pytest.approx(alone, rel=1e-5)
     same_weights(runs / name / strategy, runs / name / "alone", 1e-5)
+
+
+@pytest.fixture(scope="module")
+def cut_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("cut")
+    run_plans([planned(build, root / build / "alone", 1, "single") for build in ("Staged", "sequence")], 1)
+    run_plans([planned(build, root / build / name, 2, strategy) for build, name, strategy in CUT], 2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def cut_in_four(cut_runs: Path) -> Path:
+    """Two ranks stand between the first stage and the last, or there are copies of a pipeline."""
+    run_plans([planned(build, cut_runs / build / name, 4, strategy) for build, name, strategy in IN_FOUR], 4)
+    return cut_runs
+
+
+@pytest.mark.parametrize(("build", "name"), [row[:2] for row in CUT], ids=str)
+def test_cut_by_a_plan_or_by_stages_the_same_numbers(cut_runs: Path, build: str, name: str) -> None:
+    same(cut_runs / build, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for _, name, _ in IN_FOUR])
+def test_cut_over_four_the_same_numbers(cut_in_four: Path, name: str) -> None:
+    same(cut_in_four / "Staged", name)
+
+
+def same(runs: Path, name: str) -> None:
+    mine, alone = runs / name, runs / "alone"
+    assert len(losses(alone)) == 3 and losses(mine) == pytest.approx(losses(alone), rel=1e-5)
+    for kind, keys in (("step", ("right", "max_right", "grad_norm")), ("eval", ("loss", "right", "max_right"))):
+        found, expected = ([[event[key] for key in keys] for event in events(run, kind)] for run in (mine, alone))
+        assert expected and found == [pytest.approx(values, rel=1e-5) for values in expected]
+    same_weights(mine, alone, 1e-5)
 
 
 def test_the_loss_is_the_one_of_plain_torch(runs: Path) -> None:
@@ -120,7 +184,8 @@ def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
     ("changes", "line"),
     [
         ({"strategy": "tp"}, "tensor parallelism requires a plan"),
-        ({"strategy": "pp"}, "pipeline"),
+        ({"strategy": "pp"}, "a pipeline requires the stages of ViT (return an nn.Sequential"),
+        ({"strategy": {"kind": "pp", "schedule": "zero_bubble"}}, "schedule zero_bubble requires a Hugging Face model"),
         ({"algorithm": "sft"}, "algorithm.kind is not"),
         ({"adapter": "lora"}, "no adapter"),
         ({"model": {"kind": "python"}}, "`path` belong together"),

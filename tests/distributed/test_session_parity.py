@@ -16,6 +16,7 @@ from tests.harness import events
 WORKER = "tests.distributed.session_worker"
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 ROWS = [(name, strategy) for name in ("vit", "resnet", "gpt") for strategy in STRATEGIES]
+CUT = [("mlp", strategy) for strategy in ("pp", "model_parallel", "tp")]  # by its stages, and by a plan
 GANS = ("ddp", "fsdp2", "local_sgd")
 TOLERANCE = 1e-5
 
@@ -24,17 +25,19 @@ TOLERANCE = 1e-5
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All rows, in one process group of two and one of one."""
     folder = tmp_path_factory.mktemp("sessions")
-    run_module(WORKER, [folder, *(f"{name}:single" for name in ("vit", "resnet", "gpt", "gan"))], 1)
-    run_module(WORKER, [folder, *(f"{name}:{strategy}" for name, strategy in [*ROWS, *(("gan", strategy) for strategy in GANS)])], 2)
+    run_module(WORKER, [folder, *(f"{name}:single" for name in ("vit", "resnet", "gpt", "gan", "mlp"))], 1)
+    run_module(WORKER, [folder, *(f"{name}:{strategy}" for name, strategy in [*ROWS, *CUT, *(("gan", strategy) for strategy in GANS)])], 2)
     return folder
 
 
-@pytest.mark.parametrize(("name", "strategy"), ROWS, ids=lambda value: value)
+@pytest.mark.parametrize(("name", "strategy"), [*ROWS, *CUT], ids=lambda value: value)
 def test_same_numbers_as_one_process(runs: Path, name: str, strategy: str) -> None:
     mine, reference = runs / f"{name}-{strategy}", runs / f"{name}-single"
     apart = difference(mine, reference)
     assert len(events(mine, "step")) == STEPS
     assert max(apart.loss, apart.grad_norm, apart.weights) <= TOLERANCE, apart
+    evals = [[e["loss"] for e in events(run, "eval")] for run in (mine, reference)]
+    assert evals[0] == pytest.approx(evals[1], rel=TOLERANCE)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,9 @@ from drumline.errors import ModelError, PlanError
 from drumline.models.shards import Loaded, Values
 from drumline.models.tape import Played, lay_out_module
 from drumline.parallel.engine import OpenEngine
+from drumline.parallel.own_pipeline import cut, trace
 from drumline.strategies.build import build_module
+from tests.distributed.staged import Staged, sequence
 from tests.harness import ENV
 
 
@@ -167,12 +169,70 @@ def test_one_engine_for_an_objective_and_for_a_loop_of_ones_own() -> None:
     assert all(torch.allclose(mine[name], others[name], rtol=1e-5, atol=1e-7) for name in mine)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention"), (Mesh(pp=2), "a pipeline requires")]
-)
+@pytest.mark.parametrize(("mesh", "what"), [(Mesh(tp=2), "requires a plan"), (Mesh(cp=2), "requires attention")])
 def test_a_strategy_that_lacks_something_says_what(mesh: Mesh, what: str) -> None:
     with pytest.raises(PlanError, match=what):
         build_module(plan(mesh), mlp, "cpu")
+
+
+def test_modules_that_a_plan_names_must_be_there() -> None:
+    with pytest.raises(PlanError, match="no module up"):
+        build_module(plan(), mlp, "cpu", tp_plan={"up": "colwise"})
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, layer)
+
+
+class Outside(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 4)
+
+
+class Crossing(Staged):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x, x.new_ones(()))
+        return self.last(x + first)
+
+
+class Leaving(Staged):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.first(x)
+        for block in self.blocks:
+            x = block(x, x.new_ones(()))
+        return self.last(x) + first.mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (Many(), "requires the stages of Many"),
+        (shared(), "not submodules, each once"),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "batch norms agree"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "1 stages with weights cannot be cut over 2 ranks"),
+        (Outside(), r"more\.weight is in none of the stages"),
+    ],
+)
+def test_stages_that_cannot_be_cut(module: nn.Module, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        cut(module, 2)
+
+
+def test_stages_are_cut_where_they_hold_as_much() -> None:
+    assert cut(nn.Sequential(*sequence()), 2) == [(0, 3), (3, 6)]  # Flatten, 40 weights, Tanh | 144, Tanh, 34
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(Crossing(), "stage 5 of Crossing is not called once, with what the stage before it"), (Leaving(), "last stage alone")],
+)
+def test_stages_that_are_no_chain(module: nn.Module, what: str) -> None:
+    with pytest.raises(PlanError, match=what):
+        trace(module.to("meta"), (torch.ones(3, 4),), {})
 
 
 def test_a_class_that_is_not_there() -> None:
