@@ -10,9 +10,10 @@ import pkgutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from drumline.errors import ConfigError
 
@@ -39,6 +40,42 @@ def find_object(path: str, base_dir: Path, where: str, thing: str = "class") -> 
             raise ConfigError(f"{place} has no {thing} {name!r}{perhaps(part, there)}", where=where, fix=fix)
         found = getattr(found, part)
     return found
+
+
+@cache
+def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Name → what installed packages offer in the group drumline.GROUP."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=f"drumline.{group}")}
+
+
+def known_names(group: str, own: Iterable[str]) -> list[str]:
+    """This package's `own` names, then those of installed packages. Raises ConfigError where one of these takes an own name."""
+    points, own = entry_points(group), [*own]
+    for name in own:
+        if name in points:
+            package = package_of(points[name])
+            what = f"{package} offers {name!r} as one of drumline.{group}, which is drumline's own name"
+            raise ConfigError(what, where=package, fix="uninstall it")
+    return [*own, *points]
+
+
+def package_of(point: importlib.metadata.EntryPoint) -> str:
+    """The name and version of the package that offers it."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def find_function(name: str, group: str, base_dir: Path, where: str, thing: str, fix: str) -> Callable[..., Any]:
+    """A function by `module:function`, `file.py:function`, or the name that an installed package gives it in drumline.GROUP. `thing`: what
+    an error calls it. Raises ConfigError for what cannot be found or imported, or is no function."""
+    if ":" in name:
+        found = find_object(name, base_dir, where, "function")
+    elif point := entry_points(group).get(name):
+        found = imported(point.load, f"{thing} {name!r} of {package_of(point)}", where)
+    else:
+        raise ConfigError(f"no installed package offers {thing} {name!r}{perhaps(name, entry_points(group))}", where=where, fix=fix)
+    if not callable(found):
+        raise ConfigError(f"{name} is a {type(found).__name__}, not a function", where=where)
+    return cast("Callable[..., Any]", found)
 
 
 def call_object(path: str, base_dir: Path, where: str, options: dict[str, Any]) -> Any:

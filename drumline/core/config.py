@@ -6,18 +6,17 @@ Every class refuses unknown keys. A union (strategy, algorithm, data source) is 
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from drumline.core.algorithm import Algorithm, AlgorithmSpec
-from drumline.core.by_name import nearest
 from drumline.core.cluster import CLUSTER_ALONE, ClusterConfig
 from drumline.core.data import DataConfig
+from drumline.core.launcher import Launcher, LauncherSpec
 from drumline.core.model import Head, ModelConfig
-from drumline.core.registry import find, make
-from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Seconds, Section, Steps
+from drumline.core.registry import Named, find, make
+from drumline.core.section import KIND_ALONE, MOST_SAMPLES, MOST_SEED, MOST_STEPS, Count, PathText, Ranks, Rate, Section, Steps
 from drumline.core.strategy import Strategy, StrategySpec
 
 # -------------------------------------------------------------------------------------------------------------- adapter
@@ -165,28 +164,8 @@ class HealthConfig(Section):
     max_skips: Count = Field(10, description="With skip: stop after this many skipped steps in a row.")
 
 
-class LaunchConfig(Section):
-    nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
-    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
-    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free port.")
-    grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
-    timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
-
-
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-OF_PACKAGES = "drumline.trackers"  # entry points: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`
-
-
-def _reporter(name: str) -> str:
-    known = (*TRACKERS, *(point.name for point in metadata.entry_points(group=OF_PACKAGES)))
-    if ":" not in name and name not in known:
-        guess = nearest(name, known)
-        hint = f"did you mean {guess!r}?" if guess else "one of your own is file.py:function"
-        raise ValueError(f"{name!r} is not one of {', '.join(known)}; {hint}")
-    return name
-
-
-Reporter = Annotated[PathText, AfterValidator(_reporter)]
+# Of packages: functions `telemetry.trackers.Run` → `telemetry.trackers.Tracker`.
+Reporter = Annotated[PathText, Named("trackers", ("tensorboard", "wandb", "mlflow", "trackio"))]
 
 
 class RunConfig(Section):
@@ -220,7 +199,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
-    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    launch: Launcher = Field(default_factory=lambda: make(LauncherSpec, "local"))
     run: RunConfig = Field(default_factory=RunConfig)
     cluster: Annotated[ClusterConfig | None, CLUSTER_ALONE] = Field(
         None, description="The devices to plan for, also as `2x8xh100-80g`; null: the devices of this machine."
@@ -252,7 +231,7 @@ class Config(Section):
     @property
     def plain(self) -> bool:
         """Whether any module is trained, on samples as they are: no tokens, and no files of a model."""
-        return self.model.kind == "python"
+        return self.model.builder is not None
 
     @property
     def packs(self) -> bool:

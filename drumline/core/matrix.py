@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from drumline.core.by_name import entry_points, package_of
 from drumline.core.config import Config
 from drumline.core.registry import kinds
 from drumline.core.rule import Case
@@ -38,6 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": {"kind": "fp16"}},
 }
 PROCESSES = 8
+GROUPS = ("strategies", "algorithms", "sources", "models", "rewards", "trackers", "launchers")  # that packages may add to
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def as_text(device: str) -> str:
     first, widths = max(map(len, FEATURES)), [max(len(kind), 3) for kind in strategies()]
     lines = [_padded("", list(strategies()), first, widths)]
     lines += [_padded(feature, marks, first, widths) for feature, marks in rows.items()]
-    return "\n".join([*lines, "", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())])
+    lines += ["", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())]
+    offered = {group: ", ".join(f"{name} ({package_of(point)})" for name, point in entry_points(group).items()) for group in GROUPS}
+    return "\n".join([*lines, *(f"\n{group} of installed packages: {names}" for group, names in offered.items() if names)])
 
 
 def as_markdown(device: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from drumline.core.registry import Named
 from drumline.core.section import MOST_RANKS, Count, PathText, Section
 
 # The head: next-token logits; logits and a value per token; a score per token; classes of a text; classes of an image.
@@ -34,14 +35,18 @@ class ModelShape(Section):
 
 
 class ModelConfig(Section):
-    kind: Literal["hf", "python"] = Field("hf", description="hf: a Hugging Face model. python: any torch.nn.Module, made by `path`.")
+    kind: Annotated[PathText, Named("models", ("hf", "python"))] = Field(
+        "hf",
+        description="hf: a Hugging Face model. python: any torch.nn.Module, made by `path`. Or the name of such a function of an installed"
+        " package, or its path itself.",
+    )
     path: PathText | None = Field(
         None, description="python: file.py:function, relative to the YAML's folder, or package.module:function, which returns the module."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="python: arguments of that function by name.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of that function by name.")
     units: list[str] | None = Field(
         None,
-        description="python: classes of the modules that FSDP2 gathers by themselves, ZeRO 3 fills at once and checkpointing computes"
+        description="Of a function's module: classes of what FSDP2 gathers by itself, ZeRO 3 fills at once and checkpointing computes"
         " again; null: those in its outermost nn.ModuleLists.",
     )
     tp_plan: dict[str, Literal["colwise", "rowwise"]] = Field(
@@ -77,15 +82,15 @@ class ModelConfig(Section):
     @classmethod
     def _shape_without_id(cls, values: Any) -> Any:
         """A shape, or a function, replaces the default id."""
-        replaces = isinstance(values, dict) and (values.get("shape") is not None or values.get("kind") == "python")
+        replaces = isinstance(values, dict) and (values.get("shape") is not None or values.get("kind", "hf") != "hf")
         return {"id": None, **values} if replaces else values
 
     @model_validator(mode="after")
     def _python_by_path(self) -> ModelConfig:
         if (self.kind == "python") != (self.path is not None):
             raise ValueError("kind python and `path` belong together: {kind: python, path: mine.py:build}")
-        if self.kind == "python" and (self.id is not None or self.config or self.shape is not None):
-            raise ValueError("kind python takes no id, config or shape: `path` makes the model, `options` are its arguments")
+        if self.builder is not None and (self.id is not None or self.config or self.shape is not None):
+            raise ValueError(f"kind {self.kind} takes no id, config or shape: a function makes the model, `options` are its arguments")
         return self
 
     @model_validator(mode="after")
@@ -93,6 +98,11 @@ class ModelConfig(Section):
         if self.shape is not None and (self.id is not None or self.config.get("model_type")):
             raise ValueError("give a shape, or an id or model_type, not both")
         return self
+
+    @property
+    def builder(self) -> str | None:
+        """The function that makes the module: by path, or by its name in an installed package. None for a Hugging Face model."""
+        return {"hf": None, "python": self.path}.get(self.kind, self.kind)
 
     @property
     def as_published(self) -> bool:

@@ -8,7 +8,6 @@ written `kind: path.py:Name` (relative to the YAML) or `kind: package.module:Nam
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo, create_model
 from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
-from drumline.core.by_name import find_object, imported
+from drumline.core.by_name import entry_points, find_object, imported, known_names, package_of, perhaps
 from drumline.core.section import Section, kinds_without_keys
 from drumline.errors import ConfigError
 
@@ -30,6 +29,7 @@ class Spec(Section):
     group: ClassVar[str]  # strategies: drumline/strategies/ and the entry points drumline.strategies
     thing: ClassVar[str]  # what an error calls one of them
     module: ClassVar[str] = ""  # where this package's own are, if not in folders of their own
+    default: ClassVar[str] = ""  # the kind of a section that names none; none: it must
     short: ClassVar[bool] = True  # the kind alone may stand for a section without further keys
     position: ClassVar[int] = 1000  # in tables and lists: the smallest first
     kind: str = ""
@@ -53,7 +53,7 @@ def literal_kinds(model: type[BaseModel]) -> list[str]:
 
 def kinds(base: type[S]) -> dict[str, type[S]]:
     """Kind → spec, of all that are known. Raises ConfigError for a plug-in that cannot be imported."""
-    found = {**_built_in(base), **{name: _of_package(base, name) for name in _entry_points(base)}, **_own.get(base, {})}
+    found = {**_built_in(base), **{name: _of_package(base, name) for name in entry_points(base.group)}, **_own.get(base, {})}
     return dict(sorted(found.items(), key=lambda item: item[1].position))
 
 
@@ -81,7 +81,7 @@ def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool =
     if kind in _built_in(base):
         return _built_in(base)[kind]
     if ":" not in kind:
-        return _of_package(base, kind) if kind in _entry_points(base) else None
+        return _of_package(base, kind) if kind in entry_points(base.group) else None
     where = f"{base.thing}.kind"
     place, _, name = kind.rpartition(":")
     base_dir = (base_dir or Path()).absolute()
@@ -111,14 +111,9 @@ def _built_in(base: type[S]) -> dict[str, type[S]]:
 
 
 @cache
-def _entry_points(base: type[Spec]) -> dict[str, importlib.metadata.EntryPoint]:
-    return {point.name: point for point in importlib.metadata.entry_points(group=f"drumline.{base.group}")}
-
-
-@cache
 def _of_package(base: type[S], name: str) -> type[S]:
-    point = _entry_points(base)[name]
-    package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    point = entry_points(base.group)[name]
+    package = package_of(point)
     if name in _built_in(base):
         raise ConfigError(f"{package} offers a {base.thing} {name!r}, which is drumline's own name", where=package, fix="uninstall it")
     return _checked(base, imported(point.load, f"the {base.thing} {name!r} of {package}", package), name)
@@ -157,6 +152,8 @@ class Registered:
             return value
         if isinstance(value, str) and self.base.short:
             value = {"kind": value}
+        if self.base.default and isinstance(value, Mapping):
+            value = {"kind": self.base.default, **value}
         kind = value.get("kind") if isinstance(value, Mapping) else None
         spec = find(self.base, kind, **(info.context or {})) if isinstance(kind, str) else None
         if spec is None:
@@ -169,6 +166,27 @@ class Registered:
             return core_schema.no_info_plain_validator_function(lambda given: spec.model_validate(given, context=info.context))
 
         return SchemaValidator(_union({kind: validated(spec) for kind, spec in specs.items()})).validate_python(value)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Makes the type of a text that names a function: one of `own`, an entry point of drumline.GROUP, or path.py:Name of the user's."""
+
+    group: str
+    own: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"enum": known_names(self.group, self.own)}, OWN]}
+
+    def _known(self, name: str) -> str:
+        known = known_names(self.group, self.own)
+        if ":" not in name and name not in known:
+            hint = perhaps(name, known) or "; one of your own is file.py:function"
+            raise ValueError(f"{name!r} is not one of {', '.join(known)}{hint}")
+        return name
 
 
 def _union(choices: dict[str, CoreSchema]) -> CoreSchema:

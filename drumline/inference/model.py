@@ -42,8 +42,8 @@ def _own(folder: Path, trusted: bool) -> Model | None:
     plan, root = Plan.load(folder / "plan.json", trusted), folder / "checkpoints"
     if not plan.config.plain:
         return None
-    if not trusted:
-        fix = f"read {plan.config.model.path}, then add trust_remote_code=True"
+    if not trusted and ":" in (plan.config.model.builder or ""):
+        fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
         raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
     checkpoint = pointed(root, "best") or pointed(root, "latest")
     if checkpoint is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from drumline.core.out_of_memory import Exhausted
+from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
@@ -21,8 +20,6 @@ from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = (Restore, Step, Eval, Save)
-# (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
-OnOutOfMemory = Callable[[Exhausted, int], tuple[str, str | None]]
 
 
 def launch(

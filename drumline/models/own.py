@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from drumline.checkpoint.load import load, pointed
-from drumline.core.by_name import find_object
+from drumline.core.by_name import find_function
+from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive, drawing
 from drumline.errors import CheckpointError
@@ -19,9 +20,14 @@ from drumline.models.names import canonical_tensors
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
-    """The function of model.path with its options. Raises ConfigError."""
-    model = plan.config.model
-    return partial(find_object(model.path or "", Path(plan.base_dir), "model.path", "function"), **model.options)
+    """The function that makes it, with its options. Raises ConfigError."""
+    return partial(find_builder(plan.config.model, Path(plan.base_dir)), **plan.config.model.options)
+
+
+def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
+    """The function alone. Raises ConfigError where there is none."""
+    where = "model.path" if model.kind == "python" else "model.kind"
+    return find_function(model.builder or "", "models", base_dir, where, "the model", "install it, or write file.py:function")
 
 
 def read_module(plan: Plan, checkpoint: Path) -> Any:

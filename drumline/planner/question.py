@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from drumline.core.by_name import entry_points, package_of
 from drumline.core.config import Config
 from drumline.core.load import Loaded
 from drumline.core.model import ModelConfig
@@ -105,12 +106,15 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     from drumline.models.load import load_config
     from drumline.models.package import PREFIX, resolve
 
-    if model.kind == "python":
+    if model.builder is not None:
         what = "what a module of your own computes is known to itself alone: nothing can be planned for it"
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
     name = model.id
     if name is None:
         return Found(load_config(None, model), model, None)
+    if name in entry_points("models"):
+        fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
+        raise ModelError(f"{name} is a function of {package_of(entry_points('models')[name])}, of which nothing can be planned", fix=fix)
     known = shapes.find(name)
     local = name.startswith((PREFIX, "/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
     if weights or local or known is None:

@@ -5,7 +5,6 @@ A scorer is called with (prompt, completion, meta of the row) and returns anythi
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import json
 import logging
@@ -15,13 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from drumline.core.by_name import find_object, imported, perhaps
+from drumline.core.by_name import find_function
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
 from drumline.core.secret import reveal
 from drumline.errors import ConfigError
 
 Scorer = Callable[[str, str, dict[str, Any]], Any]
-GROUP = "drumline.rewards"
+FIX = "write module:function or file.py:function, or install the package that has it"
 # The verifiers of these compare boards with ==, and a board is of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")
 
@@ -46,7 +45,7 @@ def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None
 
 
 def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
-    function = find_function(reward.path, base_dir, f"{where}.path")
+    function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
     reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
     takes = _takes(function, reward, where, columns)
 
@@ -78,24 +77,6 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
         what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
         raise ConfigError(what, where=where, fix=fix) from error
     return None if takes_all else frozenset(signature.parameters)
-
-
-def find_function(path: str, base_dir: Path, where: str) -> Callable[..., Any]:
-    """By `module:function`, `file.py:function` or the name of an entry point. Modules are looked for beside the YAML as well."""
-    if ":" not in path:
-        return _entry_point(path, where)
-    found = find_object(path, base_dir, where, "function")
-    if not callable(found):
-        raise ConfigError(f"{path} is a {type(found).__name__}, not a function", where=where)
-    return found
-
-
-def _entry_point(name: str, where: str) -> Callable[..., Any]:
-    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
-    if name not in points:
-        fix = "write module:function or file.py:function, or install the package that has it"
-        raise ConfigError(f"no installed package offers a reward {name!r}{perhaps(name, points)}", where=where, fix=fix)
-    return imported(points[name].load, f"entry point {name}", where)
 
 
 # ------------------------------------------------------------------------------------------------------------ verifiers

@@ -6,20 +6,18 @@ A run that is started again goes on in the same run of each tracker: RUN/tracker
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from drumline.core.by_name import find_object, imported
-from drumline.core.config import OF_PACKAGES
+from drumline.core.by_name import find_function
 from drumline.core.files import write_whole
 from drumline.core.redact import plain, redact
-from drumline.errors import ConfigError, EnvironmentFault
+from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 
 # Events that have figures → the group that they are shown in.
@@ -112,13 +110,7 @@ def maker_of(name: str, base_dir: Path) -> Callable[[Run], Tracker]:
     own = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
     if name in own:
         return own[name]
-    where = "run.report_to"
-    if ":" in name:
-        return cast("Callable[[Run], Tracker]", find_object(name, base_dir, where, "function"))
-    point = next(iter(importlib.metadata.entry_points(group=OF_PACKAGES, name=name)), None)
-    if point is None:
-        raise ConfigError(f"no installed package offers the tracker {name!r}", where=where, fix="install it, or take it out of the list")
-    return cast("Callable[[Run], Tracker]", imported(point.load, f"the tracker {name!r}", where))
+    return find_function(name, "trackers", base_dir, "run.report_to", "the tracker", "install it, or take it out of the list")
 
 
 def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], name: str, base_dir: Path = Path()) -> list[Sink]:

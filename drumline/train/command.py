@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from drumline.compat.overlay import from_environment, from_file
 from drumline.core.explain import explain, plan_line
 from drumline.core.load import load, reader, to_yaml
 from drumline.errors import UserError
-from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, listen, require_rendezvous
+from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, require_rendezvous
 from drumline.launchers.lease import Lease
 from drumline.report.bars import aside, bars
 from drumline.report.progress import Progress
@@ -37,7 +38,6 @@ def train(
 ) -> int:
     """`drumline train`: plan, launch, watch. Returns the exit code."""
     die_with_launchers()
-    require_rendezvous()
     request = requested(config_path, overrides, resume, allow, accelerate_config)
     if launched_by() is None:
         return _dry_run(request()) if dry_run else launch_ranks(request(), display=True)[1]
@@ -66,9 +66,17 @@ def requested(
         _tell(loaded.notes)
         from drumline.train.setup import Request
 
-        return Request(loaded, world_size, resume or loaded.resume, allow)
+        return Request(loaded, world_size or loaded.config.launch.processes(), resume or loaded.resume, allow)
 
-    return request
+    return request if launched_by() else _joined(request())
+
+
+def _joined(request: Request) -> Callable[..., Request]:
+    """The same, where a launcher of the user's own may have started this process as one rank. Raises EnvironmentFault where it is one of
+    several that do not know of each other."""
+    os.environ.update(request.loaded.config.launch.rank_variables(os.environ))
+    require_rendezvous()
+    return lambda world_size=None: replace(request, world_size=world_size or request.world_size)
 
 
 def _dry_run(request: Request) -> int:
@@ -90,8 +98,8 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
     with aside(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)
     _tell(plan.data.left_out if plan.data else ())
-    listen(plan.config.launch.port).close()  # a held port is told before the run folder is made
-    from drumline.launchers.local import launch
+    launcher = plan.config.launch
+    launcher.require()
     from drumline.train.replan import Replanner
 
     with Lease(Path(plan.run_dir)):
@@ -99,7 +107,7 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
         with ExitStack() as stack:
             past = read(Path(plan.run_dir) / "events.jsonl") if display else []
             on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
-            return Path(plan.run_dir), launch(plan, plan_path, start, on_event, on_oom=Replanner(plan, plan_path))
+            return Path(plan.run_dir), launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path))
 
 
 def _tell(notes: Iterable[str]) -> None:

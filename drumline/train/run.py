@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.core.load import Overrides, overrides_of
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
-from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by, require_rendezvous
+from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.telemetry.events import Eval, Event, Step, read
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ def train(
     request = requested(config, changes, place, tuple(allow))
     if launched_by() is not None:
         return _join(request, display)
-    require_rendezvous()
     heard = Heard(display)
     with redirect_stderr(heard):
         run_dir, code = launch_ranks(request(), display)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
-from drumline.core.by_name import find_object
 from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
@@ -26,6 +25,7 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
+from drumline.models.own import find_builder
 from drumline.models.vision import vision_of
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
@@ -45,7 +45,7 @@ EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model befor
 
 @dataclass(frozen=True)
 class Request:
-    """One `drumline train`: the config, how many processes were launched already (None: we launch), and where to go on from."""
+    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from."""
 
     loaded: Loaded
     world_size: int | None = None
@@ -116,7 +116,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     """The same for a module of the user's own, of which only it itself knows what it computes: nothing is predicted."""
     config, base = request.loaded.config, request.loaded.base_dir.absolute()
-    find_object(config.model.path or "", base, "model.path", "function")
+    find_builder(config.model, base)
     config.algorithm.build_in(base)
     train, held_out = (len(read_samples(sources, base)) if sources else 0 for sources in (config.data.train, config.data.eval))
     data = DataPlan(train_cache="train", eval_cache="eval" if held_out else None, train_samples=train, eval_samples=held_out)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from drumline.core.registry import _entry_points, _of_package
+from drumline.core.by_name import entry_points
+from drumline.core.registry import _of_package
 from tests.distributed.test_own_algorithm import write_files
 from tests.harness import ENV, write_config
 from tests.unit.conftest import Run
@@ -151,7 +152,7 @@ def test_init_knows_an_installed_algorithm(run: Run, model: Path, tmp_path: Path
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-focal\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[drumline.algorithms]\nfocal = focal:Focal\n")
     monkeypatch.syspath_prepend(tmp_path)
-    _entry_points.cache_clear()
+    entry_points.cache_clear()
     try:
         path = tmp_path / "new.yaml"
         code, _, err = run("init", path, "--model", model, "--algorithm", "focal", "--data", "none.jsonl", "--length", 96, "--yes")
@@ -161,5 +162,5 @@ def test_init_knows_an_installed_algorithm(run: Run, model: Path, tmp_path: Path
         assert (lines["algorithm"], lines["optimizer"]["lr"]) == ("focal", 7e-6)
         assert "focal" in json.loads((path.parent / "drumline.schema.json").read_text())["properties"]["algorithm"]["anyOf"][0]["enum"]
     finally:
-        _entry_points.cache_clear()
+        entry_points.cache_clear()
         _of_package.cache_clear()

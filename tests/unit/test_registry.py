@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from drumline.core.by_name import entry_points
 from drumline.core.load import Loaded, load, load_text, schema
 from drumline.core.plan import Plan
-from drumline.core.registry import _entry_points, _of_package, _own, find, kinds, make
+from drumline.core.registry import _of_package, _own, find, kinds, make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import ConfigError
 
@@ -29,7 +30,7 @@ class Other: ...
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     yield
-    for known in (_entry_points.cache_clear, _of_package.cache_clear, _own.clear):
+    for known in (entry_points.cache_clear, _of_package.cache_clear, _own.clear):
         known()
 
 
@@ -97,7 +98,7 @@ def package(folder: Path, name: str, code: str) -> None:
 def test_a_plug_in_is_a_kind_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "installed", OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    _entry_points.cache_clear()
+    entry_points.cache_clear()
     assert load_text(DATA + "strategy: {kind: installed, period: 9}\n", []).strategy == make(StrategySpec, "installed", period=9)
     assert list(kinds(StrategySpec))[-1] == "installed"
     assert "installed" in schema()["properties"]["strategy"]["anyOf"][0]["enum"]
@@ -108,7 +109,7 @@ def test_a_plug_in_is_a_kind_like_any_other(tmp_path: Path, monkeypatch: pytest.
 def test_a_plug_in_that_does_not_import_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(tmp_path, "broken", "1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    _entry_points.cache_clear()
+    entry_points.cache_clear()
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: broken\n", [])
     assert "the strategy 'broken' of made-broken 1.0 raised ZeroDivisionError" in error.value.line()

@@ -1,0 +1,56 @@
+"""What a launcher's spec is: the section `launch` of the YAML, and how ranks are started, or found to be started already. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from drumline.core.registry import Registered, Spec
+from drumline.core.section import Seconds
+from drumline.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from drumline.core.out_of_memory import Exhausted
+    from drumline.core.plan import Plan
+
+# (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
+OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
+
+
+class LauncherSpec(Spec):
+    """The base of all launchers. One of your own overrides `start`, or `rank_variables` where another program starts the ranks."""
+
+    group: ClassVar[str] = "launchers"
+    thing: ClassVar[str] = "launcher"
+    module: ClassVar[str] = "drumline.launchers.spec"
+    default: ClassVar[str] = "local"
+
+    nproc: int | None = Field(None, gt=0, le=4096, description="Processes on this machine; null: one per GPU, or 1 without GPUs.")
+    max_restarts: int = Field(3, ge=0, le=10**6, description="Restarts after a rank fails; progress resets the count.")
+    port: int | None = Field(None, gt=0, lt=65536, description="Rendezvous port on loopback; null: any free port.")
+    grace_seconds: Seconds = Field(60.0, description="Time for the ranks to save after SIGTERM, before they are killed.")
+    timeout_seconds: Seconds = Field(600.0, description="A collective that takes longer than this fails.")
+
+    def rank_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Where this process is one rank of several already: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. It then joins the
+        others, and rank 0 plans. Nothing: this process starts them."""
+        return {}
+
+    def processes(self) -> int | None:
+        """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
+        return None
+
+    def require(self) -> None:
+        """Raises EnvironmentFault where ranks could not be started, before the run folder is made."""
+
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory) -> int:
+        """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
+        PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
+        (`telemetry.events.Tail` follows events.jsonl); `on_oom` is asked when memory ran out."""
+        raise EnvironmentFault(f"launcher {self.kind} starts no ranks", where="launch.kind", fix="start them as its program does")
+
+
+Launcher = Annotated[LauncherSpec, Registered(LauncherSpec)]

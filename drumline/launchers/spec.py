@@ -1,0 +1,29 @@
+"""The launcher of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from drumline.core.launcher import LauncherSpec, OnOutOfMemory
+from drumline.core.plan import Plan
+from drumline.launchers.environment import listen
+
+
+class LocalLauncher(LauncherSpec):
+    """Ranks of this machine, watched, and started again from the newest checkpoint."""
+
+    # An enum, not a constant: a section without a kind is of this one.
+    kind: Literal["local"] = Field("local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")]))
+
+    def require(self) -> None:
+        """Raises EnvironmentFault for a port that is held."""
+        listen(self.port).close()
+
+    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory) -> int:
+        from drumline.launchers.local import launch
+
+        return launch(plan, plan_path, resume, on_event, on_oom=on_oom)
