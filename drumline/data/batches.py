@@ -1,6 +1,6 @@
 """Token batches: rows of segments, padded to one width. B rows, T tokens.
 
-Of preference pairs: P pairs, B = 2P rows, those of the chosen answers, then those of the rejected ones.
+For preference pairs: P pairs, B = 2P rows, first those of the chosen answers, then those of the rejected ones.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FILLER_WIDTH = 2
 
 @dataclass(frozen=True)
 class First:
-    """What `Algorithm.first_pass` told of all N samples of a global batch (held out: of the whole set), fp64[N, K], in its order."""
+    """The numbers of `Algorithm.first_pass` for all N samples of a global batch (held out: of the whole set), fp64[N, K], in its order."""
 
     numbers_NK: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What all micro-batches can do. Each has a `weight`, what it adds to the number that the loss is divided by.
+    """The base of micro-batches. Each has a `weight`: its part of the denominator of the loss.
 
-    Where the objective has a first pass: `first`, and `places_P` int64, the rows of this batch's samples in it, -1 for fillers.
+    For an objective with a first pass: `first`, and `places_P` int64, the rows of this batch's samples in it, -1 for fillers.
     """
 
     first: First | None = field(default=None, kw_only=True)
@@ -39,7 +39,7 @@ class Batch:
 
     @staticmethod
     def weigh(cache: TokenCache, samples: npt.NDArray[np.int64]) -> float:
-        """The weight of a batch of these samples of a cache, without making it."""
+        """The weight of a batch of these samples of a cache, without collating it."""
         return float(len(samples))
 
     def to(self, device: torch.device | str) -> Self:
@@ -56,11 +56,11 @@ class Batch:
 class TokenBatch(Batch):
     """One micro-batch; all tensors int64 [B, T].
 
-    `targets_BT` is shifted already: the token that follows, or IGNORE where nothing is learned, at the end of a segment and in padding.
-    `position_ids_BT` counts from 0 in each segment, and attention must not cross a place where it starts anew. There is no attention mask:
-    padding stands on the right, where causal attention lets no real token see it, and goes on counting from the last segment, so that a
-    batch without packing has rows 0, 1, 2, … and keeps the fast path of attention. `weight`: how many targets are learned. `lengths_B`:
-    int64, tokens of each row without its padding.
+    `targets_BT` is shifted: the token that follows, or IGNORE for a token without loss, at the end of a segment and in padding.
+    `position_ids_BT` restarts at 0 in each segment, and attention must not cross a restart. There is no attention mask: padding is on the
+    right, where causal attention hides it from real tokens. Its positions continue those of the last segment, so that rows of a batch
+    without packing are 0, 1, 2, … and keep the fast path of attention. `weight`: the number of targets. `lengths_B`: int64, tokens of each
+    row without padding.
     """
 
     input_ids_BT: torch.Tensor
@@ -78,18 +78,18 @@ class TokenBatch(Batch):
         return float(cache.learned[samples].sum())
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: what each token weighs in the loss."""
+        """[B, T]: the weight of each token in the loss."""
         return self.targets_BT != IGNORE
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model is called with."""
+        """The arguments of a model."""
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
 
 
 def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | None) -> TokenBatch:
-    """Put rows of segments side by side, padded with `pad_id` to `width` tokens, or to the longest row where it is None.
+    """A batch of rows of segments, padded with `pad_id` to `width` tokens; None: to the longest row.
 
-    A row that is None is a filler: padding alone, no target, for the places of the last batch that no sample is left for.
+    A row that is None is a filler, all padding without a target: it takes a place of the last batch that no sample is left for.
     """
     assert rows, "a batch has rows"
     lengths = [FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows]
@@ -112,17 +112,17 @@ def collate(rows: Sequence[Sequence[Segment] | None], pad_id: int, width: int | 
 
 
 def learned_segment(tokens: int) -> Segment:
-    """A document of so many tokens, of which all are learned."""
+    """A document of so many tokens, all of them targets."""
     return np.ones(tokens, np.uint32), np.ones(tokens, np.uint8)
 
 
 @dataclass(frozen=True)
 class PairBatch(TokenBatch):
-    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one, so no cut parts them.
+    """A TokenBatch whose row p is the chosen side of a pair and row P + p its rejected one.
 
-    Targets are the answers' tokens. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN where the
-    data says none. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
-    int64, numbers of the pairs in their cache, −1 for fillers. `weight`: how many pairs are real.
+    Targets are the answers' tokens. `real_P`: fp32, 1 for a pair, 0 for a filler, which weighs nothing. `margin_P`: fp32, NaN without a
+    margin in the data. `reference_B`: fp64, log-probability of each answer under the reference model; None until it is known. `samples_P`:
+    int64, numbers of the pairs in their cache, −1 for fillers. `weight`: the number of real pairs.
     """
 
     real_P: torch.Tensor
@@ -138,13 +138,13 @@ class PairBatch(TokenBatch):
         return self.lengths_B - 1
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T] that add up to a half for each answer, so that a pair is 1."""
+        """[B, T]: they add up to a half for each answer, and to 1 for a pair."""
         last_BT = self.position_ids_BT == self.last_B[:, None]
         return last_BT * self.real_P.repeat(2)[:, None] / 2
 
 
 def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width: int | None) -> PairBatch:
-    """The pairs of `samples` in a cache (−1: a filler), padded to `width` tokens a side, or to the longest side where it is None."""
+    """The pairs of `samples` in a cache (−1: a filler), padded to `width` tokens a side; None: to the longest side."""
     pairs = [cache.segments(sample) if sample >= 0 else None for sample in samples]
     metas = [cache.meta(sample) if sample >= 0 else {} for sample in samples]
     return pair_batch(pairs, samples, metas, pad_id, width)
@@ -153,23 +153,19 @@ def collate_pairs(cache: TokenCache, samples: Sequence[int], pad_id: int, width:
 def pair_batch(
     pairs: Sequence[Sequence[Segment] | None], samples: Sequence[int], metas: Sequence[dict[str, Any]], pad_id: int, width: int | None
 ) -> PairBatch:
-    """Of each pair the chosen and the rejected segment; None for a filler."""
+    """A batch of the chosen and the rejected segment of each pair; None for a filler."""
     rows = [None if pair is None else pair[side : side + 1] for side in (0, 1) for pair in pairs]
-    batch = collate(rows, pad_id, width)
-    return PairBatch(
-        input_ids_BT=batch.input_ids_BT,
-        targets_BT=batch.targets_BT,
-        position_ids_BT=batch.position_ids_BT,
-        lengths_B=torch.tensor([FILLER_WIDTH if row is None else len(row[0][0]) for row in rows]),
-        real_P=torch.tensor([float(pair is not None) for pair in pairs]),
-        samples_P=torch.tensor(samples, dtype=torch.int64),
-        weight=sum(pair is not None for pair in pairs),
-        margin_P=torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32),
-    )
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width))
+    fields["lengths_B"] = torch.tensor([FILLER_WIDTH if row is None else len(row[0][0]) for row in rows])
+    fields["real_P"] = torch.tensor([float(pair is not None) for pair in pairs])
+    fields["samples_P"] = torch.tensor(samples, dtype=torch.int64)
+    fields["weight"] = sum(pair is not None for pair in pairs)
+    fields["margin_P"] = torch.tensor([meta.get("margin", math.nan) for meta in metas], dtype=torch.float32)
+    return PairBatch(**fields)
 
 
 def learned_pairs(rows: int, length: int) -> PairBatch:
-    """Pairs in which every row has `length` tokens and every token is learned; the reference says 0."""
+    """Pairs of rows with `length` tokens, all targets; the log-probabilities of the reference are 0."""
     segment, pairs = learned_segment(length), rows // 2
     batch = pair_batch([[segment, segment]] * pairs, range(pairs), [{}] * pairs, 0, length)
     return replace(batch, reference_B=torch.zeros(rows, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What makes micro-batches of the samples of a token cache, for each form of sample. `width`: tokens of all rows; None: as the longest."""
+"""Collators of the samples of a token cache, for each form of sample. `width`: tokens of every row; None: as the longest."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from drumline.core.plan import Plan
 from drumline.data.batches import collate, collate_pairs
 from drumline.data.cache import TokenCache
-from drumline.data.labelled import ImageCollator, TextCollator
-from drumline.data.vision import collate_vision
+from drumline.data.images import collate_vision
+from drumline.data.labelled import collate_images, collate_texts
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
-from drumline.models.vision import find_vision, load_processor, side_of
+from drumline.models.vision import load_processor, side_of, vision_of
 
 Collator = Callable[[TokenCache], Callable[[list[int]], Any]]  # token cache → ids of samples (-1: a filler) → micro-batch
 
 
 def padding(plan: Plan) -> int:
-    """The token that rows are filled up with."""
+    """The id of the padding token."""
     return pad_token_id(load_tokenizer(plan.model_path, plan.config.model))
 
 
 def text_collator(plan: Plan, width: int | None) -> Collator:
-    """Of segments of text side by side, with their images where the model takes some."""
-    model, pad = plan.config.model, padding(plan)
-    vision = find_vision(load_config(plan.model_path, model), plan.model_path, model, plan.config.data.image_max_pixels)
+    """For segments of text, with images if the model takes some."""
+    pad = padding(plan)
+    vision = vision_of(plan.config, plan.model_path, load_config(plan.model_path, plan.config.model))
     if vision is not None:
         return lambda cache: lambda ids: collate_vision(cache, ids, pad, width, vision)
     return lambda cache: lambda ids: collate([cache.segments(sample) if sample >= 0 else None for sample in ids], pad, width)
@@ -36,13 +36,12 @@ def pair_collator(plan: Plan, width: int | None) -> Collator:
 
 
 def labelled_collator(plan: Plan, width: int | None, image_size: int | None) -> Collator:
-    """Of texts or images with a class. `image_size`: see `ClassifyConfig`."""
-    config, labels = plan.config, plan.labels
-    if not config.images_alone:
+    """For texts or images with a class. `image_size`: see `ClassifyConfig`."""
+    if not plan.config.images_alone:
         pad = padding(plan)
-        return lambda cache: TextCollator(cache, labels, pad, plan.bidirectional, plan.first_position, width)
-    hf_config = load_config(plan.model_path, config.model)
-    processor = load_processor(plan.model_path, config.model, hf_config, image_size)
+        return lambda cache: lambda ids: collate_texts(plan, cache, ids, pad, width)
+    hf_config = load_config(plan.model_path, plan.config.model)
+    processor = load_processor(plan.model_path, plan.config.model, hf_config, image_size)
     channels = int(getattr(hf_config, "num_channels", 3))
     side = side_of(processor, channels)
-    return lambda cache: ImageCollator(cache, labels, processor, side, channels)
+    return lambda cache: lambda ids: collate_images(cache, ids, plan.labels, processor, side, channels)

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from drumline.core.data import DataConfig
-from drumline.data.sources import Row, as_json, holds_images
+from drumline.data.sources import Row, holds_images
+from drumline.data.tasks import as_json
 from drumline.data.templates import Encoded, Encoder, Example, truncate
 from drumline.errors import DataError
 

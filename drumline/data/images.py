@@ -1,8 +1,10 @@
-"""Rows with images: where they stand in a conversation, and their tokens.
+"""Rows of a vision-language model: the places of images in a conversation, their tokens, and batches with their patches.
 
 A row names its images by path, relative to the folder of its data file: in the content of a message (`{"type": "image", "image": PATH}`),
-or in a column `images`, for places that only say `{"type": "image"}`, or `<image>` in a text. A sample's meta is
-`{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order; pixels are read when a batch is made (data.vision).
+or in a column `images`, for places marked by `{"type": "image"}` alone, or by `<image>` in a text. A sample's meta is
+`{"images": [absolute paths], "grid": [[t, h, w], …]}`, in order; pixels are read for each batch.
+
+B rows, T tokens, N images, P patches of all of them, D numbers of a patch.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from drumline.core.data import DataConfig
+from drumline.data.batches import FILLER_WIDTH, TokenBatch, collate
+from drumline.data.cache import TokenCache
 from drumline.data.sources import Row, is_image
-from drumline.data.templates import Encoded, Encoder, Example, Messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages, truncate
 from drumline.errors import DataError
 from drumline.models.vision import Grid, Vision
 
@@ -24,7 +30,7 @@ PLACE = "<image>"
 
 
 @dataclass(frozen=True)
-class Seen:
+class Expanded:
     """A row as tokens: `images`, and the token range [start, stop) of each in `example`."""
 
     example: Example
@@ -37,13 +43,13 @@ class Seen:
 
 
 class ImageRows:
-    """Conversations for a vision-language model, with images and without. Image tokens are never learned."""
+    """Encodes conversations with and without images. Image tokens are never targets."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, vision: Vision) -> None:
         self.encoder, self.data, self.vision = Encoder(tokenizer, False, data), data, vision
 
     def encode(self, row: Row) -> Encoded | None:
-        """The row cut to data.max_length. An image that does not fit as a whole is cut off as a whole."""
+        """The row cut to data.max_length. An image that does not fit is left out as a whole."""
         placed, paths = place_images(row)
         if paths and not self.encoder.has_template:
             fix = "set model.chat_template to a Jinja file"
@@ -60,19 +66,19 @@ class ImageRows:
         return cut(full, len(kept.tokens), self.data.truncation == "left").encoded(truncated=True)
 
 
-def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Seen:
-    """Repeat the one placeholder of each image for all of its tokens, and learn none of them."""
+def expand(short: Example, images: Sequence[tuple[str, Grid]], vision: Vision) -> Expanded:
+    """The example with the placeholder of each image repeated for all of its tokens, none of which is a target."""
     at = np.flatnonzero(short.tokens == vision.token_id)
     repeats = np.ones(len(short.tokens), np.int64)
     repeats[at] = [vision.tokens(grid) for _, grid in images]
     stops = np.cumsum(repeats)
     learn = np.repeat(np.where(short.tokens == vision.token_id, 0, short.learn).astype(np.uint8), repeats)
     spans = list(zip((stops - repeats)[at].tolist(), stops[at].tolist(), strict=True))
-    return Seen(Example(np.repeat(short.tokens, repeats), learn), list(images), spans)
+    return Expanded(Example(np.repeat(short.tokens, repeats), learn), list(images), spans)
 
 
-def cut(full: Seen, size: int, left: bool) -> Seen:
-    """The last `size` tokens (`left`) or the first, less the part of an image that the cut falls into."""
+def cut(full: Expanded, size: int, left: bool) -> Expanded:
+    """The last `size` tokens (`left`) or the first, without the part of an image that the cut goes through."""
     total = len(full.example.tokens)
     start, stop = (total - size, total) if left else (0, size)
     for first, last in full.spans:
@@ -82,16 +88,16 @@ def cut(full: Seen, size: int, left: bool) -> Seen:
             stop = first
     inside = [index for index, (first, last) in enumerate(full.spans) if start <= first and last <= stop]
     example = Example(full.example.tokens[start:stop], full.example.learn[start:stop])
-    return Seen(example, [full.images[i] for i in inside], [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside])
+    return Expanded(example, [full.images[i] for i in inside], [(full.spans[i][0] - start, full.spans[i][1] - start) for i in inside])
 
 
 # ------------------------------------------------------------------------------------------------- where images stand
 
 
 def place_images(row: Row) -> tuple[Row, list[str]]:
-    """The row with its images as `{"type": "image"}` parts of contents, as chat templates want them, and their absolute paths in order.
+    """The row with its images as `{"type": "image"}` parts of contents, the form of chat templates, and their absolute paths in order.
 
-    Raises DataError for a URL, and where places and images do not match.
+    Raises DataError for a URL, and if places and images do not match.
     """
     given = row.values.get("images")
     waiting = None if given is None else list(given) if isinstance(given, list) else [given]
@@ -116,8 +122,8 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         return [image(part) if is_image(part) else part for part in value]
 
     def messages(value: Any, role: str) -> Messages:
-        messages: Messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-        return [{**message, "content": content(message["content"])} if "content" in message else message for message in messages]
+        turns = as_messages(value, role)
+        return [{**message, "content": content(message["content"])} if "content" in message else message for message in turns]
 
     roles = {"messages": "user", "prompt": "user", "completion": "assistant"}
     values = {key: messages(value, roles[key]) if key in roles else value for key, value in row.values.items()}
@@ -144,7 +150,7 @@ def _path(named: Any, row: Row) -> str:
 
 
 def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequence[int]]) -> list[bytes]:
-    """The meta of each pack: the images of its rows one after another. `packs` hold indices into `rows`, which are indices into `metas`."""
+    """The meta of each pack: the images of its rows in order. `packs` hold indices of `rows`, which are indices of `metas`."""
     joined = []
     for pack in packs:
         parts = [json.loads(metas[rows[index]]) for index in pack if metas[rows[index]]]
@@ -154,7 +160,87 @@ def join_metas(metas: Sequence[bytes], rows: Sequence[int], packs: Iterable[Sequ
 
 
 def count_images(metas: Sequence[bytes]) -> dict[str, int]:
-    """How many images and patches the samples with these metas have, and how many of the samples have any."""
+    """The numbers of images and patches of samples with these metas, and the number of samples with images."""
     grids = [grid for meta in metas if meta and (grid := json.loads(meta).get("grid"))]
     patches = sum(t * h * w for grid in grids for t, h, w in grid)
     return {"images": sum(map(len, grids)), "patches": patches, "samples_with_images": len(grids)}
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class VisionBatch(TokenBatch):
+    """A TokenBatch with its images. `rope_3BT` int64: position in time, height and width of each token, as the model's get_rope_index
+    counts them, restarted in each segment. `pixels_PD` float32; `grid_N3` int64: patches in time, height, width.
+
+    A micro-batch of text alone has one image of zeros, with its one token in the padding, where no target depends on it. So the vision
+    tower runs in every micro-batch of every rank, which the collectives of DDP, FSDP2 and ZeRO require, and no number changes.
+    """
+
+    rope_3BT: torch.Tensor
+    pixels_PD: torch.Tensor
+    grid_N3: torch.Tensor
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The arguments of a model. Of the four positions the first separates documents, the others are for the rotary embedding."""
+        positions_4BT = torch.cat((self.position_ids_BT[None], self.rope_3BT))
+        images = {"pixel_values": self.pixels_PD, "image_grid_thw": self.grid_N3}
+        return {"input_ids": self.input_ids_BT, "position_ids": positions_4BT, **images}
+
+
+def collate_vision(cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None, vision: Vision) -> VisionBatch:
+    """A micro-batch of sample ids (-1: a filler). Reads images. `width`: as in `collate`, of the samples alone: a batch without images has
+    one more token, and with a fixed width all have. Raises DataError for an image that cannot be read any more.
+    """
+    rows = [cache.segments(sample) if sample >= 0 else None for sample in ids]
+    metas = [cache.meta(sample) if sample >= 0 else {} for sample in ids]
+    images = [named for meta in metas for named in zip(meta.get("images", ()), meta.get("grid", ()), strict=True)]
+    if width is None and not images:
+        width = max(FILLER_WIDTH if row is None else sum(len(tokens) for tokens, _ in row) for row in rows)
+    batch = collate(rows, pad_id, None if width is None else width + 1)
+    rope_3BT = np.tile(np.arange(batch.input_ids_BT.shape[1], dtype=np.int64), (3, len(rows), 1))
+    for index, (row, meta) in enumerate(zip(rows, metas, strict=True)):
+        start, grids = 0, list(meta.get("grid", ()))
+        for tokens, _ in row or ():
+            stop = start + len(tokens)
+            rope_3BT[:, index, start:stop] = rope_positions(tokens, grids, vision)
+            rope_3BT[:, index, stop:] = np.arange(rope_3BT.shape[2] - stop)
+            start = stop
+    if images:
+        pixels, grids = [vision.patches(path, grid) for path, grid in images], [grid for _, grid in images]
+    else:
+        grids = [(1, vision.merge, vision.merge)]
+        pixels = [np.zeros((vision.merge**2, vision.width), np.float32)]
+        batch.input_ids_BT[0, -1] = vision.token_id
+    return VisionBatch(
+        **vars(batch),
+        rope_3BT=torch.from_numpy(rope_3BT),
+        pixels_PD=torch.from_numpy(np.concatenate(pixels)),
+        grid_N3=torch.tensor(grids, dtype=torch.int64),
+    )
+
+
+def rope_positions(tokens: npt.NDArray[Any], grids: list[Grid], vision: Vision) -> npt.NDArray[np.int64]:
+    """int64[3, n]: positions in time, height and width of a segment's tokens (M-RoPE; Qwen2-VL, Wang et al. 2024, section 2.1).
+
+    Text counts in all three at once; an image's tokens share one time, and the text behind it continues after its longer side. Removes the
+    segment's images from the front of `grids`.
+    """
+    positions, next_position, at = np.empty((3, len(tokens)), np.int64), 0, 0
+    is_image = tokens == vision.token_id
+    while at < len(tokens):
+        if is_image[at]:
+            height, width = (side // vision.merge for side in grids.pop(0)[1:])
+            stop = at + height * width
+            positions[0, at:stop] = next_position
+            positions[1, at:stop] = next_position + np.repeat(np.arange(height), width)
+            positions[2, at:stop] = next_position + np.tile(np.arange(width), height)
+            next_position += max(height, width)
+        else:
+            later = np.flatnonzero(is_image[at:])
+            stop = at + int(later[0]) if len(later) else len(tokens)
+            positions[:, at:stop] = np.arange(next_position, next_position + stop - at)
+            next_position += stop - at
+        at = stop
+    return positions

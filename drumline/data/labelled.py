@@ -1,19 +1,20 @@
-"""Rows with a class: texts or images, their encoders, and the batches that a classifier is trained on.
+"""Rows with a class: texts or images, their encoders, and the batches of a classifier.
 
-A label is the name of a class, or a number: of a class that is so named, else the place in `algorithm.labels`. A sample of the token
-cache keeps the name, so the order of the classes is settled when all rows are known.
+A label is the name of a class, or a number: the name of a class, else an index of `algorithm.labels`. A sample of the token cache keeps
+the name: the order of the classes follows from all rows.
 
 B samples, T tokens, C channels, H × W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from drumline.core.data import DataConfig
@@ -41,9 +42,9 @@ def label_of(row: Row, labels: list[str] | None) -> str:
 
 
 def classes(train: TokenCache, held_out: TokenCache | None, labels: list[str] | None) -> tuple[str, ...]:
-    """The classes in order: `labels`, or those of the training samples, numbers by value and names by the alphabet.
+    """The classes in order: `labels`, or those of the training samples, numbers by value and then names by the alphabet.
 
-    Raises DataError where there is one class alone, or a held-out sample has a class that the training samples have not.
+    Raises DataError if there is only one class, or a held-out sample has a class that no training sample has.
     """
     found = set(labels or (train.meta(sample)["label"] for sample in range(len(train))))
     if len(found) < 2:
@@ -66,7 +67,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 class LabelledTexts:
-    """Texts with the special tokens that the tokenizer puts around one (BERT's [CLS] and [SEP]); a cut keeps those."""
+    """Encodes texts, with the tokenizer's special tokens around each (BERT's [CLS] and [SEP]), which truncation keeps."""
 
     def __init__(self, tokenizer: Any, labels: list[str] | None, data: DataConfig) -> None:
         self.tokenizer, self.labels, self.data = tokenizer, labels, data
@@ -89,7 +90,7 @@ class LabelledTexts:
 
 
 class LabelledImages:
-    """Images by path, each opened once to see that it can be; its pixels are read when a batch is made. One token stands for an image."""
+    """Encodes images by path, as one token each. Reads each image once, to find damaged ones; its pixels are read again for a batch."""
 
     def __init__(self, labels: list[str] | None) -> None:
         self.labels = labels
@@ -111,9 +112,8 @@ def _unlearned(tokens: list[int]) -> Example:
 class LabelledBatch(Batch):
     """Texts, padded on the right. `labels_B` int64, IGNORE for a filler; `last_B` int64: place of each row's last token.
 
-    `attention_mask_BT` int64 is there for models whose tokens look ahead; a filler's first token is in it, since attention to nothing
-    at all is not a number. Others need none, and get positions instead. `position_ids_BT` count from the model's first one on, padding too.
-    `weight`: how many rows have a class.
+    `attention_mask_BT` int64 is for bidirectional models; it has a filler's first token, since attention to no token is NaN. Other models
+    get positions instead. `position_ids_BT` count from the model's first position on, padding included. `weight`: rows with a class.
     """
 
     input_ids_BT: torch.Tensor
@@ -124,7 +124,7 @@ class LabelledBatch(Batch):
     weight: int
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model is called with. Who looks ahead counts positions by itself (RoBERTa from another number than 0)."""
+        """The arguments of a model. A bidirectional one counts positions by itself (RoBERTa does not start at 0)."""
         if self.attention_mask_BT is not None:
             return {"input_ids": self.input_ids_BT, "attention_mask": self.attention_mask_BT}
         return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
@@ -132,76 +132,55 @@ class LabelledBatch(Batch):
 
 @dataclass(frozen=True)
 class ImageBatch(Batch):
-    """`pixels_BCHW` float32, zero for a filler; `labels_B` int64, IGNORE for a filler. `weight`: how many are images."""
+    """`pixels_BCHW` float32, zero for a filler; `labels_B` int64, IGNORE for a filler. `weight`: the number of images."""
 
     pixels_BCHW: torch.Tensor
     labels_B: torch.Tensor
     weight: int
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model is called with."""
         return {"pixel_values": self.pixels_BCHW}
 
 
-@dataclass(frozen=True)
-class TextCollator:
-    """Makes batches of sample ids (-1: a filler). `width` None: as wide as the longest row."""
-
-    cache: TokenCache
-    labels: tuple[str, ...]
-    pad_id: int
-    bidirectional: bool
-    first_position: int
-    width: int | None
-
-    def __call__(self, ids: list[int]) -> LabelledBatch:
-        rows = [self.cache.segments(sample)[0][0] if sample >= 0 else np.full(1, self.pad_id, np.int64) for sample in ids]
-        lengths = np.asarray([len(row) for row in rows])
-        width = self.width or max(FILLER_WIDTH, int(lengths.max()))
-        tokens = np.full((len(rows), width), self.pad_id, np.int64)
-        for place, row in zip(tokens, rows, strict=True):
-            place[: len(row)] = row
-        mask = np.arange(width) < lengths[:, None]
-        return LabelledBatch(
-            torch.from_numpy(tokens),
-            torch.arange(self.first_position, self.first_position + width).repeat(len(rows), 1),
-            torch.from_numpy(mask.astype(np.int64)) if self.bidirectional else None,
-            torch.from_numpy(lengths - 1),
-            *_labels(self.cache, ids, self.labels),
-        )
+def collate_texts(plan: Plan, cache: TokenCache, ids: Sequence[int], pad_id: int, width: int | None) -> LabelledBatch:
+    """The texts of sample ids (-1: a filler), padded to `width` tokens; None: to the longest text."""
+    rows = [cache.segments(sample)[0][0] if sample >= 0 else np.full(1, pad_id) for sample in ids]
+    return _texts(plan, rows, _labels(cache, ids, plan.labels), pad_id, width or max(FILLER_WIDTH, *map(len, rows)))
 
 
-@dataclass(frozen=True)
-class ImageCollator:
-    """Reads images and makes batches of them. Runs in the thread that fetches batches ahead."""
-
-    cache: TokenCache
-    labels: tuple[str, ...]
-    processor: Any
-    side: int
-    channels: int = 3
-
-    def __call__(self, ids: list[int]) -> ImageBatch:
-        tensor_BCHW = torch.zeros(len(ids), self.channels, self.side, self.side)
-        metas = [(place, self.cache.meta(sample)) for place, sample in enumerate(ids) if sample >= 0]
-        if metas:
-            images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
-            tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(self.processor, images, self.channels))
-        return ImageBatch(tensor_BCHW, *_labels(self.cache, ids, self.labels))
+def collate_images(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...], processor: Any, side: int, channels: int) -> ImageBatch:
+    """The images of sample ids (-1: a filler), read from their files."""
+    tensor_BCHW = torch.zeros(len(ids), channels, side, side)
+    metas = [(place, cache.meta(sample)) for place, sample in enumerate(ids) if sample >= 0]
+    if metas:
+        images = [read_image(meta["path"], meta["origin"]) for _, meta in metas]
+        tensor_BCHW[[place for place, _ in metas]] = torch.from_numpy(pixels(processor, images, channels))
+    numbers = _labels(cache, ids, labels)
+    return ImageBatch(tensor_BCHW, torch.tensor(numbers), len(metas))
 
 
-def _labels(cache: TokenCache, ids: Iterable[int], labels: tuple[str, ...]) -> tuple[torch.Tensor, int]:
-    """int64[B], and how many of them are no fillers."""
-    numbers = [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
-    return torch.tensor(numbers), sum(number != IGNORE for number in numbers)
+def _labels(cache: TokenCache, ids: Sequence[int], labels: tuple[str, ...]) -> list[int]:
+    return [labels.index(cache.meta(sample)["label"]) if sample >= 0 else IGNORE for sample in ids]
+
+
+def _texts(plan: Plan, rows: Sequence[npt.NDArray[Any]], labels: list[int], pad_id: int, width: int) -> LabelledBatch:
+    tokens = np.full((len(rows), width), pad_id, np.int64)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: len(row)] = row
+    lengths_B, places_T = torch.tensor([len(row) for row in rows]), torch.arange(width)
+    return LabelledBatch(
+        torch.from_numpy(tokens),
+        (places_T + plan.first_position).repeat(len(rows), 1),
+        (places_T < lengths_B[:, None]).long() if plan.bidirectional else None,
+        lengths_B - 1,
+        torch.tensor(labels),
+        sum(label != IGNORE for label in labels),
+    )
 
 
 def labelled_texts(plan: Plan, rows: int, length: int) -> LabelledBatch:
     """Texts of `length` tokens, all of the first class."""
-    ids_BT, first = torch.zeros(rows, length, dtype=torch.int64), plan.first_position
-    positions_BT, last_B = torch.arange(first, first + length).repeat(rows, 1), torch.full((rows,), length - 1)
-    mask_BT = torch.ones_like(ids_BT) if plan.bidirectional else None
-    return LabelledBatch(ids_BT, positions_BT, mask_BT, last_B, torch.zeros(rows, dtype=torch.int64), rows)
+    return _texts(plan, [np.zeros(length)] * rows, [0] * rows, 0, length)
 
 
 def labelled_images(rows: int, side: int, channels: int) -> ImageBatch:

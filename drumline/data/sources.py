@@ -15,7 +15,6 @@ are there, and `extra` keeps all the others as they are (and tools, which a rewa
 
 from __future__ import annotations
 
-import json
 import socket
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -26,8 +25,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 from drumline.core.data import (
-    PAIR_FORMS,
-    PROMPT_FORMS,
     TEXT_FORMS,
     Columns,
     DigitsSource,
@@ -38,11 +35,10 @@ from drumline.core.data import (
     Source,
     TasksSource,
 )
-from drumline.data.digits import read_digits
 from drumline.data.files import Raw, find, read_file
+from drumline.data.tasks import read_digits, read_tasks
 from drumline.data.tools import TableRow, read_calls, read_tools
-from drumline.data.wrong_answers import wrong_answer
-from drumline.errors import DataError, EnvironmentFault
+from drumline.errors import DataError
 from drumline.foreign import first_line, judged
 
 OPTIONAL = ("margin", "images", "tools")
@@ -107,7 +103,7 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
             name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
             yield from ((path.parent, raw) for raw in read_file(path, name))
     elif isinstance(source, TasksSource):
-        yield from ((base_dir, raw) for raw in _tasks(source, forms))
+        yield from ((base_dir, raw) for raw in read_tasks(source, forms))
     elif isinstance(source, DigitsSource):
         yield from ((base_dir, raw) for raw in read_digits(source))
     elif isinstance(source, HubSource | SavedSource):
@@ -225,63 +221,6 @@ def holds_images(row: Row) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------- tasks, datasets
-
-
-def _tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
-    """Deal `size` rows over the tasks in turn: question → prompt, and the task's name. Beside it answer → completion; of pairs the answer
-    as chosen and a wrong one as rejected; or, where what is sampled is verified (prompts), what the verifier asks for: its options and
-    the entry."""
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise no_reasoning_gym() from error
-    sets = []
-    for index, (name, options) in enumerate(source.tasks.items()):
-        share = source.size // len(source.tasks) + (index < source.size % len(source.tasks))
-        where = f"tasks/{name}"
-        if {"size", "seed"} & options.keys():
-            raise DataError("size and seed are keys of the source, not of a task", where=where)
-        try:
-            sets.append((name, share, reasoning_gym.create_dataset(name, size=max(share, 1), seed=source.seed, **options)))
-        except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
-            fix = "see its gallery for names and options"
-            raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
-        if forms is PROMPT_FORMS:
-            _require_verifier(sets[-1][2], where)
-    for number in range(max(share for _, share, _ in sets)):
-        for name, share, dataset in sets:
-            if number >= share:
-                continue
-            item = dataset[number]
-            where = f"tasks/{name}:{number + 1}"
-            columns: dict[str, Any] = {"prompt": source.question.replace("{question}", item["question"]), "task": name}
-            if forms is PROMPT_FORMS:
-                columns |= {"answer": item["answer"], "options": source.tasks[name], "entry": as_json(item)}
-            elif not isinstance(item["answer"], str):
-                raise DataError("this task has no written answer to learn", where=where, fix="leave it out")
-            elif forms is PAIR_FORMS:
-                rejected = wrong_answer(dataset, number, share, f"{source.seed}/{name}", where)
-                columns |= {"chosen": item["answer"], "rejected": rejected}
-            else:
-                columns["completion"] = item["answer"]
-            yield where, columns
-
-
-def as_json(value: Any) -> Any:
-    """`value` as it comes back from JSON; what JSON has no word for as text."""
-    return json.loads(json.dumps(value, default=str))
-
-
-def _require_verifier(dataset: Any, where: str) -> None:
-    """Raises DataError for a task whose verifier does not know its own entries again once they were written to disk."""
-    item = dataset[0]
-    own = item["answer"]
-    if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
-        raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
-
-
-def no_reasoning_gym() -> EnvironmentFault:
-    return EnvironmentFault("reasoning-gym is not installed", where="data source of kind tasks", fix="pip install reasoning-gym")
 
 
 def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]:

@@ -1,15 +1,15 @@
-"""The order of the samples, who takes which, and the thread that fetches them.
+"""The order of the samples, the samples of each rank, and the thread that collates them.
 
-The whole state of a data stream is one integer: how many samples were taken, over all epochs and ranks. Sample number p of a run is the
-same on any number of processes, so a run may resume on another world size and neither repeat nor skip one.
+The state of a data stream is one integer: the number of samples taken, over all epochs and ranks. Sample number p of a run is the same on
+any number of processes, so a run that resumes on another world size repeats and skips none.
 """
 
 from __future__ import annotations
 
 import heapq
-import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 _FEISTEL_ROUNDS = 8
-_LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of the orders there are
+_LEAST_HALF_BITS = 4  # a Feistel network on fewer bits reaches too few of all orders
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, the step of SplitMix64
 
 
@@ -71,11 +71,11 @@ def _mix(values: UInt64s) -> UInt64s:
 
 
 def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation: int, micro_batch: int) -> Ints:
-    """Deal the samples of a global batch: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once.
+    """The samples of a global batch for each rank: int64[data_ranks, accumulation, micro_batch] of indices into `lengths`, each once.
 
-    From the longest down, a sample goes to the rank with the fewest tokens so far that has a place left; so ranks wait little for each
-    other. On a rank, micro-batches take its samples in that order: neighbours are of similar length and pad little, and the largest
-    micro-batch comes first, so that a step that does not fit in memory fails at once. Every rank computes the same table.
+    From the longest down, a sample goes to the rank with the fewest tokens so far that has a place left, so ranks wait little for each
+    other. The micro-batches of a rank take its samples in that order: samples of similar length pad little, and the largest micro-batch
+    comes first, so a step that does not fit in memory fails at once. Every rank computes the same table.
     """
     places = accumulation * micro_batch
     assert len(lengths) == data_ranks * places, "a global batch has a sample for each place"
@@ -94,13 +94,13 @@ def assign(lengths: Ints | npt.NDArray[np.int32], data_ranks: int, accumulation:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One optimizer step's samples, of which this rank's are collated.
+    """The samples of one optimizer step; those of this rank are collated.
 
     `sample_ids` int64[G]: of all ranks, in global order, -1 for fillers. `position`: global position where the next batch starts.
-    `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, which the order and the cache tell;
-    None where they do not, and the ranks have to be asked. `checkpointable`: a run may be saved after this step and go on from `position`
-    and `state` (JSON, what else the stream needs to know); not so in the middle of the steps that share a rollout. `places`
-    int64[micro-batches, samples]: where the samples of this rank's micro-batches stand in `sample_ids`; empty where nobody asks.
+    `tokens`: real tokens of this rank, without padding. `of_all`: weight and real tokens of all ranks, computed from order and cache; None
+    if that needs a collective. `checkpointable`: a run may be saved after this step and resume from `position` and `state` (JSON, the rest
+    of the stream's state); False between the steps that share a rollout. `places` int64[micro-batches, samples]: the indices of this
+    rank's samples in `sample_ids`; empty if nothing reads them.
     """
 
     micro_batches: list[Any]
@@ -114,12 +114,12 @@ class GlobalBatch:
 
 
 class BatchStream:
-    """Iterates over the global batches of positions [start, stop) as one data rank sees them.
+    """Iterates over the global batches of positions [start, stop), for one data rank.
 
-    `stop`: where the samples end; places of the last batch from there on are fillers. `collate`: makes a micro-batch of sample ids, -1 for
-    a filler. `prefetch`: batches collated ahead by a thread; 0 collates when asked. What fails in the thread is raised by `next`.
-    `previous`: `collate` also gets, of each sample, the one before it, around the end of the global batch or of all samples. Close the
-    stream, or use it as a context manager: the thread ends then, also in the middle.
+    `stop`: the end of the samples; fillers take the places of the last batch behind it. `collate`: sample ids (-1: a filler) → micro-batch.
+    `prefetch`: batches that a thread collates in advance; 0: no thread. `next` raises the errors of the thread. `previous`: `collate` also
+    gets the sample before each sample; before the first comes the last one of the global batch, or of all samples. Close the stream, or
+    use it as a context manager: that ends the thread at any time.
     """
 
     def __init__(
@@ -141,13 +141,20 @@ class BatchStream:
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.start, self.stop, self.collate, self.previous = start, stop, collate, previous
         self._batches = (self._at(position) for position in range(start, stop, batch.global_samples))
-        self._ahead = _Ahead(self._batches, prefetch) if prefetch else None
+        self._thread = ThreadPoolExecutor(1, "drumline-batches") if prefetch else None
+        self._ahead = deque(self._collate() for _ in range(prefetch))
 
     def __iter__(self) -> BatchStream:
         return self
 
     def __next__(self) -> GlobalBatch:
-        return next(self._ahead or self._batches)
+        if self._thread is None:
+            return next(self._batches)
+        batch = self._ahead.popleft().result() if self._ahead else None
+        if batch is None:
+            raise StopIteration
+        self._ahead.append(self._collate())
+        return batch
 
     def __enter__(self) -> BatchStream:
         return self
@@ -157,8 +164,14 @@ class BatchStream:
 
     def close(self) -> None:
         """End the thread. May be called twice."""
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.clear()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _collate(self) -> Future[GlobalBatch | None]:
+        """The next batch, collated by the thread; None after the last."""
+        assert self._thread is not None
+        return self._thread.submit(next, self._batches, None)
 
     def _at(self, position: int) -> GlobalBatch:
         """The global batch that starts at `position`: a pure function of it."""
@@ -183,47 +196,3 @@ class BatchStream:
         last = (stop if position == start else position) - 1
         real = end - position
         return np.concatenate((self.order.ids(last, last + 1), ids[: real - 1], ids[real:]))
-
-
-class _Ahead:
-    """Runs an iterator in a thread, a few items ahead."""
-
-    def __init__(self, items: Iterator[GlobalBatch], depth: int) -> None:
-        self._items = items
-        self._ready: queue.Queue[GlobalBatch | BaseException] = queue.Queue(depth)
-        self._closed = threading.Event()
-        self._ended: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="drumline-batches", daemon=True)
-        self._thread.start()
-
-    def __next__(self) -> GlobalBatch:
-        if self._ended is not None or self._closed.is_set():
-            raise StopIteration
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ended = item
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for item in self._items:
-                if not self._put(item):
-                    return
-            self._put(StopIteration())
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, whatever it is
-            self._put(error)
-
-    def _put(self, item: GlobalBatch | BaseException) -> bool:
-        """Hand over `item`; False where the stream was closed while waiting for a place."""
-        while not self._closed.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False

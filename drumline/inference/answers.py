@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.data import TasksSource
+from drumline.core.data import PROMPT_FORMS, TasksSource
 from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.core.rollouts import TaskReward
 from drumline.data.cache import TokenCache
-from drumline.data.sources import PROMPT_FORMS, read_rows
+from drumline.data.sources import read_rows
 from drumline.data.templates import Encoder
 from drumline.errors import DataError, UserError
 from drumline.inference.evaluate import planned, show, write

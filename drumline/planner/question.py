@@ -145,7 +145,7 @@ def _cached(name: str, revision: str | None) -> str | None:
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
     """What prepared data holds; None where there is none yet: rows are then taken to be as long as they may be."""
-    from drumline.data.describe import describe
+    from drumline.data.identity import describe
     from drumline.data.prepare import cached
     from drumline.models.vision import vision_of
 

@@ -133,7 +133,7 @@ def convert(old: Path, output: Path | None) -> None:
 
 def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
-    from drumline.data.describe import describe
+    from drumline.data.identity import describe
     from drumline.data.prepare import prepare as prepare_data
     from drumline.models.load import load_config
     from drumline.models.package import resolve

@@ -16,8 +16,7 @@ from drumline.core.plan import DataIdentity, DataPlan, Plan
 from drumline.core.redact import plain
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
-from drumline.data.describe import describe, prompt_columns
-from drumline.data.identity import what_changed
+from drumline.data.identity import describe, prompt_columns, what_changed
 from drumline.data.samples import read_samples
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.hardware.cluster import Cluster

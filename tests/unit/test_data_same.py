@@ -15,8 +15,7 @@ from drumline.core.plan import DataIdentity, Plan
 from drumline.data import checksums
 from drumline.data.cache import TokenCache
 from drumline.data.checksums import verify
-from drumline.data.describe import describe
-from drumline.data.identity import identify, what_changed
+from drumline.data.identity import describe, identify, what_changed
 from drumline.data.prepare import prepare
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, DataError

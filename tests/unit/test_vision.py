@@ -16,12 +16,11 @@ from drumline.core.config import Config
 from drumline.core.data import DataConfig
 from drumline.core.model import ModelConfig
 from drumline.data.cache import TokenCache
+from drumline.data.images import VisionBatch, collate_vision, expand, place_images, rope_positions
 from drumline.data.images import cut as cut_images
-from drumline.data.images import expand, place_images
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example
-from drumline.data.vision import VisionBatch, collate_vision, rope_positions
 from drumline.errors import DataError, ModelError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, split
