@@ -16,8 +16,7 @@ from drumline.dist.mesh import first_row
 from drumline.errors import ModelError
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image
-from drumline.models.log_probs import linear_log_probs, log_probs
-from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy
+from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from drumline.models.router import router_of, trains_router
 from drumline.models.scores import score_head, score_parts
 from drumline.models.sequence import SequencePart

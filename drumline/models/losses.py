@@ -1,7 +1,11 @@
-"""Cross-entropy, summed: the plain one, and one over a linear head that never makes all logits. Pure tensor functions."""
+"""Summed cross-entropy, and log-probabilities of tokens: from logits, and from a linear head without making all logits at once.
+
+Pure tensor functions. N tokens, V entries of the vocabulary, D width.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+Answers = tuple[torch.Tensor, torch.Tensor | None]
 IGNORE = -100
 # softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
 FP16_SCALE = 2.0**15
@@ -16,7 +21,7 @@ FP16_SCALE = 2.0**15
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which rows of the head this rank holds: those from `first` on. The ranks of `group` hold all of them and see the same tokens."""
+    """This rank's rows of the head: those from `first` on. The ranks of `group` have all rows and get the same tokens."""
 
     group: dist.ProcessGroup
     first: int
@@ -38,21 +43,19 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
 
-    The gradients of hidden, weight and bias are made chunk by chunk in the forward, where the logits are at hand: a loss that is
-    a sum scales them by one number in backward, so nothing need be computed twice (the idea of Cut Cross-Entropy, Wijmans et
-    al. 2025, and of Liger's fused head, Hsu et al. 2024; unlike those this is plain PyTorch). Rows without a target are left out
-    before the product. Under autocast the product runs in its type, as a linear layer would; softmax, sums and the gradients of
-    the products are fp32. fp16's loss scale is not known yet when gradients are made, so a scale of their own keeps small ones.
-    `chunk` 0: all logits at once. One backward, and no second derivatives.
+    The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the logits: the loss is a sum, so backward
+    only scales them, and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans et al. 2025, and of Liger's fused head, Hsu et
+    al. 2024; unlike those this is plain PyTorch). Rows without a target are left out before the product. Under autocast the product runs
+    in its type, as a linear layer would; softmax, sums and the gradients of the products are fp32. fp16's loss scale is not known in the
+    forward, so these gradients have a scale of their own. `chunk` 0: all logits at once. One backward, and no second derivatives.
 
-    `part`: weight and bias are this rank's rows. Softmax is taken over all of them (Megatron-LM's vocabulary-parallel loss, Shoeybi et
+    `part`: weight and bias are this rank's rows. Softmax is over the rows of all ranks (Megatron-LM's vocabulary-parallel loss, Shoeybi et
     al. 2019): loss, first choice and hidden's gradient are those of the whole head on each rank. Collective.
     """
-    if part is not None:
-        chunk = chunk or max(1, len(targets_N))
-    elif chunk == 0:
+    if part is None and chunk == 0:
         return cross_entropy(functional.linear(hidden_ND, weight_VD, bias_V), targets_N)
-    # Inside a Function neither grad mode nor needs_input_grad tells of a no_grad around it.
+    # Inside a Function neither grad mode nor needs_input_grad shows a no_grad around it.
+    chunk = chunk or max(1, len(targets_N))
     loss_sum, correct_N = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, part, torch.is_grad_enabled())
     return loss_sum, correct_N
 
@@ -69,26 +72,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part: VocabularyPart | None,
         learning: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kind, dtype = hidden_ND.device.type, product_dtype(hidden_ND)
+        dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
-        scale = FP16_SCALE if dtype == torch.float16 else 1.0
+        scale = FP16_SCALE if dtype == torch.float16 else None
         wants = [learning and needed for needed in ctx.needs_input_grad[:3]]
-        target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
-        weight, bias = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
         loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
         correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
-        grad_hidden = torch.zeros_like(hidden_ND, dtype=precise) if wants[0] else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=precise) if wants[1] else None
-        grad_bias = torch.zeros_like(bias_V, dtype=precise) if bias_V is not None and wants[2] else None
-        with torch.autocast(kind, enabled=False):
-            for rows in target_rows.split(chunk):
+        grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            weight, bias = _cast(weight_VD, bias_V, dtype)
+            for rows in _chunks(targets_N, chunk):
                 hidden, targets = hidden_ND[rows].to(dtype), targets_N[rows]
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 top, first = _largest(logits, part)
                 correct_N[rows] = first == targets
                 # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
                 grad = logits.sub_(top[:, None])
-                column, mine = columns(targets, part, grad.shape[1])
+                column, mine = _columns(targets, part, grad.shape[1])
                 chosen = torch.where(mine, grad.gather(1, column), 0.0).squeeze(1)
                 total = grad.exp_().sum(-1)
                 if part is not None:
@@ -96,21 +96,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dist.all_reduce(both, group=part.group)
                     chosen, total = both.unbind()
                 loss_sum += (total.log() - chosen).sum()
-                if not any(wants):
-                    continue
-                grad.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise))
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                low = grad.mul_(scale).to(dtype) if scale != 1.0 else grad.to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = product(low, weight, precise).div_(scale)
-                if grad_weight is not None and dtype == precise:
-                    grad_weight.addmm_(low.T, hidden)
-                elif grad_weight is not None:
-                    grad_weight.add_(product(low.T, hidden, precise), alpha=1 / scale)
-        if grad_hidden is not None and part is not None:
-            dist.all_reduce(grad_hidden, group=part.group)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+                if any(wants):
+                    grads.add(rows, grad.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise)), hidden, weight, scale)
+        ctx.save_for_backward(*grads.total(part))
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(correct_N)
         return loss_sum, correct_N
@@ -118,15 +106,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        # In place: a second copy of the weight's gradient would be as large as the logits that were saved. autograd sees the
-        # change and refuses a second backward.
+        # In place: a copy of the weight's gradient would be as large as the logits that were saved. autograd refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
         return (*grads, None, None, None, None)
 
 
 def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit of each row and its number in the whole vocabulary, of equal ones the lowest."""
+    """The largest logit of each row and its index in the whole vocabulary, of equal ones the lowest."""
     top_N, first_N = logits_NV.max(-1)
     if part is None:
         return top_N, first_N
@@ -137,24 +124,199 @@ def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torc
     return top_N, first_N
 
 
-def product_dtype(hidden_ND: torch.Tensor) -> torch.dtype:
-    """In which a linear layer would multiply these: autocast's type where it is on."""
+def _product_dtype(hidden_ND: torch.Tensor) -> torch.dtype:
+    """The dtype in which a linear layer would multiply these: autocast's where it is on."""
     kind = hidden_ND.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
 
 
-def columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each target here, int64[N, 1], and bool[N, 1]: whether it is one (else the column is any)."""
+def _columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The column of each target in this part, int64[N, 1], and bool[N, 1]: whether the target is in this part (else any column)."""
     column_N1 = targets_N[:, None] - (0 if part is None else part.first)
     mine_N1 = (column_N1 >= 0) & (column_N1 < width)
     return column_N1.clamp(0, width - 1), mine_N1
 
 
-def product(a: torch.Tensor, b: torch.Tensor, precise: torch.dtype) -> torch.Tensor:
-    """a @ b for factors of 16 bits with a result in `precise`: rounding it to 16 bits would lose, and in fp16 overflow, what fp32
-    sums hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
-    if a.dtype == precise:
-        return a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=precise)
-    return a.to(precise) @ b.to(precise) if a.dtype == torch.float16 else (a @ b).to(precise)
+class _Gradients:
+    """The gradients of hidden states, weight and bias of a head, summed over chunks in `precise`; None where `wants` is false."""
+
+    def __init__(self, hidden_ND: Any, weight_VD: Any, bias_V: Any, wants: Sequence[bool], precise: torch.dtype) -> None:
+        self.precise = precise
+        tensors = zip((hidden_ND, weight_VD, bias_V), wants, strict=True)
+        self.hidden, self.weight, self.bias = (torch.zeros_like(tensor, dtype=precise) if wanted else None for tensor, wanted in tensors)
+
+    def add(self, rows: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, scale: Any) -> None:
+        """Add the part of `rows`. `grad`: of their logits, [n, V] in `precise`; it is overwritten. `scale`: a power of two that keeps it
+        in the range of fp16; None: 1."""
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        low = (grad if scale is None else grad.mul_(scale)).to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[rows] = self._product(low, weight, scale)
+        if self.weight is not None and hidden.dtype == self.precise:
+            self.weight.addmm_(low.T, hidden)
+        elif self.weight is not None:
+            self.weight += self._product(low.T, hidden, scale)
+
+    def _product(self, a: torch.Tensor, b: torch.Tensor, scale: Any) -> torch.Tensor:
+        """a @ b / scale in `precise`, also for factors of 16 bits: rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums
+        hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
+        if a.is_cuda and a.dtype != self.precise:
+            product = torch.mm(a, b, out_dtype=self.precise)
+        elif a.dtype == torch.float16:
+            product = a.to(self.precise) @ b.to(self.precise)
+        else:
+            product = (a @ b).to(self.precise)
+        return product if scale is None else product.div_(scale)
+
+    def total(self, part: VocabularyPart | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(hidden, weight, bias); that of hidden is the sum over the parts of the head. Collective with `part`."""
+        if self.hidden is not None and part is not None:
+            dist.all_reduce(self.hidden, group=part.group)
+        return self.hidden, self.weight, self.bias
+
+
+# ---------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def log_probs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
+    """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
+    in nats, 0 in the same places, else None."""
+    target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
+    logits = logits_NV[target_rows]
+    log_NV = functional.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+    empty_N = log_NV.new_zeros(len(targets_N))
+    chosen_N = empty_N.index_copy(0, target_rows, log_NV.gather(1, targets_N[target_rows][:, None]).squeeze(1))
+    return chosen_N, empty_N.index_copy(0, target_rows, -(log_NV.exp() * log_NV).sum(-1)) if entropy else None
+
+
+def linear_log_probs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    chunk: int,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    part: VocabularyPart | None = None,
+) -> Answers:
+    """`log_probs(hidden @ weightᵀ + bias, …)` with the logits of at most `chunk` tokens in memory at once, forward and backward.
+
+    The forward does not know the gradient of each token's answer, so it cannot compute gradients as `linear_cross_entropy` does: it keeps
+    the hidden states and each token's log-sum-exp, and backward computes the logits again, chunk by chunk (recomputation, Chen et al. 2016;
+    of softmax from its log-sum-exp, Cut Cross-Entropy, Wijmans et al. 2025). With p = softmax, H its entropy: d log p_target / d logit =
+    onehot − p, dH / d logit = −p (log p + H). Types are as in `linear_cross_entropy`; in fp16 a power of two of its own brings each chunk's
+    gradient near fp16's largest number, whatever the loss scale. `chunk` 0: all logits at once, by autograd. Any number of backwards, no
+    second derivatives.
+
+    `part`: weight and bias are this rank's rows, and the answers those of the whole head. Collective, backward too.
+    """
+    if part is None and chunk == 0:
+        return log_probs(functional.linear(hidden_ND, weight_VD, bias_V), targets_N, temperature, entropy)
+    answers: Answers = _LinearLogProbs.apply(
+        hidden_ND, weight_VD, bias_V, targets_N, chunk or max(1, len(targets_N)), temperature, entropy, part
+    )
+    return answers
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        chunk: int,
+        temperature: float,
+        entropy: bool,
+        part: VocabularyPart | None,
+    ) -> Answers:
+        dtype = _product_dtype(hidden_ND)
+        ctx.dtype, ctx.chunk, ctx.temperature, ctx.part = dtype, chunk, temperature, part
+        ctx.set_materialize_grads(False)
+        chosen_N, total_N, entropy_N = (
+            torch.zeros(len(targets_N), dtype=torch.promote_types(dtype, torch.float32), device=hidden_ND.device) for _ in range(3)
+        )
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            weight, bias = _cast(weight_VD, bias_V, dtype)
+            for rows in _chunks(targets_N, chunk):
+                logits = _logits(hidden_ND[rows].to(dtype), weight, bias, temperature)
+                top = logits.amax(-1)
+                if part is not None:
+                    dist.all_reduce(top, dist.ReduceOp.MAX, group=part.group)
+                logits.sub_(top[:, None])
+                column, mine = _columns(targets_N[rows], part, logits.shape[1])
+                chosen = torch.where(mine, logits.gather(1, column), 0.0).squeeze(1)
+                weights = logits.exp()
+                sums = torch.stack([chosen, weights.sum(-1), *([weights.mul_(logits).sum(-1)] if entropy else [])])
+                if part is not None:
+                    dist.all_reduce(sums, group=part.group)
+                log_total = sums[1].log()
+                chosen_N[rows] = sums[0] - log_total
+                total_N[rows] = top + log_total
+                if entropy:
+                    entropy_N[rows] = log_total - sums[2] / sums[1]
+        # Not the cast weight, which would be a copy kept until backward.
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N)
+        return chosen_N, entropy_N if entropy else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_chosen_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N = ctx.saved_tensors
+        dtype = ctx.dtype
+        grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            weight, bias = _cast(weight_VD, bias_V, dtype)
+            for rows in _chunks(targets_N, ctx.chunk):
+                hidden = hidden_ND[rows].to(dtype)
+                log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
+                grad = _grad_logits(
+                    log_p, rows, grad_chosen_N, grad_entropy_N, entropy_N, *_columns(targets_N[rows], ctx.part, len(weight))
+                )
+                grad.div_(ctx.temperature)
+                grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
+        pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), None, None, None, None, None)
+
+
+def _cast(weight_VD: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+
+
+def _chunks(targets_N: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+    """Indices of the rows with a target, at most `chunk` at a time."""
+    return [rows for rows in (targets_N != IGNORE).nonzero().squeeze(1).split(chunk) if len(rows)]
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    logits = functional.linear(hidden, weight, bias)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+
+
+def _grad_logits(
+    log_p: torch.Tensor,
+    rows: torch.Tensor,
+    grad_chosen_N: torch.Tensor | None,
+    grad_entropy_N: torch.Tensor | None,
+    entropy_N: torch.Tensor,
+    column: torch.Tensor,
+    mine: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of logits / temperature, [n, V], for these rows."""
+    p = log_p.exp()
+    zero = torch.zeros_like(entropy_N[rows])
+    chosen = zero if grad_chosen_N is None else grad_chosen_N[rows].to(zero.dtype)
+    if grad_entropy_N is None:
+        grad = p.mul_(-chosen[:, None])
+    else:
+        entropy = grad_entropy_N[rows].to(zero.dtype)[:, None]
+        grad = p.mul_(log_p.add_(entropy_N[rows][:, None]).mul_(-entropy).sub_(chosen[:, None]))
+    return grad.scatter_add_(1, column, torch.where(mine, chosen[:, None], 0.0))
+
+
+def _scale(grad: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings the largest entry near FP16_SCALE, as a tensor, so that the host does not wait."""
+    largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny)
+    return torch.exp2((FP16_SCALE / largest).log2().floor().clamp(-100, 100))

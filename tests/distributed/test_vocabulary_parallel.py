@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from drumline.models.log_probs import linear_log_probs
-from drumline.models.losses import VocabularyPart, linear_cross_entropy
+from drumline.models.losses import VocabularyPart, linear_cross_entropy, linear_log_probs
 from tests.distributed.ranks import free_port
 
 TOKENS, WIDTH, ROWS = 23, 8, 13

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.models.log_probs import linear_log_probs, log_probs
+from drumline.models.losses import linear_log_probs, log_probs
 
 N, D, V = 37, 16, 53
 
