@@ -1,4 +1,4 @@
-"""The model itself: laid out without weights where that can be, built whole where not; by Hugging Face's own classes."""
+"""The model, by Hugging Face's classes: laid out without weights if possible, otherwise built whole."""
 
 from __future__ import annotations
 
@@ -64,12 +64,17 @@ def lay_out(
         return built, replace(files, rest=Drawn(built, seed)) if fresh - files.places.keys() else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
-    if pretrained is None:
-        return _whole_random(path, model, config, options, head, seed).to(device), Loaded()
-    if quantization is not None:
-        packing = {"quantization_config": quantization, "device_map": {"": device}}
-        return _whole_pretrained(pretrained, model, config, options | packing, head, seed, draws), Loaded()
-    return _whole_pretrained(pretrained, model, config, options, head, seed, draws).to(device), Loaded()
+    packed = quantization is not None and pretrained is not None
+    options |= {"quantization_config": quantization, "device_map": {"": device}} if packed else {}
+    with drawing(seed):
+        if pretrained is None:
+            remote = {"trust_remote_code": model.trust_remote_code}
+            built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
+        else:
+            built = _pretrained(pretrained, model, config, options, head, draws)
+    built = with_head(built, head)
+    built.config.use_cache = False
+    return built if packed else built.to(device), Loaded()
 
 
 def build_model(
@@ -88,7 +93,7 @@ def build_model(
 
 
 def _without_weights(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head) -> Any:
-    """The model on the meta device but for the buffers that no file holds. Raises Whole where that cannot be relied on."""
+    """The model on the meta device, apart from the buffers that no file holds. Raises Whole if that is not reliable."""
     if type(config).__module__.startswith("transformers_modules"):
         raise Whole("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
@@ -110,11 +115,10 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
     return built
 
 
-def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int, draws: bool) -> Any:
+def _pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, draws: bool) -> Any:
     options = options | hub_options(path, model) | {"config": config, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True} if head not in LM else {}
-    with drawing(seed):
-        built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
+    built, report = from_hub(path, model, lambda: cast(Any, auto_class(config, head).from_pretrained(path, **options)))
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if not draws:
         _require_heads(extra_heads(built) & lacking, path)
@@ -122,17 +126,6 @@ def _whole_pretrained(path: str, model: ModelConfig, config: Any, options: dict[
         first, more = min(missing), f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         larger = "model.config asks for a larger model than this: take it back, or set model.init: random"
         raise ModelError(f"has no weights for {first}{more}", where=path, fix=larger if model.config else "name a whole model")
-    built = with_head(built, head)
-    built.config.use_cache = False
-    return built
-
-
-def _whole_random(path: str | None, model: ModelConfig, config: Any, options: dict[str, Any], head: Head, seed: int) -> Any:
-    with drawing(seed):
-        remote = {"trust_remote_code": model.trust_remote_code}
-        built = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options, **remote))
-    built = with_head(built, head)
-    built.config.use_cache = False
     return built
 
 

@@ -1,11 +1,10 @@
-"""A run's weights as a Hugging Face folder: written, read back, and compared before it is called done."""
+"""A run's weights as a Hugging Face folder: written, then read back and compared."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from drumline.core.model import Head, ModelConfig
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
 from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, ModelError
+from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
@@ -44,7 +44,7 @@ VALUE_FILE = "value_head.safetensors"
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written. `max_logit_difference`: between the model in memory and the folder read back, on a few tokens."""
+    """A finished export. `max_logit_difference`: between the model in memory and the folder read back, on a few tokens."""
 
     path: Path
     step: int
@@ -79,10 +79,12 @@ def export(
     checkpoint = _choose(run_dir / "checkpoints", which)
     _require_free(to)
     progress("export", 0, 4)
-    # Attention as a reader of the folder will have it: what the run used may need another device, and rounds differently.
+    # Attention as a reader of the folder gets it: that of the run may need another device, and rounds differently.
     source = plan.config.model.model_copy(update={"attention": "auto"})
     model = _filled(plan, source, checkpoint, merged=not adapter)
-    value = _take_value_head(model)
+    value = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name.startswith(f"{VALUE}.")}
+    if value:  # it is no part of the language model
+        delattr(model, VALUE)
     # Parameters only: rounded rotary frequencies, which no file holds, would make another model.
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
@@ -102,7 +104,7 @@ def export(
         (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
-        del model, trainable  # one of the two at a time: a host need hold no more than the model in fp32
+        del model, trainable  # so that the host has only one of the two models in memory
         gc.collect()
         again = _logits(_read_back(temporary, base, plan, source), plan)
         difference = _require_equal(expected, again, TOLERANCE, "the folder does not read back as the same model", str(temporary))
@@ -114,9 +116,9 @@ def export(
 
 
 def read_run(run_dir: Path, which: Which = "best", trust: bool = False) -> tuple[Any, Any, Path]:
-    """(model in eval mode, fp32, adapters merged; its tokenizer; the checkpoint) of a run, in memory: what `export` would write.
+    """(model in eval mode, fp32, adapters merged; its tokenizer; the checkpoint) of a run: what `export` would write, in memory.
 
-    Raises CheckpointError where the run has no whole checkpoint.
+    Raises CheckpointError if the run has no whole checkpoint.
     """
     checkpoint = _choose(run_dir / "checkpoints", which)
     return *read_checkpoint(_plan_of(run_dir, trust), checkpoint), checkpoint
@@ -129,13 +131,13 @@ def read_checkpoint(plan: Plan, checkpoint: Path) -> tuple[Any, Any]:
 
 
 def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> Any:
-    """The model with a checkpoint's weights, in eval mode; adapters over the model that they were trained on, or merged into it.
-    What is not weights (how to generate) is the original model's."""
+    """The model with a checkpoint's weights, in eval mode; adapters are injected, or merged. The generation config is the original
+    model's."""
     from transformers import GenerationConfig
 
     path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
     head, labels = plan.config.head, plan.labels
-    if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has what learned, and lies over what did not
+    if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has the trainable weights only
         built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=labels)
         freeze(built, model.freeze)
         if isinstance(adapter, LoRAConfig):
@@ -145,7 +147,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
     if head in LM and path is not None:
-        # A model need not have one: then it is what transformers makes from the config.
+        # A model without one keeps that which transformers makes from the config.
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if isinstance(adapter, LoRAConfig):
@@ -154,7 +156,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
             apart = _logits(built, plan)
             adapters.merge(built)
             built.requires_grad_(True)
-            # A sum of weights rounds otherwise than a sum of products: relative to the largest logit, then.
+            # A sum of weights rounds differently from a sum of products, so this is relative to the largest logit.
             near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
             _require_equal(apart, _logits(built, plan), near, "the merged model is not the one that was trained", str(checkpoint))
     elif model.freeze:
@@ -162,17 +164,8 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     return built.eval()
 
 
-def _take_value_head(model: Any) -> dict[str, Any]:
-    """The weights of a policy's value head, which are no part of the language model; it is taken off."""
-    if not hasattr(model, VALUE):
-        return {}
-    value = {f"{VALUE}.{name}": tensor.detach().contiguous() for name, tensor in getattr(model, VALUE).state_dict().items()}
-    delattr(model, VALUE)
-    return value
-
-
 def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
-    """What a reader of the folder turns its texts or images into tokens or pixels with."""
+    """Save the tokenizer or image processor."""
     if plan.config.images_alone:
         from drumline.models.vision import load_processor
 
@@ -190,7 +183,7 @@ def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> N
 
 
 def _base_of(plan: Plan) -> str:
-    """The model that a reader lays the adapter over. Raises ModelError where there is none to name."""
+    """The base model of the adapter, by its folder or id. Raises ModelError if it has none."""
     if plan.config.adapter.kind != "lora":
         raise ModelError("this run has no adapter", where=plan.run_dir, fix="export the whole model: leave --adapter out")
     if plan.model_path is None or not plan.config.model.as_published:
@@ -200,7 +193,7 @@ def _base_of(plan: Plan) -> str:
 
 
 def _plan_of(run_dir: Path, trust: bool) -> Plan:
-    """`trust`: whether the model's own code may run; a folder, which may be a stranger's, has no say in that."""
+    """The plan of a run folder. `trust`: whether the model's own code may run; the folder, perhaps a stranger's, does not decide that."""
     path = run_dir / "plan.json"
     if not path.exists():
         what = "not a run folder: it has no plan.json"
@@ -214,7 +207,7 @@ def _plan_of(run_dir: Path, trust: bool) -> Plan:
 
 
 def _choose(root: Path, which: Which) -> Path:
-    """The whole checkpoint that is meant. Raises CheckpointError; only `last` passes a damaged one over."""
+    """The checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
     if isinstance(which, int):
         path = root / folder_name(which)
         check(path, verify=True, alone=True)
@@ -232,23 +225,21 @@ def _choose(root: Path, which: Which) -> Path:
 
 
 def _require_free(to: Path) -> None:
-    """Our own older export may be replaced; what somebody else put there may not."""
+    """Raises EnvironmentFault unless `to` is empty or holds an older export."""
     if to.exists() and any(to.iterdir() if to.is_dir() else [to]) and not (to / PROVENANCE).exists():
         raise EnvironmentFault("holds something that is not an export of Drumline", where=str(to), fix="name another folder with --to")
 
 
 def _require_space(folder: Path, trainable: list[Any]) -> None:
-    """Said before half an hour of writing rather than after it."""
-    while not folder.exists():
-        folder = folder.parent
-    needed, free = sum(p.numel() * p.element_size() for p in trainable), shutil.disk_usage(folder).free
+    """Raises EnvironmentFault before half an hour of writing rather than after it."""
+    needed, free = sum(p.numel() * p.element_size() for p in trainable), free_bytes(folder)
     if free < needed:
         what = f"the model takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free"
         raise EnvironmentFault(what, where=str(folder), fix="choose another disk with --to")
 
 
 def _share_alike(folder: Path) -> None:
-    """Give all files the mode that the umask gives a new file: safetensors makes its own readable by the owner alone."""
+    """Give all files the mode of a new file under the umask: safetensors makes its files readable by the owner alone."""
     mode = (folder / PROVENANCE).stat().st_mode
     for path in folder.rglob("*"):
         if path.is_file():
@@ -256,7 +247,7 @@ def _share_alike(folder: Path) -> None:
 
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
-    """What transformers reads from a folder, or PEFT over `base`, in fp32."""
+    """The model that transformers reads from a folder, or PEFT with `base`, in fp32."""
     import torch
 
     quiet()
@@ -277,7 +268,7 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
 
 
 def _logits(model: Any, plan: Plan) -> Any:
-    """What a model says to a few tokens (and an image, where it sees), float[1, T, V]; of a class, to tokens or an image: float[1, C]."""
+    """The logits of a few tokens (with an image for a vision-language model), float[1, T, V]; of a classifier float[1, C]."""
     import torch
 
     if reads_images(model):

@@ -1,8 +1,8 @@
-"""From image files to pixels, and vision-language models: which there are, and how they want images.
+"""From image files to pixels, and the vision-language models that are supported.
 
-There an image becomes patches, and each merge × merge of them one token of the language model, whose place in the text a placeholder
-token holds. Images go through transformers' own image processor, by its PIL backend: it needs no torchvision (which the processor of
-images, text and video together asks for), and the same image gives the same numbers on every machine.
+Such a model turns an image into patches, and each merge × merge of them into one token of the language model, in the place of a
+placeholder token. Images go through transformers' image processor with its PIL backend: it needs no torchvision (which the processor of
+images, text and video together requires), and the same image gives the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from drumline.models.classes import LM, is_vision_language
 from drumline.models.classifier import side_of_model
 from drumline.models.load import from_hub, hub_options
 
-# model_type of those whose images, positions and gradients are proven (tests/unit/test_vision.py).
+# The model_types whose images, positions and gradients are tested (tests/unit/test_vision.py).
 KNOWN = ("qwen3_vl", "qwen3_vl_moe")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
-# Of ImageNet's training images, by channel of RGB in [0, 1]: what most published models were trained with (He et al. 2015 and after).
+# Of ImageNet's training images, by channel of RGB in [0, 1]: most published models were trained with these (He et al. 2015 and after).
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SIDE = 224  # where nothing says another
+SIDE = 224  # the default
 Grid = tuple[int, int, int]  # patches in time, height, width
 
 
 @dataclass(frozen=True)
 class Vision:
-    """What data needs to know of a vision-language model. `path`: where its image processor is; `token_id`: the placeholder's;
-    `merge`: an image token stands for merge² patches. Pickles to processes that tokenise."""
+    """The part of a vision-language model that data needs. `path`: of its image processor; `token_id`: the placeholder's; `merge`: an
+    image token stands for merge² patches. Pickles to processes that tokenise."""
 
     path: str
     model: ModelConfig
@@ -46,12 +46,9 @@ class Vision:
 
     @cached_property
     def processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        options = hub_options(self.path, self.model)
-        processor: Any = from_hub(self.path, self.model, lambda: AutoImageProcessor.from_pretrained(self.path, backend="pil", **options))
+        processor = _processor(self.path, self.model)
         if self.max_pixels is not None:
-            # What transformers calls edges are areas here.
+            # These edges of transformers are areas.
             most, least = (min(self.max_pixels, processor.size[key]) for key in ("longest_edge", "shortest_edge"))
             processor.size = type(processor.size)(longest_edge=most, shortest_edge=least)
         return processor
@@ -69,7 +66,7 @@ class Vision:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def grid(self, path: str, origin: str) -> Grid:
-        """The grid that an image will be cut into. It is decoded once for that, so that a damaged one is found before training.
+        """The grid of patches of an image, which is decoded, so that a damaged one is found before training.
 
         Raises DataError that names `origin` (a row) and the path.
         """
@@ -89,7 +86,7 @@ class Vision:
         return 1, height // patch, width // patch
 
     def patches(self, path: str, grid: Grid) -> npt.NDArray[np.float32]:
-        """float32[t·h·w, width]: an image as the model takes it. Raises DataError where it is not what it was when it was prepared."""
+        """float32[t·h·w, width]: the patches of an image. Raises DataError if its size changed since it was prepared."""
         found = self.processor([read_image(path, "data")], return_tensors="np")
         if tuple(found["image_grid_thw"][0].tolist()) != tuple(grid):
             fix = "put it back, or remove the prepared data (data.cache_dir)"
@@ -98,9 +95,9 @@ class Vision:
 
 
 def find_vision(config: Any, path: str | None, model: ModelConfig, max_pixels: int | None = None) -> Vision | None:
-    """How the model that a config describes takes images; None for one that reads text only. `max_pixels`: see data.image_max_pixels.
+    """The Vision of the model that a config describes; None for one of text alone. `max_pixels`: see data.image_max_pixels.
 
-    Raises ModelError for a vision-language model of another kind than those KNOWN, and for a folder without an image processor.
+    Raises ModelError for a vision-language model of a type that is not KNOWN, and for a folder without an image processor.
     """
     if not is_vision_language(config):
         return None
@@ -133,26 +130,21 @@ def read_image(path: str, origin: str) -> Any:
 
 
 def copy_processor(path: str | None, model: ModelConfig, folder: Path) -> None:
-    """Copy the files that a processor of images and text is loaded from, those that there are at `path` (a folder or hub id)."""
-    from drumline.vendor.transformers import cached_file
-
-    if path is None:
-        return
+    """Copy the files of a processor of images and text that `path` (a folder or hub id) has."""
     for name in PROCESSOR_FILES:
-        options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        found = cached_file(path, name, revision=model.revision, **options)
-        if found is not None:
+        if path is not None and (found := _find_file(path, name, model, _raise_exceptions_for_connection_errors=False)):
             shutil.copyfile(found, folder / name)
 
 
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:
-    """transformers' image processor of the model, or where it brings none one that scales to a square and normalises by ImageNet's
-    colours. `config`: the model's. `side`: pixels of the square; None: what the processor says, or the model, or 224."""
-    from transformers import AutoImageProcessor
-
-    if path is not None and _brings_one(path, model):
-        processor = from_hub(path, model, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)))
-        return processor if side is None else _resized(processor, side)
+    """transformers' image processor of the model; without one in its files, one that scales to a square and normalises by ImageNet's
+    colours. `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's, else 224."""
+    if path is not None and _find_file(path, PROCESSOR_FILES[0], model) is not None:
+        processor = _processor(path, model)
+        for name in ("size", "crop_size") if side is not None else ():
+            if (size := getattr(processor, name, None)) is not None:  # height and width, or the shorter edge that is then cropped
+                setattr(processor, name, {key: side for key, value in dict(size).items() if value is not None})
+        return processor
     from transformers import ViTImageProcessorPil
 
     side = side or side_of_model(config) or SIDE
@@ -162,7 +154,7 @@ def load_processor(path: str | None, model: ModelConfig, config: Any, side: int 
 
 
 def side_of(processor: Any, channels: int) -> int:
-    """Pixels of the square that it makes, found by trying."""
+    """Pixels of the square that a processor makes, found by trying."""
     from PIL import Image
 
     shape = pixels(processor, [Image.new("RGB", (64, 48))], channels).shape
@@ -181,29 +173,27 @@ def require_pillow(where: str = "algorithm.modality image") -> None:
         raise EnvironmentFault("the package pillow is missing", where=where, fix="pip install pillow scikit-learn")
 
 
-def _brings_one(path: str, model: ModelConfig) -> bool:
+def _processor(path: str, model: ModelConfig) -> Any:
+    from transformers import AutoImageProcessor
+
+    return from_hub(path, model, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)))
+
+
+def _find_file(path: str, name: str, model: ModelConfig, **options: Any) -> str | None:
+    """The local path of a file of a model (a folder or hub id); None if it has no such file."""
     from drumline.vendor.transformers import cached_file
 
-    options = {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
-    return cached_file(path, PROCESSOR_FILES[0], _raise_exceptions_for_missing_entries=False, **options) is not None
-
-
-def _resized(processor: Any, side: int) -> Any:
-    """The processor, told another size in its own words (height and width, or the shorter edge that is then cropped)."""
-    for name in ("size", "crop_size"):
-        size = getattr(processor, name, None)
-        if size is not None:
-            setattr(processor, name, {key: side for key, value in dict(size).items() if value is not None})
-    return processor
+    options |= {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
 
 
 def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
-    """How the model takes images beside text; None where it does not. Raises ModelError for a kind that is not known."""
+    """The Vision of a run's model; None for one of text or images alone. Raises ModelError for an unknown type."""
     return find_vision(hf_config, model_path, config.model, config.data.image_max_pixels) if config.head in LM else None
 
 
 def image_side(config: Config, model_path: str | None, hf_config: Any) -> int:
-    """Pixels of the square images that the model is given."""
+    """Pixels of the square images of the model's input."""
     require_pillow()
     processor = load_processor(model_path, config.model, hf_config, getattr(config.algorithm, "image_size", None))
     return side_of(processor, int(getattr(hf_config, "num_channels", 3)))
