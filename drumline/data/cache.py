@@ -1,6 +1,6 @@
 """Prepared tokens on disk, read through memory maps.
 
-A cache is a folder that appears whole, under the hash of all it was made from:
+A cache is a folder that appears whole, under the hash of everything that it was made from:
 
     tokens.bin    uint16 or uint32, all tokens of all rows in a line
     learn.bin     uint8, 1 where the token is a target
@@ -8,9 +8,9 @@ A cache is a folder that appears whole, under the hash of all it was made from:
     samples.npy   int64[N + 1], sample i is segments samples[i]..samples[i + 1]
     lengths.npy   int32[N], tokens of each sample
     learned.npy   int64[N], targets of each sample after the shift by one inside each segment
-    meta.bin      only where samples have more to say: JSON of all samples, end to end
+    meta.bin      only if samples have further values: JSON of all samples, end to end
     meta.npy      int64[N + 1], bytes of meta.bin: sample i's are meta[i]..meta[i + 1]
-    rows.npy      uint64[R], a hash of each row that the samples are made of, in the order of the source
+    rows.npy      uint64[R], a hash of each row of the samples, in the order of the source
     info.json     counts, settings, the sizes and checksums of the files above and its own checksum: written last
 """
 
@@ -20,6 +20,7 @@ import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -38,38 +39,36 @@ class TokenCache:
     """A prepared dataset. Opening it reads a few kilobytes, whatever its size; any number of processes share its pages."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
-        self.folder = folder
-        self.info = info
+        def array(name: str) -> Any:
+            return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+        self.folder, self.info = folder, info
         self._tokens = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         self._learn = np.memmap(folder / "learn.bin", np.uint8, "r")
-        self._segments = np.load(folder / "segments.npy", mmap_mode="r", allow_pickle=False)
-        self._samples = np.load(folder / "samples.npy", mmap_mode="r", allow_pickle=False)
-        self.lengths: npt.NDArray[np.int32] = np.load(folder / "lengths.npy", mmap_mode="r", allow_pickle=False)
-        self.learned: npt.NDArray[np.int64] = np.load(folder / "learned.npy", mmap_mode="r", allow_pickle=False)
-
-        self._meta = np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
-        self._meta_at = np.load(folder / "meta.npy", mmap_mode="r", allow_pickle=False) if self._meta is not None else None
+        self._segments, self._samples = array("segments"), array("samples")
+        self.lengths: npt.NDArray[np.int32] = array("lengths")
+        self.learned: npt.NDArray[np.int64] = array("learned")
+        with_meta = "meta.bin" in info["files"]
+        self._meta, self._meta_at = (np.memmap(folder / "meta.bin", np.uint8, "r"), array("meta")) if with_meta else (None, None)
 
     @classmethod
     def open(cls, folder: Path | str) -> TokenCache:
-        """Open a finished cache. Raises DataError where there is none, or files lack bytes."""
-        folder = Path(folder)
-        info = read_info(folder)
-        if info is None:
+        """A finished cache. Raises DataError if there is none, or files lack bytes."""
+        if (info := read_info(Path(folder))) is None:
             fix = "run `drumline prepare` again"
             raise DataError("not a prepared dataset, or files of it are missing or cut short", where=str(folder), fix=fix)
-        return cls(folder, info)
+        return cls(Path(folder), info)
 
     def __len__(self) -> int:
         return len(self._samples) - 1
 
     def segments(self, sample: int) -> list[Segment]:
-        """The segments of a sample: tokens and learn flags, views of the files. Attention and positions start anew at each."""
+        """The segments of a sample: tokens and learn flags, views of the files. Attention and positions restart at each."""
         first, last = self._samples[sample : sample + 2].tolist()
         return [(self._tokens[start:stop], self._learn[start:stop]) for start, stop in self._segments[first:last].tolist()]
 
     def meta(self, sample: int) -> dict[str, Any]:
-        """What else the sample has to say: what its encoder noted. Empty without."""
+        """The further values that the encoder gave the sample; empty without any."""
         if self._meta is None or self._meta_at is None:
             return {}
         start, stop = self._meta_at[sample : sample + 2].tolist()
@@ -77,7 +76,7 @@ class TokenCache:
 
 
 def read_info(folder: Path) -> dict[str, Any] | None:
-    """`info.json` of a finished cache; None where there is none, where it was changed, or a file has not the size noted in it."""
+    """`info.json` of a finished cache; None if there is none, if it was changed, or if a file has another size."""
     try:
         info = json.loads((folder / "info.json").read_text())
         if info.pop("checksum") != digest_of(info):
@@ -89,7 +88,7 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 
 def left_out(name: str, info: dict[str, Any]) -> list[str]:
-    """One line, or none: how many rows of a pass over the sources of data.`name` were cut, dropped or skipped. `info`: of a cache of it."""
+    """A line with the numbers of rows of data.`name` that were cut, dropped or skipped, or none. `info`: of a cache of it."""
     reasons = {
         "truncated": f"cut at {info['limit']:,} tokens",
         "dropped_too_long": f"dropped: longer than {info['limit']:,} tokens",
@@ -106,21 +105,21 @@ def write_layout(
     learned_of_segment: npt.NDArray[np.int64],
     metas: Sequence[bytes] = (),
 ) -> dict[str, int]:
-    """Write the index files beside tokens.bin and learn.bin. Samples without a target are left out, unless they have a meta (`metas`:
-    one for each sample, or none at all). Returns counts for info.json."""
+    """Counts for info.json; writes the index files beside tokens.bin and learn.bin. Samples without a target are left out, unless they
+    have a meta (`metas`: one for each sample, or none at all)."""
     lengths = np.add.reduceat(segments[:, 1] - segments[:, 0], samples[:-1])
     learned = np.add.reduceat(learned_of_segment, samples[:-1])
-    with_meta = np.fromiter(map(bool, metas), bool, len(metas))
-    keep = (learned > 0) | with_meta if len(metas) else learned > 0
+    keep = learned > 0
+    if metas:
+        keep |= np.asarray([bool(meta) for meta in metas])
+        metas = list(compress(metas, keep))
     if not keep.all():
         per_sample = np.diff(samples)
-        segments = segments[np.repeat(keep, per_sample)]
-        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(per_sample[keep])))
+        segments, samples = segments[np.repeat(keep, per_sample)], bounds(per_sample[keep])
         lengths, learned = lengths[keep], learned[keep]
-        metas = [meta for meta, kept in zip(metas, keep.tolist(), strict=True) if kept] if len(metas) else metas
     if any(metas):
         (folder / "meta.bin").write_bytes(b"".join(metas))
-        np.save(folder / "meta.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum([len(meta) for meta in metas]))).astype(np.int64))
+        np.save(folder / "meta.npy", bounds([len(meta) for meta in metas]))
     np.save(folder / "segments.npy", segments)
     np.save(folder / "samples.npy", samples)
     np.save(folder / "lengths.npy", lengths.astype(np.int32))
@@ -134,10 +133,15 @@ def write_layout(
     }
 
 
-def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
-    """Give the cache in `temporary` its name. info.json and the files are on disk before it has it.
+def bounds(sizes: Any) -> npt.NDArray[np.int64]:
+    """int64[N + 1]: where ranges of these sizes begin, end to end, and where the last one stops."""
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
 
-    Where another process was faster its cache stays: both were made from the same input. A damaged one is replaced.
+
+def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
+    """Give the cache in `temporary` its name, after info.json and the files are on disk.
+
+    If another process was faster, its cache stays: both were made from the same input. A damaged one is replaced.
     """
     names = sorted(path.name for path in temporary.iterdir())
     info = {**info, "files": {name: (temporary / name).stat().st_size for name in names}}
@@ -151,7 +155,7 @@ def commit(temporary: Path, folder: Path, info: dict[str, Any]) -> None:
 
 @contextmanager
 def temporary_folder(root: Path) -> Iterator[Path]:
-    """`core.files.temporary_folder`. Raises EnvironmentFault where `root` cannot be written or the disk is full."""
+    """`core.files.temporary_folder`. Raises EnvironmentFault if `root` cannot be written or the disk is full."""
     entered = False
     try:
         with files.temporary_folder(root) as folder:

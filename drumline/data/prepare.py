@@ -1,8 +1,8 @@
 """From sources to a token cache: read, tokenise on several processes, hold out, pack, write.
 
-Rows are tokenised once, in order, into flat files; holding out and packing then only move ranges of them. A large input is dealt in chunks
-to processes started afresh ("spawn": the caller may hold threads of torch and tokenizers, which a fork would not survive), so a script
-that calls `prepare` needs `if __name__ == "__main__"`.
+Rows are tokenised once, in order, into flat files; holding out and packing then only move ranges of them. Chunks of a large input go to
+new processes ("spawn": the caller may have threads of torch and tokenizers, which do not survive a fork), so a script that calls `prepare`
+needs `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from drumline.core.config import Config
 from drumline.core.data import Source
-from drumline.data.cache import commit, read_info, temporary_folder, write_layout
+from drumline.data.cache import bounds, commit, read_info, temporary_folder, write_layout
 from drumline.data.checksums import verify
 from drumline.data.fingerprint import cache_key, template_path
 from drumline.data.images import count_images, join_metas
@@ -45,7 +45,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Task:
-    """One pass over some sources, and the caches to make of it: `folder`, and `holdout_folder` where rows are held out."""
+    """One pass over some sources, and its caches: `folder`, and `holdout_folder` if rows are held out."""
 
     config: Config
     sources: list[Source]
@@ -62,7 +62,7 @@ class _Task:
         return all(read_info(folder) is not None for folder in self.folders)
 
     def remove_damaged(self) -> None:
-        """Remove caches whose bytes are not those that were written."""
+        """Remove caches with wrong checksums."""
         for folder in self.folders:
             try:
                 verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
@@ -78,8 +78,8 @@ def prepare(
     vision: Vision | None = None,
     check: bool = False,
 ) -> Prepared:
-    """Make the caches of `config.data`, or find them made. `on_progress(phase, rows done, rows in all where known)`. `vision`: of a model
-    that sees. `check`: a cache that was found is read through, and made again where it is damaged.
+    """The caches of `config.data`, made if they do not exist. `on_progress(phase, rows done, all rows if known)`. `vision`: that of a
+    vision-language model. `check`: verify the caches that exist, and make damaged ones again.
 
     Phases: "hash" (of the input), "tokenise", "pack". Raises DataError for input that cannot be used, EnvironmentFault for a disk that
     cannot be written.
@@ -96,7 +96,7 @@ def prepare(
 
 
 def cached(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> Prepared | None:
-    """What `prepare` would find already made; None where it would have to work."""
+    """The caches of `prepare` if all of them exist, else None."""
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     return _prepared(tasks) if all(task.done for task in tasks) else None
 
@@ -147,7 +147,7 @@ class _Stage(Counted):
         self.count(chunk)
 
     def of_rows(self, rows: Picks) -> Picks:
-        """Numbers of the segments of some rows, in their order."""
+        """The indices of the segments of some rows, in order of these rows."""
         counts = np.asarray(self.segments, np.int64)
         firsts, counts = (np.cumsum(counts) - counts)[rows], counts[rows]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -171,7 +171,7 @@ def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) 
 
 
 def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, progress: Progress) -> _Stage:
-    """Tokenise every row of the sources into `folder`. Raises DataError where no row is left to learn from."""
+    """Tokenise every row of the sources into `folder`. Raises DataError if no row has a target."""
     config = task.config
     template = template_path(config, base_dir)
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
@@ -196,20 +196,18 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
 
 
 def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
-    """Row numbers held out and kept, ascending. Held out are the `holdout` usable rows whose content hashes lowest: adding, moving or
-    doubling other rows hardly changes which, and no seed is needed."""
+    """Indices of the rows held out and kept, ascending. Held out are the `holdout` usable rows with the lowest hashes of their content:
+    adding, moving or doubling other rows hardly changes which, and no seed is needed."""
     count = len(stage.segments)
     if holdout >= count:
         fix = "hold out fewer, or give data.eval"
         raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
-    held_out = nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row)) if holdout else []
-    mask = np.zeros(count, bool)
-    mask[held_out] = True
-    return np.flatnonzero(mask), np.flatnonzero(~mask)
+    held_out = np.sort(nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row))).astype(np.int64)
+    return held_out, np.setdiff1d(np.arange(count), held_out, assume_unique=True)
 
 
 def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
-    """Copy some rows of the stage, end to end, into token files of their own."""
+    """Copy some rows of the stage, end to end, into other token files."""
     sizes = np.asarray(stage.lengths, np.int64)
     starts, picked = np.cumsum(sizes) - sizes, stage.of_rows(rows)
     for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
@@ -220,14 +218,14 @@ def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
 
 
 def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:
-    """Lay rows, whose segments start at `starts` in the files of `temporary`, out in samples, and give the cache its name."""
+    """Make samples of rows whose segments start at `starts` in the files of `temporary`, and give the cache its name."""
     config, picked = task.config, stage.of_rows(rows)
     sizes = np.asarray(stage.lengths, np.int64)[picked]
     learned = np.asarray(stage.learned, np.int64)[picked]
     metas: list[bytes] = []
     if not config.packs:
         segments = np.stack((starts, starts + sizes), axis=1)
-        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(stage.segments, np.int64)[rows])))
+        samples = bounds(np.asarray(stage.segments)[rows])
         metas = [stage.metas[row] for row in rows.tolist()]
     elif config.algorithm.cuts:
         segments, samples = cut(starts, starts + sizes, config.data.max_length)
@@ -236,7 +234,7 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         groups = pack(sizes, config.data.max_length)
         order = np.fromiter(chain.from_iterable(groups), np.int64, len(rows))
         segments, learned = np.stack((starts, starts + sizes), axis=1)[order], learned[order]
-        samples = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(group) for group in groups]))).astype(np.int64)
+        samples = bounds([len(group) for group in groups])
         metas = join_metas(stage.metas, rows.tolist(), groups) if any(stage.metas) else []
     counts = write_layout(temporary, segments, samples, learned, metas)
     if not counts["samples"]:

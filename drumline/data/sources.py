@@ -1,16 +1,16 @@
-"""Rows from where they live: files, the Hugging Face hub, saved datasets, reasoning-gym tasks, scikit-learn's digits.
+"""Rows of all sources: files, the Hugging Face hub, saved datasets, reasoning-gym tasks, scikit-learn's digits, your own.
 
-Whatever the source, a row comes out in one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its columns renamed to
+A row has one of the forms that the algorithm takes (`AlgorithmSpec.forms`), its columns renamed to
 
     messages                    list of {"role": str, "content": str, …}: a conversation; a content may be a list of texts and images
-    prompt, completion          text, or lists of messages: only the completion is learned
+    prompt, completion          text, or lists of messages: only the completion is trained on
     text                        a document
     prompt, chosen, rejected    a pair: two answers, text or lists of messages; without `prompt` they begin alike
     text, label                 a text and its class
     image, label                the path of an image and its class
 
-The form is the one that `columns` maps; with no mapping, the first whose columns the row has. `OPTIONAL` columns come along where they
-are there, and `extra` keeps all the others as they are (and tools, which a reward function may ask for).
+The form is that which `columns` maps; without a mapping, the first whose columns the row has. `OPTIONAL` columns are kept if the row has
+them, and `extra` keeps all others unchanged (and tools, for reward functions).
 """
 
 from __future__ import annotations
@@ -47,38 +47,36 @@ TALKS = {"messages", "prompt", "chosen"}  # parts that a chat template renders
 
 @dataclass(frozen=True)
 class Row:
-    """One row, its columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`. `domain`: what
-    its kind is called in figures: as the source says, else its task, file or dataset."""
+    """One row: columns under canonical names, and the others. `origin`: `path:line`, `hub/id row 3`, `tasks/name:17`. `domain`: its name in
+    the metrics: that of the source, else its task, file or dataset."""
 
     origin: str
     values: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
-    folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: what paths in it are relative to
+    folder: Path = field(default=Path(), compare=False)  # of its data file, or of the YAML: paths in the row are relative to it
     domain: str = field(default="", compare=False)
 
 
 def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iterator[Row]:
-    """The rows of `source`, at most `source.limit`, in its own order; file paths are relative to `base_dir`.
+    """The rows of `source` in its own order, at most `source.limit`; file paths are relative to `base_dir`.
 
-    Raises DataError for a source that cannot be had, holds no rows, or has a row without a mapped column.
+    Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column.
     """
     count = 0
-    for folder, (origin, values) in islice(_raw(source, base_dir, forms), source.limit):
-        count += 1
-        row = replace(_normalise(origin, values, source.columns, count, forms), folder=folder)
+    for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
+        row = _normalise(origin, values, source.columns, count, forms)
         if forms != TEXT_FORMS and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
-        yield replace(row, domain=source.domain or _domain(source, row))
+        domain = row.extra["task"] if isinstance(source, TasksSource) else Path(describe(source)).stem
+        yield replace(row, folder=folder, domain=source.domain or str(domain))
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
 
 def expected_rows(source: Source) -> int | None:
-    """How many rows will come, where that is known without reading."""
-    if isinstance(source, TasksSource):
-        return min(source.size, source.limit or source.size)
-    return None
+    """The number of rows if it is known without reading, else None."""
+    return min(source.size, source.limit or source.size) if isinstance(source, TasksSource) else None
 
 
 def describe(source: Source) -> str:
@@ -92,12 +90,8 @@ def describe(source: Source) -> str:
     return f"hub/{source.id}" if isinstance(source, HubSource) else source.label
 
 
-def _domain(source: Source, row: Row) -> str:
-    return str(row.extra["task"]) if isinstance(source, TasksSource) else Path(describe(source)).stem
-
-
 def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, Raw]]:
-    """Rows, with the folder that paths in them are relative to."""
+    """Rows, each with the folder that its paths are relative to."""
     if isinstance(source, FileSource):
         for path in find(source.path, base_dir):
             name = str(path.relative_to(base_dir)) if path.is_relative_to(base_dir) else str(path)
@@ -129,10 +123,11 @@ def _of_plugin(source: Source, base_dir: Path) -> Iterator[Raw]:
 
 
 def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: int, known: Forms) -> Row:
-    """Pick the row's form, rename its columns and check their types."""
+    """The row in its form, with its columns renamed and their types checked."""
     parts = {part for form in known for part in form}
-    mapped = {part for part in parts if getattr(columns, part) is not None}
-    names = {part: part if getattr(columns, part) is None else getattr(columns, part) for part in (*parts, *OPTIONAL)}
+    given = {part: getattr(columns, part) for part in (*parts, *OPTIONAL)}
+    mapped = {part for part in parts if given[part] is not None}
+    names = {part: part if name is None else name for part, name in given.items()}
     padded = isinstance(values, TableRow)
     forms = [form for form in known if mapped <= set(form) and mapped]
     forms = forms or [form for form in known if mapped & set(form)] or [form for form in known if all(part in values for part in form)]
@@ -158,7 +153,7 @@ def _normalise(origin: str, values: dict[str, Any], columns: Columns, number: in
 
 
 def _checked(part: str, name: str, value: Any, origin: str, number: int, padded: bool = False) -> Any:
-    """`value` if it is what `part` needs: text, or messages where those may stand."""
+    """`value` if `part` may be that: text, or messages. Raises DataError."""
     if part == "label":
         if not isinstance(value, str | int):
             raise DataError(f"row {number}: column {name!r} is {type(value).__name__}, not the name or number of a class", where=origin)
@@ -197,8 +192,8 @@ def _check_message(message: Any, label: str, origin: str, number: int) -> None:
 
 
 def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
-    """A table pads messages with keys that only others have; templates must see an absent key as absent. Contents in parts that are all
-    text become one text."""
+    """The message without the keys that a table pads it with, which templates must not see. A content in parts of text alone becomes one
+    text."""
     message = {key: item for key, item in message.items() if item is not None}
     if "tool_calls" in message:
         message["tool_calls"] = read_calls(message["tool_calls"], padded)
@@ -210,12 +205,12 @@ def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
 
 
 def is_image(part: dict[str, Any]) -> bool:
-    """Whether a part of a content is an image (OpenAI's word for it is image_url)."""
+    """Whether a part of a content is an image (image_url in OpenAI's format)."""
     return part.get("type") in ("image", "image_url")
 
 
 def holds_images(row: Row) -> bool:
-    """Whether a row names images, or says where they stand."""
+    """Whether a row names images or has places for them."""
     contents = [m.get("content") for value in row.values.values() if isinstance(value, list) for m in value if isinstance(m, dict)]
     return bool(row.values.get("images")) or any(is_image(part) for c in contents if isinstance(c, list) for part in c)
 
@@ -233,7 +228,7 @@ def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]
 
 
 def _one_split(loaded: Any, split: str | None, where: str) -> Any:
-    """The dataset itself, or the split asked for where there are several."""
+    """The dataset, or of several splits that which is set. Raises DataError."""
     if not isinstance(loaded, dict):
         if split is not None:
             raise DataError(f"holds one dataset without splits, so no split {split!r}", where=where, fix="leave `split` out")
@@ -246,7 +241,7 @@ def _one_split(loaded: Any, split: str | None, where: str) -> Any:
 
 
 def load_hub(source: HubSource) -> Iterator[dict[str, Any]]:
-    """Rows of a hub dataset. Offline, what `datasets` has in its cache is used at once."""
+    """Rows of a hub dataset; offline, from the cache of `datasets`."""
     import datasets
 
     rows = call_hub(source, datasets.load_dataset, split=source.split, streaming=source.streaming)
@@ -255,7 +250,7 @@ def load_hub(source: HubSource) -> Iterator[dict[str, Any]]:
 
 
 def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
-    """`function` (load_dataset or load_dataset_builder) on the source; every failure of it as one DataError."""
+    """The result of `function` (load_dataset or load_dataset_builder) for the source. Any failure of it becomes one DataError."""
     import datasets
 
     where = describe(source)
@@ -269,23 +264,18 @@ def call_hub(source: HubSource, function: Any, **arguments: Any) -> Any:
         fix = "check the id and the connection, or use a local copy: kind: file or saved"
         state = "this machine is offline and the dataset is not in its cache" if offline else first_line(error)
         raise DataError(f"the hub dataset cannot be reached: {state}", where=where, fix=fix) from error
-    except Exception as error:  # a boundary: data files of strangers fail in any way (their parsers, their columns, their splits)
+    except Exception as error:  # data files of strangers fail in any way (their parsers, their columns, their splits)
         raise DataError(f"the hub dataset cannot be loaded: {first_line(error)}", where=where) from error
 
 
 def _go_offline_when_cut_off() -> bool:
-    """Whether there is no hub to be reached. If its name does not resolve, say so to both libraries: they would retry for 23 s."""
+    """Whether the hub cannot be reached. If its name does not resolve, sets both libraries offline: they would retry for 23 s."""
     import datasets
     import huggingface_hub.constants as hub
 
-    if hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
-        return True
-    if urllib.request.getproxies():
-        return False  # a proxy resolves names for us
-    try:
-        socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
-    except OSError:
-        hub.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True
-        return True
-    return False
+    if not (hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE or urllib.request.getproxies()):  # a proxy resolves names for us
+        try:
+            socket.getaddrinfo(urlparse(hub.ENDPOINT).hostname, 443)
+        except OSError:
+            hub.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    return bool(hub.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE)

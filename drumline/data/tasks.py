@@ -19,9 +19,8 @@ _EDITS_TRIED = 64
 
 
 def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
-    """Deal `size` rows over the tasks in turn: question → prompt, and the task's name. Beside it answer → completion; of pairs the answer
-    as chosen and a wrong one as rejected; or, where what is sampled is verified (prompts), what the verifier asks for: its options and
-    the entry."""
+    """`size` rows of the tasks in turn: the question as `prompt` and the name as `task`, with the answer as `completion`; for pairs the
+    answer as `chosen` and a wrong one as `rejected`; for prompts what the verifier needs: `answer`, `options` and `entry`."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -34,7 +33,7 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             raise DataError("size and seed are keys of the source, not of a task", where=where)
         try:
             sets.append((name, share, reasoning_gym.create_dataset(name, size=max(share, 1), seed=source.seed, **options)))
-        except (ValueError, TypeError, AssertionError) as error:  # how its configs refuse: unknown task, unknown option, bad value
+        except (ValueError, TypeError, AssertionError) as error:  # its configs refuse unknown tasks, unknown options and bad values
             fix = "see its gallery for names and options"
             raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
         if forms is PROMPT_FORMS:
@@ -59,12 +58,12 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
 
 
 def as_json(value: Any) -> Any:
-    """`value` as it comes back from JSON; what JSON has no word for as text."""
+    """`value` after a round trip through JSON; other types become text."""
     return json.loads(json.dumps(value, default=str))
 
 
 def _require_verifier(dataset: Any, where: str) -> None:
-    """Raises DataError for a task whose verifier does not know its own entries again once they were written to disk."""
+    """Raises DataError for a task whose verifier does not accept its own entries after a round trip through JSON."""
     item = dataset[0]
     own = item["answer"]
     if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
@@ -76,8 +75,8 @@ def no_reasoning_gym() -> EnvironmentFault:
 
 
 def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) -> str:
-    """An answer that the verifier of `dataset` scores below row `number`'s own: that of another of the first `rows` rows, and where all
-    of these are right too, the own one with a letter or digit changed. The same for the same seed. Raises DataError where none is found.
+    """An answer that the verifier of `dataset` scores below that of row `number`: of another of the first `rows` rows, or if those are
+    right too, the right answer with a letter or digit changed. Depends on `seed` alone. Raises DataError if it finds none.
     """
     item = dataset[number]
     own = item["answer"]
@@ -99,7 +98,7 @@ def _candidates(dataset: Any, number: int, rows: int, own: str, draw: random.Ran
 
 
 def _edited(text: str, draw: random.Random) -> str:
-    """`text` with one letter or digit replaced by another of its kind; behind a text without any, a digit."""
+    """`text` with one letter or digit replaced by another of its kind; a text without any gets a digit at its end."""
     places = [index for index, char in enumerate(text) if char.isalnum()]
     if not places:
         return text + draw.choice("0123456789")
@@ -111,9 +110,9 @@ def _edited(text: str, draw: random.Random) -> str:
 
 
 def read_digits(source: DigitsSource) -> Iterator[Raw]:
-    """Rows of a split. The images are written as PNG files of 8 × 8 pixels, once, to the cache folder.
+    """Rows of a split: real images of 8 × 8 pixels that come with a package, written once to the cache folder as PNG files.
 
-    Raises EnvironmentFault where scikit-learn or Pillow is missing, or the folder cannot be written.
+    Raises EnvironmentFault if scikit-learn or Pillow is missing, or the folder cannot be written.
     """
     try:
         from PIL import Image

@@ -1,10 +1,10 @@
-"""From a row to tokens, and which of them are learned.
+"""From a row to tokens, and which of them are targets.
 
-Chats go through the model's chat template. An assistant turn is learned from the first token of its content to its end-of-turn token;
-its header and everything said by others is context. Templates give no such mask unless they mark it with `{% generation %}`, so otherwise
-it is found in the rendered text: the turn starts where the conversation before it, rendered with the generation prompt, ends, and ends
-where the conversation up to and with it ends. Both renderings must be prefixes of the whole; where a template renders a turn differently
-once others follow (reasoning that is dropped from old turns), the turn's content is looked for behind its header instead.
+Chats go through the model's chat template. The targets of an assistant turn are the tokens from the first of its content to its
+end-of-turn token; its header and all other turns are context. Templates give such a mask only if they mark it with `{% generation %}`.
+Otherwise it is found in the rendered text: the turn starts at the end of the conversation before it, rendered with the generation prompt,
+and stops at the end of the conversation up to and with it. Both renderings must be prefixes of the whole. If a template renders a turn
+differently once others follow (it drops the reasoning of old turns), the turn's content is searched behind its header instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARKED = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask"
 
 @dataclass(frozen=True)
 class Example:
-    """`tokens` int32[n]; `learn` uint8[n]: 1 where the token is a target. The first token never is one: nothing predicts it."""
+    """`tokens` int32[n]; `learn` uint8[n]: 1 for a target. The first token never counts: nothing predicts it."""
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
@@ -42,8 +42,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row encoded. `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: what else the sample has to say, as
-    JSON; a sample with any is kept though it has no token to learn. `truncated`: something was cut off."""
+    """A row as tokens. `segments` become rows of a batch (a pair has two), or pieces of a pack. `meta`: further values of the sample, as
+    JSON; a sample with a meta is kept even without a target. `truncated`: something was cut off."""
 
     segments: list[Example]
     meta: dict[str, Any] | None = None
@@ -51,8 +51,7 @@ class Encoded:
 
 
 def truncate(example: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str) -> Example | None:
-    """`example` cut to `max_length` tokens at its end (right) or start (left); None where it is dropped. Raises DataError
-    under `error`."""
+    """`example` cut to `max_length` tokens at its end (right) or start (left); None if it is dropped. Raises DataError under `error`."""
     size = len(example.tokens)
     if size <= max_length:
         return example
@@ -67,14 +66,14 @@ def truncate(example: Example, max_length: int, policy: Literal["error", "right"
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a conversation: its row, for messages, and the tools that it may call."""
+    """The row of a conversation, for messages, and the tools that it may call."""
 
     origin: str
     tools: Tools | None = None
 
 
 class Encoder:
-    """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is learned."""
+    """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is a target."""
 
     def __init__(self, tokenizer: Any, everything: bool, data: DataConfig) -> None:
         self.tokenizer = tokenizer
@@ -87,7 +86,7 @@ class Encoder:
         self.special = special_ids(tokenizer)
 
     def encode(self, row: Row) -> Example:
-        """The whole row as tokens, not yet truncated. Raises DataError that names the row."""
+        """The row as tokens, not yet truncated. Raises DataError that names the row."""
         values, place = row.values, _Place(row.origin, row.values.get("tools"))
         if "text" in values:
             return self.plain("", values["text"], row.origin)
@@ -107,8 +106,8 @@ class Encoder:
         return self.plain(prompt, completion, row.origin)
 
     def prompt(self, content: str | Messages, origin: str, tools: Tools | None = None) -> tuple[str, list[int]]:
-        """A prompt as text and as tokens, ready for an answer: a conversation with the template's generation prompt, without an
-        answer that it ends in; without a template plain text, opened as the tokenizer does and not closed. Raises DataError."""
+        """A prompt as text and as tokens: a conversation, without a last answer, with the template's generation prompt; without a
+        template plain text, with the tokenizer's first special tokens but not its last. Raises DataError."""
         place = _Place(origin, tools)
         self._require_shown(place)
         if not self.has_template:
@@ -125,7 +124,7 @@ class Encoder:
         return text, _Tokens(self.tokenizer, text).ids
 
     def _require_shown(self, place: _Place) -> None:
-        """Raises DataError where the template would leave a row's tools out without a word."""
+        """Raises DataError if the template would leave a row's tools out silently."""
         if place.tools and not self.shows_tools:
             fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
             raise DataError("this row has tools, and the chat template does not show any", where=place.origin, fix=fix)
@@ -133,9 +132,9 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------------ plain text
 
     def plain(self, prompt: str, text: str, origin: str) -> Example:
-        """`prompt`, `text` and the end-of-sequence token; all but the prompt is learned. A tokenizer that opens texts with BOS does so.
+        """`prompt`, `text` and the end-of-sequence token, behind the tokenizer's BOS if it adds one; all but the prompt are targets.
 
-        The two are tokenised apart: when the model is used its prompt too ends in tokens of its own.
+        The two are tokenised apart, since at inference the prompt is tokenised alone.
         """
         eos = self.tokenizer.eos_token_id
         if eos is None:
@@ -151,7 +150,7 @@ class Encoder:
         return Example(np.asarray(before + after, np.int32), learn)
 
     def _with_bos(self, prompt: str) -> list[int]:
-        """`prompt` with what the tokenizer opens a text with, and not with what it closes one with."""
+        """`prompt` with the special tokens that the tokenizer puts before a text, and without those behind."""
         ids = self._ids(prompt, special=True)
         while len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
@@ -163,7 +162,7 @@ class Encoder:
     # ----------------------------------------------------------------------------------------------------------- chats
 
     def _chat(self, messages: Messages, first: int, place: _Place) -> Example:
-        """The rendered conversation; assistant turns from message `first` on are learned."""
+        """The rendered conversation; the targets are in the assistant turns from message `first` on."""
         roles = [message["role"] for message in messages]
         if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
             marked = self._render(messages, place, **_MARKED)
@@ -181,22 +180,22 @@ class Encoder:
         return Example(ids, learn)
 
     def _span(self, messages: Messages, index: int, text: str, place: _Place) -> tuple[int, int]:
-        """Characters [start, stop) of `text` that assistant turn `index` says."""
+        """The characters [start, stop) of assistant turn `index` in `text`."""
         through = text if index == len(messages) - 1 else self._render(messages[: index + 1], place)
         before = self._render(messages[:index], place) if index else ""
         head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
         whole, headed = text.startswith(through), text.startswith(head)
         content = _text_of(messages[index].get("content", "")).strip()
-        # Templates may leave reasoning out of what was said, and only the answer behind it stands in the text.
+        # Templates may leave the reasoning out, so that only the answer behind it is in the text.
         wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
         if whole and headed and head != before and (not content or any(wording in through[len(head) :] for wording in wordings)):
             return len(head), len(through)
-        # The template lacks a generation prompt, or renders this turn differently here: look for the words.
+        # The template lacks a generation prompt, or renders this turn differently here: search the content.
         if messages[index].get("tool_calls") and through.startswith(head):
-            wordings = [through[len(head) :].rpartition("</think>")[2].strip()]  # calls stand there in the template's own writing
+            wordings = [through[len(head) :].rpartition("</think>")[2].strip()]  # the template writes calls in its own format
         floor = _shared(text, head)
         places = [(text.rfind(each, floor, len(through)) if whole else text.find(each, floor), len(each)) for each in wordings]
-        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))  # the first: a later turn may say the same again
+        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))  # the first: a later turn may have the same content
         if at >= 0 and (headed or text.startswith(before)):
             stop = at + size
             while at > floor and text[at - 1] == " ":  # a leading blank belongs to the first word's token
@@ -206,7 +205,7 @@ class Encoder:
         raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=place.origin, fix=fix)
 
     def _first_head(self, text: str, place: _Place) -> str:
-        """What stands before the content of an assistant turn that opens the conversation: nothing can be rendered before it."""
+        """The text before the content of an assistant turn that opens the conversation: there is no earlier turn to render."""
         opening = [{"role": "user", "content": "?"}]
         bare, prompted = self._render(opening, place), self._render(opening, place, add_generation_prompt=True)
         header = prompted[len(bare) :] if prompted.startswith(bare) else ""
@@ -214,47 +213,47 @@ class Encoder:
         return text[: at + len(header)] if header and at >= 0 else ""
 
     def _close(self, tokens: _Tokens, start: int, stop: int) -> tuple[int, int]:
-        """Let tokens [start, stop) of a turn end with its end-of-turn token: without the line break that templates put behind it, and
-        with the special token that comes next where the turn has none of its own."""
+        """Tokens [start, stop) of a turn, ended by its end-of-turn token: without the line break that templates put behind it; a turn
+        without such a token gets the special token that comes next."""
         last = next((k for k in range(stop - 1, start - 1, -1) if tokens.ids[k] in self.special), None)
         if last is not None and not self.tokenizer.decode(tokens.ids[last + 1 : stop]).strip():
             return start, last + 1
         return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
 
     def _render(self, messages: Messages, place: _Place, **options: Any) -> Any:
-        """`apply_chat_template`; text unless options say otherwise. Raises DataError for what the template refuses."""
+        """The result of `apply_chat_template`, by default as text. Raises DataError if the template refuses the conversation."""
         with judged("the chat template refuses this conversation", place.origin, DataError):
             return self.tokenizer.apply_chat_template(messages, **{"tools": place.tools, "tokenize": False, **options})
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The special token that the chat template puts behind an answer; None where there is no template, or none such.
+    """The special token that the chat template puts behind an answer; None if there is no template or no such token.
 
-    It need not be the end-of-sequence token: base models are often given the template of a chat model.
+    It may differ from the end-of-sequence token: base models often have the template of a chat model.
     """
     if not tokenizer.chat_template:
         return None
     content = "answer"
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": content}], tokenize=False)
-    except Exception:  # noqa: BLE001 - a template of its own kind; rows will tell
+    except Exception:  # noqa: BLE001 - a template for other conversations; rows show its error
         return None
     after = tokenizer(text[text.rfind(content) + len(content) :], add_special_tokens=False)["input_ids"]
     return next((token for token in after if token in special_ids(tokenizer)), None)
 
 
 def end_ids(tokenizer: Any) -> set[int]:
-    """What ends a text or an answer, as the tokenizer and its chat template have it."""
+    """The tokens that end a text or an answer: the tokenizer's and the chat template's."""
     return {int(token) for token in (tokenizer.eos_token_id, turn_end(tokenizer)) if token is not None}
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Tokens that are no text."""
+    """The ids of the special tokens."""
     return {*tokenizer.all_special_ids, *(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 class _Tokens:
-    """The tokens of a rendered text, and where in it they start."""
+    """The tokens of a rendered text, and the characters at which they start."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
         self.tokenizer, self.text = tokenizer, text
@@ -264,12 +263,12 @@ class _Tokens:
         self.starts: npt.NDArray[np.int64] | None = None
         if tokenizer.is_fast:
             spans = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-            # Some tokenizers leave blanks out of their offsets: a token starts no later than the one before it ends.
+            # Some tokenizers leave blanks out of their offsets: a token starts no later than the end of the one before it.
             before = np.concatenate((np.zeros(1, np.int64), spans[:-1, 1]))[: len(spans)]
             self.starts = np.maximum.accumulate(np.minimum(spans[:, 0], before)) if len(spans) else before
 
     def at(self, char: int, origin: str) -> int:
-        """Index of the first token that holds a character from `char` on."""
+        """The index of the first token with a character from `char` on."""
         if self.starts is not None:
             index = int(np.searchsorted(self.starts, char))
             straddles = index > 0 and char < len(self.text) and (index == len(self.ids) or self.starts[index] > char)
