@@ -48,8 +48,8 @@ class TokenCache:
         self._segments, self._samples = array("segments"), array("samples")
         self.lengths: npt.NDArray[np.int32] = array("lengths")
         self.learned: npt.NDArray[np.int64] = array("learned")
-        with_meta = "meta.bin" in info["files"]
-        self._meta, self._meta_at = (np.memmap(folder / "meta.bin", np.uint8, "r"), array("meta")) if with_meta else (None, None)
+        self._meta = np.memmap(folder / "meta.bin", np.uint8, "r") if "meta.bin" in info["files"] else None
+        self._meta_at = None if self._meta is None else array("meta")
 
     @classmethod
     def open(cls, folder: Path | str) -> TokenCache:

@@ -1,4 +1,4 @@
-"""Which of transformers' Auto classes builds the model that a config describes: the one table."""
+"""Which of transformers' Auto classes builds the model of a config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from drumline.core.model import Head
 from drumline.errors import ModelError
 
 CLASSES = "single_label_classification"
-# Head → (Auto class, what it is of).
+# Head → (Auto class, name of such models).
 AUTO: dict[Head, tuple[str, str]] = {
     "lm": ("AutoModelForCausalLM", "causal language model"),
     "valued": ("AutoModelForCausalLM", "causal language model"),
@@ -20,7 +20,7 @@ LM: tuple[Head, ...] = ("lm", "valued")
 
 
 def auto_class(config: Any, head: Head = "lm") -> Any:
-    """The Auto class, for `from_config` and `from_pretrained`. A language model may see images too."""
+    """The Auto class, for `from_config` and `from_pretrained`. A language model may be a vision-language model."""
     import transformers
 
     if head in LM and is_vision_language(config):
@@ -44,8 +44,8 @@ def of_images_alone(model_type: str) -> bool:
 
 
 def with_classes(config: Any, head: Head, labels: tuple[str, ...]) -> Any:
-    """The config, told how many logits the head has and what they are called; a score is one without a name."""
-    # transformers' own word for it, by which a built model is known to end in classes (`ends_in_classes`).
+    """The config, with the number and names of the head's logits set; a score is one logit without a name."""
+    # By this key of transformers `ends_in_classes` recognises a built model.
     config.problem_type = CLASSES if head in ("text", "image") else None
     if head == "score":
         config.num_labels = 1
@@ -60,12 +60,12 @@ def ends_in_classes(model: Any) -> bool:
 
 
 def reads_images(model: Any) -> bool:
-    """Images alone, that is: what a model of images and text reads first is text."""
+    """Whether a model reads images alone: the main input of a vision-language model is text."""
     return getattr(model, "main_input_name", "input_ids") == "pixel_values"
 
 
 def is_encoder(model: Any) -> bool:
-    """Whether a language model is built as a bidirectional encoder, as its config says of BERT and its kin. Others are found by trying."""
+    """Whether the config of a language model makes it a bidirectional encoder, as for BERT. Others are found by trying."""
     return getattr(model.config, "is_decoder", None) is False and any(getattr(m, "is_decoder", None) is False for m in model.modules())
 
 

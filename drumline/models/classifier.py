@@ -1,4 +1,4 @@
-"""Models that end in a class: where their head is, which token of a text it reads, and what is found out about them by trying.
+"""Classifiers: where their head is, which token of a text it reads, and properties that are found by trying.
 
 B samples, C classes, T tokens, D the width of the trunk.
 """
@@ -24,22 +24,22 @@ TRIED_SIDE = 64  # pixels, of models that take any size
 
 
 def head_weights(model: Any) -> frozenset[str]:
-    """Names of the tensors that a model of another task may lack: all outside of the trunk, and a pooler on it (masked LMs have none)."""
+    """Names of the tensors that files of another task may lack: all outside of the trunk, and a pooler (masked LMs have none)."""
     trunk = f"{model.base_model_prefix}."
     return frozenset(name for name in model.state_dict() if not name.startswith(trunk) or ".pooler." in name)
 
 
 def last_token_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a model whose class is a linear layer on the last token's hidden state, as transformers lays decoders out."""
+    """(trunk, head) of a model with a linear layer on the last token's hidden state, as transformers' decoders have; None for others."""
     trunk, head = model.base_model, getattr(model, "score", None)
     return (trunk, head) if trunk is not model and isinstance(head, nn.Linear) else None
 
 
 def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -> torch.Tensor:
-    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`), the same on all of those.
+    """float[B, C] of a batch of texts or images; of sequences cut over ranks (`sequence`) the same on all of these.
 
-    A text without attention mask is a decoder's: its class is read off the last token (`last_B`), which is found by its place and not
-    by the padding id, so a text may end in that id.
+    A text without attention mask is for a decoder, whose head reads the last token (`last_B`). That is found by its place and not by the
+    padding id, so a text may end in that id.
     """
     inputs = batch.inputs() if sequence is None else sequence.inputs(batch)
     parts = None if reads_images(model) or getattr(batch, "attention_mask_BT", None) is not None else last_token_head(model)
@@ -47,7 +47,7 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
         logits_BC: torch.Tensor = model(**inputs).logits
         if sequence is None:
             return logits_BC
-        return sequence.total(logits_BC * float(sequence.index == 0))  # the first token's is the class
+        return sequence.total(logits_BC * float(sequence.index == 0))  # the head reads the first token
     trunk, head = parts
     hidden_BTD = trunk(**inputs, use_cache=False).last_hidden_state
     if sequence is None:
@@ -61,7 +61,7 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
 
 @dataclass(frozen=True)
 class Image:
-    """A batch of one grey image, as a model is tried on."""
+    """A batch of one grey image, for trials."""
 
     pixels_BCHW: torch.Tensor
 
@@ -70,27 +70,27 @@ class Image:
 
 
 def side_of_model(config: Any) -> int | None:
-    """The one size of images that a model takes; None for any."""
+    """The only side of images that a model takes, in pixels; None: any."""
     size = getattr(config, "image_size", None)
     return int(size[0] if isinstance(size, list | tuple) else size) if size else None
 
 
 def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
-    """float[1, C, H, W] zeros of a size that the model takes. `side`: pixels of those that it is trained on, where they are set."""
+    """float[1, C, H, W] zeros of a size that the model takes. `side`: that of the training images, if set."""
     side = side or side_of_model(config) or TRIED_SIDE
     return Image(torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device))
 
 
 def is_bidirectional(model: Any) -> bool:
-    """Whether a token of a text classifier sees those behind it, so that batches need an attention mask. `model` may be on meta.
+    """Whether a text classifier attends to later tokens, so that its batches need an attention mask. `model` may be on meta.
 
-    Tried on a small copy. A model that looks ahead must not see what the mask covers; one that does not must read its class off the
-    last token. Raises ModelError for others.
+    Tried on a small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError for
+    others.
     """
     found: list[bool] = []
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
-        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size  # low ids have meanings of their own
+        ids_BT = (ids_BT + 16) % small.config.get_text_config().vocab_size  # low ids have special meanings
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         first, other = (small.base_model(input_ids=ids)[0][:, 0] for ids in (ids_BT, changed_BT))
@@ -111,8 +111,8 @@ def is_bidirectional(model: Any) -> bool:
 
 
 def first_position(model: Any) -> int | None:
-    """The position id of the first token of a text as the model counts by itself: 0, in RoBERTa one more than the padding id. None where it
-    takes no position ids. Found by trying."""
+    """The position id that the model itself gives to the first token: 0, in RoBERTa one more than the padding id; None if it takes no
+    position ids. Found by trying."""
     found: list[int] = []
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -133,9 +133,9 @@ def first_position(model: Any) -> int | None:
 def image_facts(model: Any, side: int) -> ModelFacts:
     """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
 
-    Its forward pass is counted by torch's FlopCounterMode (matrix products and convolutions, attention among them) on one image of
-    `side` × `side`; backward costs twice that, once for the inputs and once for the weights, of which the frozen ones need none.
-    Raises ModelError where the model does not take images of that size.
+    torch's FlopCounterMode counts the forward pass (matrix products and convolutions, with attention) of one image of `side` × `side`;
+    backward costs twice that, once for the inputs and once for the trainable weights. Raises ModelError if the model does not take images
+    of that size.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,4 +1,4 @@
-"""The seam between a model and a loss: hidden states and the head's weight where the model allows it, logits where not."""
+"""The seam between a model and a loss: hidden states and the head's weight if the model allows it, otherwise logits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from drumline.models.small import close, probe, try_small
 
 @dataclass(frozen=True)
 class Outputs:
-    """What an objective asks its questions of: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V;
-    `part`: which rows of the head these are, where they are not all). `score` says one number a token of `hidden_BTD`.
+    """The outputs of a model for an objective: `logits_BTV`, or `hidden_BTD` with the head (logits = hidden @ weight_VDᵀ + bias_V; `part`:
+    which rows of the head these are, if not all). `score` gives one number for each token of `hidden_BTD`.
 
-    The answers are those of the whole sequences, the same on all ranks that share them, however head and sequence are spread:
-    an objective never sees that.
+    The methods answer for the whole sequences, the same on all ranks that share them, however head and sequence are sharded.
     """
 
     hidden_BTD: torch.Tensor | None = None
@@ -40,7 +39,7 @@ class Outputs:
     sequence: SequencePart | None = None  # context parallel: the tensors above are of this part of the sequences
     score: nn.Linear | None = None
     logits_BC: torch.Tensor | None = None  # of a classifier: C classes for each of B samples
-    router_logits: Sequence[torch.Tensor] = ()  # of a mixture whose router loss is trained: of each layer [B × T, E], of this part
+    router_logits: Sequence[torch.Tensor] = ()  # with a router loss: for each layer [B × T, E] of this part
 
     def class_logits(self) -> torch.Tensor:
         """float[B, C]: a classifier's logits, whole on every rank that shares the samples."""
@@ -48,22 +47,19 @@ class Outputs:
         return self.logits_BC
 
     def touched(self) -> torch.Tensor:
-        """A sum in which every weight that made these outputs has a part, for a backward that asks nothing."""
+        """A sum that depends on every weight of these outputs, for a backward without an objective."""
         made = [self.hidden_BTD, self.weight_VD, self.bias_V, self.logits_BTV, self.logits_BC]
         made += [] if self.score is None else self.score.parameters()
         return torch.stack([tensor.sum() for tensor in made if tensor is not None]).sum()
 
     def cross_entropy(self, targets_BT: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ −log p(target) over targets != −100, and bool[B, T]: whether the first choice is the target. `chunk`: tokens whose logits
-        exist at once, where the head is apart; 0: all."""
+        are in memory at once, with hidden states and a head; 0: all."""
         mine = self._cut(targets_BT)
-        targets_N = mine.reshape(-1)
         if self.logits_BTV is not None:
-            loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), targets_N)
+            loss_sum, correct_N = cross_entropy(self.logits_BTV.flatten(0, 1), mine.reshape(-1))
         else:
-            assert self.hidden_BTD is not None and self.weight_VD is not None
-            hidden_ND = self.hidden_BTD.flatten(0, 1)
-            loss_sum, correct_N = linear_cross_entropy(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, self.part)
+            loss_sum, correct_N = linear_cross_entropy(*self._head(), mine.reshape(-1), chunk, self.part)
         correct = self._whole(correct_N.view_as(mine))
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
 
@@ -71,26 +67,27 @@ class Outputs:
         self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,
-        in nats, 0 in the same places. Both have a gradient, whatever is made of them. `chunk` as in `cross_entropy`."""
+        in nats, 0 in the same places. Both are differentiable. `chunk` as in `cross_entropy`."""
         mine = self._cut(targets_BT)
-        targets_N = mine.reshape(-1)
         if self.logits_BTV is not None:
-            answers = log_probs(self.logits_BTV.flatten(0, 1), targets_N, temperature, entropy)
+            answers = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy)
         else:
-            assert self.hidden_BTD is not None and self.weight_VD is not None
-            hidden_ND = self.hidden_BTD.flatten(0, 1)
-            answers = linear_log_probs(hidden_ND, self.weight_VD, self.bias_V, targets_N, chunk, temperature, entropy, self.part)
+            answers = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part)
         chosen_N, entropy_N = answers
         return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
 
     def values(self) -> torch.Tensor:
-        """fp32[B, T]: what the score head, or the value head beside the policy's own, says of each token. Computed in fp32 throughout."""
+        """fp32[B, T]: the number of the score head, or of the value head of a policy, for each token. Computed in fp32."""
         assert self.hidden_BTD is not None and self.score is not None, "the model has a head for this"
         weight, bias = self.score.weight, self.score.bias
         precise = torch.promote_types(self.hidden_BTD.dtype, torch.float32)
         with torch.autocast(self.hidden_BTD.device.type, enabled=False):
             values_BT1 = functional.linear(self.hidden_BTD.to(precise), weight.to(precise), None if bias is None else bias.to(precise))
         return self._whole(values_BT1.squeeze(-1))
+
+    def _head(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        assert self.hidden_BTD is not None and self.weight_VD is not None
+        return self.hidden_BTD.flatten(0, 1), self.weight_VD, self.bias_V
 
     def _cut(self, whole_BT: torch.Tensor) -> torch.Tensor:
         return whole_BT if self.sequence is None else self.sequence.cut(whole_BT)
@@ -100,25 +97,24 @@ class Outputs:
 
 
 def split(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """(trunk, head) of a causal LM as the class lays them out, or of a score model; None where it does not have both. A trunk that
-    sees has the vision tower.
+    """(trunk, head) of a causal LM or a score model; None if it lacks one. The trunk of a vision-language model includes the tower.
 
-    The head must be a linear layer proper: its weight is used without its forward, which an adapter would lay its own over.
+    The head must be a plain linear layer: its weight is used without its forward, which an adapter would change.
     """
     if (scores := score_parts(model)) is not None:
         return scores
-    sees = getattr(model.config, "vision_config", None) is not None
-    trunk, head = model.base_model if sees else model.get_decoder(), model.get_output_embeddings()
+    has_tower = getattr(model.config, "vision_config", None) is not None
+    trunk, head = model.base_model if has_tower else model.get_decoder(), model.get_output_embeddings()
     if trunk is None or trunk is model or not isinstance(head, nn.Linear):
         return None
     return trunk, head
 
 
 def can_split(model: Any) -> bool:
-    """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling). Scores are by their kind.
+    """Whether the model's logits are its head over its trunk and nothing else (no soft-capping, no scaling). A score model's always are.
 
-    Found out by trying eight tokens on a small copy, not by a list of classes, and to the last bit. Its logits are made large:
-    soft-capping hardly changes the small ones of a fresh model.
+    Tried with eight tokens on a small copy, without a list of classes, to the last bit. The trial makes its logits large: soft-capping
+    hardly changes the small logits of a fresh model.
     """
 
     def is_head_of_trunk(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -130,7 +126,7 @@ def can_split(model: Any) -> bool:
         seen: list[Any] = []
         trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
         logits = small(input_ids=ids_BT, use_cache=False).logits
-        # The hidden states of that same run: two runs of a trunk may round differently.
+        # The hidden states of the same run: two runs of a trunk may round differently.
         hidden = [getattr(output, "last_hidden_state", None) for output in seen]
         if len(hidden) != 1 or hidden[0] is None or hidden[0].shape[-1] != head.in_features:
             return False
@@ -143,11 +139,11 @@ def can_split(model: Any) -> bool:
 
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
-    """Raises ModelError for a language model in which a token sees those behind it: its target would be among them. With `packed` also for
-    one that, given the positions alone, lets a document of a pack see the one before it.
+    """Raises ModelError for a bidirectional language model, whose tokens would attend to their targets. With `packed` also for one whose
+    documents in a pack, given by positions alone, attend to the document before them.
 
-    Tried on eight tokens, on `device`: another last token must change none of the logits before it, and of two documents of four tokens
-    the second must come out the same behind the first as it does by itself.
+    Tried with eight tokens on `device`: another last token must not change the logits before it, and of two documents of four tokens the
+    second must have the same logits as alone.
     """
     found: list[bool] = []
 
@@ -171,25 +167,25 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
 
 
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
-    """A batch that all of the model runs on, whatever it takes: eight tokens, with an image where it sees both, or a grey image."""
+    """A batch that runs all of a model: eight tokens, for a vision-language model with an image, for an image model a grey image."""
     if reads_images(model):
         return grey_image(model.config, device, side)
     return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
 
 
 def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, sequence: SequencePart | None = None) -> Outputs:
-    """Run a model on a batch (its `inputs()`), or on its part of it. Documents of a pack are told apart by positions
-    that start again; no attention mask is given, and transformers makes the block-diagonal one from the positions."""
+    """The outputs of a model for a batch (its `inputs()`), or for this rank's part. There is no attention mask: transformers makes the
+    block-diagonal one from positions, which restart at each document of a pack."""
     if ends_in_classes(model):
         return Outputs(logits_BC=class_logits(model, batch, sequence))
     inputs: dict[str, Any] = batch.inputs() if sequence is None else sequence.inputs(batch)
     inputs |= {"output_router_logits": True} if trains_router(model) else {}
     score, parts = score_head(model), parts or score_parts(model)
     if parts is None:
-        # What the head is called with: of a model whose logits are more than its head over its trunk, the hidden states.
+        # The head's input is the hidden states of a model whose logits are more than its head over its trunk.
         seen: list[torch.Tensor] = []
         with contextlib.ExitStack() as hooks:
-            if score is not None:  # ahead of tensor parallelism's own hook, behind which the input is no plain tensor
+            if score is not None:  # before the hook of tensor parallelism, which makes the input a DTensor
                 note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
                 hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
             made = model(**inputs, use_cache=False)
@@ -212,7 +208,7 @@ def _routers(made: Any) -> Sequence[torch.Tensor]:
 
 
 class ForwardWithObjective(nn.Module):
-    """Model and objective in one forward, so that a data-parallel wrapper around it sees all uses of every weight."""
+    """Model and objective in one forward, so that a data-parallel wrapper covers all uses of every weight."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -222,18 +218,18 @@ class ForwardWithObjective(nn.Module):
         self.sequence: SequencePart | None = None
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors in those, and not in a dataclass."""
+        """(loss sum, other sums). A plain tuple: DDP's static graph finds tensors there, but not in a dataclass."""
         parts = split(self.model) if self.splits else None
         made = outputs(self.model, batch, parts, self.sequence)
         out = objective(made, batch)
-        # It is trained, and takes no part in what is asked without gradients; a trial's tokens weigh nothing.
+        # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have no weights.
         if self.router is None or not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return out.loss_sum, out.sums
         loss_sum, sums = self.router.loss([self._whole(layer) for layer in made.router_logits], batch)
         return out.loss_sum + loss_sum, out.sums | sums
 
     def _whole(self, logits_NE: torch.Tensor) -> torch.Tensor:
-        """A router's logits for all tokens of the sequences: [B, T × E] where they were cut."""
+        """A router's logits for all tokens of the whole sequences."""
         if self.sequence is None:
             return logits_NE
         experts, rows = logits_NE.shape[-1], len(self.sequence.positions_BT)  # type: ignore[arg-type]

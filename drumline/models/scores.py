@@ -1,7 +1,7 @@
-"""Heads that say one number a token: the `score` of a reward or value model, and the value beside a policy's own head.
+"""Heads with one number for each token: the `score` of a reward or value model, and the value head of a policy.
 
-A score model is transformers' sequence classifier with one label: a trunk and the linear layer `score`, whose weight is drawn by the
-model's own rule where the files (a causal LM's) lack it, as transformers draws it.
+A score model is transformers' sequence classifier with one label: a trunk and the linear layer `score`. If the files (a causal LM's) lack
+its weight, the model's initialisation draws it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ VALUE = "value_head"
 
 
 class ValueHead(nn.Linear):
-    """The value of each token, a linear function of the hidden states that the policy's own head reads.
+    """The value of each token, a linear function of the hidden states that the policy's head reads.
 
-    It starts at zero: the first values are 0 whatever the model, and nothing comes back through them into the trunk before the head has
-    learned something. A drawn one would push the policy about by noise.
+    It starts at zero: the first values are 0, and they send no gradient into the trunk. A random head would change the policy by noise.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,7 +32,7 @@ class ValueHead(nn.Linear):
         self._init_weights(self)
 
     def _init_weights(self, _module: nn.Module) -> None:
-        """In transformers' own words, which `models.draw` listens to."""
+        """By transformers' functions, which `models.draw` patches."""
         from drumline.vendor.transformers import initialization
 
         initialization.zeros_(self.weight)
@@ -47,14 +46,14 @@ def score_parts(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 
 def score_head(model: Any) -> nn.Linear | None:
-    """What says one number a token, where the model has such a head."""
+    """The head with one number for each token; None without one."""
     parts = score_parts(model)
     return parts[1] if parts else getattr(model, VALUE, None)
 
 
 def with_head(model: Any, head: Head) -> Any:
-    """A fresh model, with what transformers has no class for. Raises ModelError for one that cannot end in `head`, such as a sequence
-    classifier that does not score each token by the hidden state of what comes up to it."""
+    """A fresh model with the head that transformers has no class for. Raises ModelError for a model that cannot have `head`, such as a
+    sequence classifier that does not score each token."""
     if head == "score" and (score_parts(model) is None or is_bidirectional(model)):
         what = f"{type(model).__name__} has no score of each token: its head reads the text as a whole"
         raise ModelError(what, where="model", fix="name a causal language model, or a reward model made of one")
@@ -67,12 +66,12 @@ def with_head(model: Any, head: Head) -> Any:
 
 
 def language_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a policy's weights those of the language model, which is what samples."""
+    """The weights of a policy without those of its value head: sampling needs only the language model."""
     return ((name, tensor) for name, tensor in weights if not name.startswith(f"{VALUE}."))
 
 
 def extra_heads(model: Any) -> frozenset[str]:
-    """Names of the tensors of heads that no language model has: files may lack them, and beside an adapter they learn in full."""
+    """Names of the tensors of heads that no language model has: files may lack them, and beside an adapter they are fully trainable."""
     if model.get_output_embeddings() is None:
         return head_weights(model)
     return frozenset(name for name in model.state_dict() if name.startswith(f"{VALUE}."))
