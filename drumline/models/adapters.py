@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, laid into a model in place: its class and its blocks stay what they were.
+"""Low-rank adapters (LoRA, Hu et al. 2021) by PEFT, injected into a model in place: its class and its blocks stay the same.
 
 An adapted layer `q_proj` becomes PEFT's layer of that name with `base_layer` (frozen), `lora_A.default` and `lora_B.default`:
 y = base(x) + alpha / r · B(A(dropout(x))). B starts at zero, so a fresh adapter changes nothing.
@@ -31,8 +31,8 @@ WHERE = "adapter.targets"
 
 
 def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
-    """Raises EnvironmentFault for a missing package (nothing is imported), ModelError for a shape without weights that could be packed:
-    it can only be planned for."""
+    """Raises EnvironmentFault for a missing package (nothing is imported), ModelError for packed weights of a model that has none to
+    load."""
     if adapter.quantize != "none" and model.id is None:
         raise ModelError("only weights that are loaded can be packed", where="adapter.quantize", fix="set model.id, or quantize=none")
     for package in ["peft", *(["bitsandbytes"] if adapter.quantize != "none" else [])]:
@@ -41,11 +41,10 @@ def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
 
 
 def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
-    """Full names of the layers that get an adapter, in the model's order. Raises ModelError where `targets` meets none."""
+    """Full names of the layers that get an adapter, in the model's order. Raises ModelError if `targets` matches none."""
     linear = dict(_linear_layers(model))
-    listed = isinstance(adapter.targets, list)
-    if not listed and getattr(model.config, "vision_config", None) is not None:
-        # As usual for these models the vision tower stays as it is, unless its layers are named.
+    if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
+        # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
         linear = {name: layer for name, layer in linear.items() if id(layer) in language}
     if not linear:
@@ -67,18 +66,18 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
 
 
 def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
-    """Lay adapters over `target_names`, freeze everything else but heads that no language model has (scores, values, classes): those
-    learn in full. Same values for the same `seed`, however many ranks there are.
+    """Inject adapters into `target_names`, and freeze all else but heads that no language model has (scores, values, classes), which stay
+    fully trainable. The values depend on `seed` alone, not on the number of ranks.
 
     A model on the meta device gets adapters there, to be filled with `first_values`.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:  # a plan need not have passed by require_installed
+    except ImportError as error:  # `require_trainable` checks this for a run, but not for a plan alone
         raise EnvironmentFault("the package peft is missing", where="adapter", fix="pip install peft") from error
 
     names = target_names(model, adapter)
-    alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha  # other readers of the file want an integer
+    alpha: Any = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha  # other readers of the file require an integer
     options = LoraConfig(
         r=adapter.r,
         lora_alpha=alpha,
@@ -99,7 +98,7 @@ def inject(model: Any, adapter: LoRAConfig, seed: int) -> None:
 
 
 def quantization(adapter: Adapter, precision: str) -> Any:
-    """How the frozen linear layers (all but the head) are packed for QLoRA (Dettmers et al. 2023), as transformers' config; None: not.
+    """transformers' config for packed frozen linear layers (all but the head) in QLoRA (Dettmers et al. 2023); None: they are not packed.
 
     4bit: NormalFloat in blocks of 64 whose scales are quantised too, multiplied in the type of `precision`; 8bit: LLM.int8().
     """
@@ -119,9 +118,9 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """What an adapter's parameter starts from, whole, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero.
+    """The initial value of an adapter's parameter, unsharded, fp32 on the CPU: A as a linear layer (uniform, ±1/√in), B zero.
 
-    Drawn for each name by itself: a rank that holds a part of the model draws what one with all of it does.
+    Each name has its own random numbers: a rank with a part of the model draws the same as one with all of it.
     """
     values = torch.zeros(shape)
     if name.endswith(A):
@@ -132,9 +131,9 @@ def first_values(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def switched(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within, adapters add their products, or with `on` False nothing: the model is the one that they were laid over.
+    """Within, adapters are on; with `on` False they add nothing, and the model is the base model.
 
-    PEFT's own switch would also say anew which parameters learn, while FSDP2, DDP and DeepSpeed hold them as they were said at first.
+    PEFT's own switch would also change which parameters are trainable, which FSDP2, DDP and DeepSpeed do not notice.
     """
     if on or not hasattr(model, "peft_config"):
         yield
@@ -152,7 +151,7 @@ def switched(model: nn.Module, on: bool) -> Iterator[None]:
 
 
 def merge(model: Any) -> None:
-    """Add each adapter to the layer it lies over, and put that layer back in its place. Raises ModelError for one that is not finite."""
+    """Add each adapter to its base layer, and put that layer back in its place. Raises ModelError for one that is not finite."""
     from drumline.vendor.peft import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
@@ -167,7 +166,7 @@ def merge(model: Any) -> None:
 
 
 def require_learned(model: nn.Module) -> None:
-    """Raises ModelError for a model without adapters, or one whose adapters all do nothing: there would be nothing to save."""
+    """Raises ModelError for a model without adapters, or with adapters that all add zero."""
     factors = [parameter for name, parameter in model.named_parameters() if name.endswith(B)]
     if not factors:
         raise ModelError("the model has no adapter", where="adapter", fix="name a run that was trained with adapter=lora")
@@ -184,7 +183,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     from safetensors.torch import save_file
 
     require_learned(model)
-    # PEFT's names are those within a PeftModel, which holds the model as base_model.model.
+    # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     options, heads = model.peft_config[NAME], extra_heads(model)
     if heads:  # PEFT keeps whole modules under the names that they have in the model
@@ -199,7 +198,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
 
 
 def _linear_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Linear layers of the blocks (GPT-2's Conv1D are such), of the whole model but its head where it declares no blocks."""
+    """Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks."""
     from drumline.vendor.transformers import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -214,8 +213,8 @@ def _ends(name: str, ending: str) -> bool:
 
 
 def _short(model: nn.Module, names: list[str]) -> list[str]:
-    """The last parts of the names where those mean the same layers (as people write them, and as other readers of the saved config
-    expect), else the full names."""
+    """The last parts of the names if those mean the same layers (as users write them, and as other readers of the saved config expect),
+    else the full names."""
     own = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)}
     return own if meant == set(names) else names

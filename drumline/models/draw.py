@@ -1,14 +1,13 @@
-"""Random weights drawn piece by piece, by the model's own rules: the same ones however the model is spread, and never all at once.
+"""Random weights, drawn piece by piece by the model's own initialisation: the same however the model is sharded, and never all at once.
 
-A piece is a block (a member of a list of modules), or a module outside of them with its own weights. Its random numbers hang on the seed
-and its name alone: a rank that holds some pieces, or parts of them, draws what a rank with the whole model does.
+A piece is a block (a member of a list of modules), or a module outside of them with its own weights. Its random numbers depend only on the
+seed and its name: a rank with some pieces, or parts of them, draws the same as a rank with the whole model.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ Init = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """A module that is drawn at once, with all below it where it is a block. `init` is the rule of the model it belongs to."""
+    """A module that is drawn at once, for a block with all its children. `init`: the initialisation of the model that it belongs to."""
 
     name: str
     module: nn.Module
@@ -48,18 +47,18 @@ class Piece:
 
 
 class Drawn:
-    """Weights drawn from `seed`; a `shards.Source`. Raises Whole for a model whose own rules cannot be followed piece by piece."""
+    """Weights drawn from `seed`; a `shards.Source`. Raises Whole for a model whose initialisation does not work piece by piece."""
 
     def __init__(self, model: Any, seed: int) -> None:
         """`model`: laid out on the meta device, before any transform."""
-        # A layout of its own: transforms put other modules into the model, and stages of a pipeline lose some.
+        # A copy: transforms put other modules into the model, and stages of a pipeline lose some.
         self.model, self.seed = copy.deepcopy(model), seed
         self.first = {name: names[0] for names in aliases(self.model) for name in names}
         self._require_pieces()
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        # A rank that trains on a GPU draws there, also what is then kept on the host: one strategy draws what another does, and a host
-        # takes minutes for what a GPU draws in seconds. The numbers of a GPU are not those of a CPU.
+        # A rank that trains on a GPU draws there, also weights that it then keeps on the host: strategies draw alike, and a host takes
+        # minutes where a GPU takes seconds. The numbers of a GPU are not those of a CPU.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         wanted: dict[str, list[torch.Tensor]] = {}
         for name, tensor in tensors.items():
@@ -81,7 +80,7 @@ class Drawn:
                 tensors[key] = tensor
 
     def _require_pieces(self) -> None:
-        """Go through the rules on the meta device, where nothing is drawn, and look what they write to."""
+        """Run the initialisation on the meta device, where nothing is drawn, and check which tensors it writes to. Raises Whole."""
         from drumline.vendor.transformers import initialization
 
         drawn: set[int] = set()
@@ -91,11 +90,9 @@ class Drawn:
             return tensor
 
         weights = {id(tensors[key]): name for piece in _pieces(self.model) for name, tensors, key in piece.places() if name in self.first}
-        with ExitStack() as patched, torch.no_grad():
-            patched.enter_context(
-                mock.patch.dict(initialization.TORCH_INIT_FUNCTIONS, dict.fromkeys(initialization.TORCH_INIT_FUNCTIONS, note))
-            )
-            patched.enter_context(mock.patch.object(initialization, "copy_", note))
+        functions = initialization.TORCH_INIT_FUNCTIONS
+        noted = mock.patch.dict(functions, dict.fromkeys(functions, note)), mock.patch.object(initialization, "copy_", note)
+        with noted[0], noted[1], torch.no_grad():
             for piece in _pieces(self.model, empty=True):
                 drawn.clear()
                 piece.draw()
@@ -107,7 +104,7 @@ class Drawn:
 
 
 def _pieces(model: Any, empty: bool = False) -> Iterator[Piece]:
-    """In the model's order. `empty`: those without a tensor too."""
+    """The pieces in the model's order. `empty`: also those without a tensor."""
 
     def walk(name: str, module: nn.Module, init: Init) -> Iterator[Piece]:
         init = getattr(module, "_init_weights", init)

@@ -1,4 +1,4 @@
-"""Configs and tokenizers by Hugging Face's own classes; what is missing or does not fit becomes one line."""
+"""Configs, tokenizers and sizes of models, by Hugging Face's classes; any failure becomes one line."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from drumline.models.shapes import full_config
 from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
 
 T = TypeVar("T")
-# What a config calls the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` finds out for certain.
+# Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-# What configs of GPT-2, Llama, BERT and OPT call dropout over attention's scores, and over what a block adds to the stream.
+# Config keys of GPT-2, Llama, BERT and OPT for dropout over attention's scores, and over a block's outputs to the residual stream.
 SCORE_DROPOUTS = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 STREAM_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
 logger = logging.getLogger(__name__)
-# Keys that a model reads of its config, though the class of the config does not declare them.
+# Keys that a model reads, though the class of its config does not declare them.
 UNDECLARED = {"qwen3_moe": ("head_dim",)}
 _NOT_TAKEN = "transformers does not take this", "model.config", ModelError, "mend the values under model.config"
 
 
 def load_config(path: str | None, model: ModelConfig) -> Any:
-    """The Hugging Face config with `model.config` laid over it; `path` None: written out whole (needs model_type).
+    """The Hugging Face config with the values of `model.config`; `path` None: of these values alone (requires model_type).
 
     Raises ModelError for a model_type, key or value that transformers does not take.
     """
@@ -75,8 +75,8 @@ def load_config(path: str | None, model: ModelConfig) -> Any:
 
 
 def _lay_over(config: Any, values: dict[str, Any]) -> Any:
-    """Set values on a config. What followed from others follows again, unless it is set itself: a head size from width and heads,
-    the kinds of layers from their number (the pattern is cut, or goes on)."""
+    """The config with values set. Keys that follow from them are updated unless they are set too: a head size from width and heads, the
+    kinds of layers from their number (the pattern is cut, or repeated)."""
     if not values:
         return config
     _require_known(config, values)
@@ -97,7 +97,7 @@ def _lay_over(config: Any, values: dict[str, Any]) -> Any:
 
 
 def _require_known(config: Any, values: dict[str, Any]) -> None:
-    """transformers takes any key and says nothing; a slip of the pen would train another model than was meant."""
+    """Raises ModelError for an unknown key. transformers takes any key silently, so a typing error would train another model."""
     for key in values:
         if not hasattr(config, key) and key not in UNDECLARED.get(config.model_type, ()):
             guess = nearest(key, [name for name in config.to_dict() if not name.startswith("_")])
@@ -106,7 +106,7 @@ def _require_known(config: Any, values: dict[str, Any]) -> None:
 
 
 def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
-    """The tokenizer of the model, or of `model.tokenizer`; with `model.chat_template` put over its own."""
+    """The tokenizer of the model, or of `model.tokenizer`, with `model.chat_template` in place of its own."""
     from transformers import AutoTokenizer
 
     source = model.tokenizer or path
@@ -125,7 +125,7 @@ def load_tokenizer(path: str | None, model: ModelConfig) -> Any:
 
 
 def _checked(tokenizer: Any) -> Any:
-    """The tokenizer, once it has done what will be asked of it: wrong values in its files are found here."""
+    """The tokenizer, after a trial of the methods that are used later, which finds wrong values in its files. Raises any exception."""
     ids = tokenizer("a b", add_special_tokens=True)["input_ids"]
     tokenizer.decode(ids)
     tokenizer.convert_ids_to_tokens([*ids, *(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)])
@@ -137,8 +137,8 @@ def _checked(tokenizer: Any) -> Any:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills short rows. It carries no loss and nothing attends to it, so where there is none the end-of-text token (or
-    id 0) serves, which is logged. No token is added."""
+    """The id that fills short rows. It has no loss and nothing attends to it, so a tokenizer without one gets the end-of-text token (or
+    id 0), which is logged. No token is added."""
     if tokenizer.pad_token_id is not None:
         return int(tokenizer.pad_token_id)
     instead = int(tokenizer.eos_token_id or 0)
@@ -148,9 +148,8 @@ def pad_token_id(tokenizer: Any) -> int:
 
 def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
-    `adapter`: laid over it, which raises ModelError where its targets are not in the model. `head` image: `length` is the side of a
-    square image, and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. What is
-    counted, `facts_of_module` says.
+    `adapter`: injected first; raises ModelError if its targets are not in the model. `head` image: `length` is the side of a square image,
+    and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. See `facts_of_module`.
     """
     model = on_meta(config, head)
     with _judged(config):
@@ -162,7 +161,7 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
 
 def on_meta(config: Any, head: Head = "lm") -> Any:
     """The model that a config describes, without memory. Raises ModelError."""
-    # A class of the model's own code: whoever loaded this config has agreed to run that.
+    # A class of the model's own code: loading this config required the agreement to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with _judged(config):
         with torch.device("meta"):
@@ -177,15 +176,15 @@ def _judged(config: Any) -> AbstractContextManager[None]:
 
 
 def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
-    """Sizes of a Hugging Face model that is there, on the meta device or any other; what does not learn (requires_grad) is frozen.
+    """Sizes of a Hugging Face model, on the meta device or any other; parameters without requires_grad are frozen.
 
-    FLOPs of a token, forward and backward: 6 for each parameter that takes part in a matrix product (Kaplan et al. 2020; the embedding
-    is a look-up, a tied one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022,
-    appendix B; width is heads × head size). PaLM counts all pairs of positions of a row, causal or not, one document or several.
-    A frozen parameter has no gradient, so 4 for each. Of experts a token meets those that its router chooses. A vision tower works for
-    image tokens alone: its products are told apart, without its attention, which hangs on the sizes of images.
+    FLOPs of a token, forward and backward: 6 for each parameter in a matrix product (Kaplan et al. 2020; the embedding is a look-up, a tied
+    one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head
+    size). PaLM counts all pairs of positions of a row, causal or not, one document or several. A frozen parameter has no gradient, so it
+    counts 4. A token uses only the experts that its router chooses. A vision tower works for image tokens alone: its products are counted
+    apart, without its attention, which depends on the sizes of images.
 
-    Raises ModelError for a module whose shapes cannot be found.
+    Raises ModelError for a module whose shapes are not known.
     """
     config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
     if head == "image":
@@ -196,7 +195,7 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
 
 
 def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFacts:
-    """Of a model that reads tokens."""
+    """`facts_of_module` of a model that reads tokens."""
     text, counts = config.get_text_config(), counted(model)
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = model.get_input_embeddings().weight
@@ -240,7 +239,7 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
 
 
 def _product_flops(model: Any, text: Any, apart: set[int]) -> float:
-    """Of a token in matrix products, forward and backward, with all parameters but those whose ids are in `apart`."""
+    """FLOPs of a token in matrix products, forward and backward, with all parameters but those whose ids are in `apart`."""
     experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
     chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
     flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
@@ -248,7 +247,7 @@ def _product_flops(model: Any, text: Any, apart: set[int]) -> float:
 
 
 def _config_of(model: Any, needed: Sequence[str]) -> Any:
-    """The config that says a module's shapes."""
+    """The config of a module, which must have the `needed` keys. Raises ModelError."""
     name, config = type(model).__name__, getattr(model, "config", None)
     known = hasattr(config, "get_text_config") and hasattr(model, "get_input_embeddings")
     lacking = [key for key in needed if getattr(config.get_text_config(), key, None) is None] if known else []  # type: ignore[union-attr]
@@ -260,7 +259,7 @@ def _config_of(model: Any, needed: Sequence[str]) -> Any:
 
 
 def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:
-    """Raises ModelError where the tokenizer has more ids than the embedding has rows, or rows are longer than the model has positions."""
+    """Raises ModelError if the tokenizer has more ids than the embedding has rows, or `max_length` exceeds the model's positions."""
     text = config.get_text_config()
     if not all(isinstance(getattr(text, key, None), kind) for key, kind in (("vocab_size", int), ("max_position_embeddings", int | None))):
         raise ModelError("vocab_size or max_position_embeddings is no whole number", where=f"{config.name_or_path or 'model'}: config.json")
@@ -271,7 +270,7 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model
 
 
 def check_length(text: Any, max_length: int) -> None:
-    """Raises ModelError where rows are longer than the model has positions. `text`: the config of the part that reads text."""
+    """Raises ModelError if `max_length` exceeds the model's positions. `text`: the config of the part that reads text."""
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         what = f"sequences of {max_length} tokens are longer than the model's {positions} positions"
@@ -284,7 +283,7 @@ def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
-    """Run one of transformers' loaders; its many ways of failing become one line each. `files`: those of the model that it reads."""
+    """The result of one of transformers' loaders; each of its failures becomes one line. `files`: those of the model that it reads."""
     try:
         return make()
     except (DrumlineError, KeyboardInterrupt, SystemExit):
@@ -301,9 +300,7 @@ def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = 
                 kind = text.partition("configuration class <class '")[2].partition("'")[0].rpartition(".")[2] or "such"
                 instead = "name a model that generates text" if auto == AUTO["lm"][0] else f"name a model that there is a {what} of"
                 raise ModelError(f"no {what}: transformers has none for {kind}", where=path, fix=instead) from None
+        what, fix = "cannot be had", "check the id and the network, or give a local folder"
         if Path(path).is_dir() or path == "model.config":
-            fix = f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
-            raise ModelError(f"cannot be loaded: {first_line(error)}", where=path, fix=fix) from None
-        raise ModelError(
-            f"cannot be had: {first_line(error)}", where=path, fix="check the id and the network, or give a local folder"
-        ) from None
+            what, fix = "cannot be loaded", f"mend {files}" if files else "a model folder has config.json, weights and a tokenizer"
+        raise ModelError(f"{what}: {first_line(error)}", where=path, fix=fix) from None

@@ -1,7 +1,7 @@
-"""Models laid out without memory, and weights put into them part by part: a rank reads from the files only what it holds.
+"""Weights for models without memory, part by part: a rank reads from the files only its own part.
 
-A model is built on the meta device, the transforms spread it, and then `Values.fill` gives each parameter memory and values. So a rank
-never holds more than its own part, and while it reads one slice of one tensor.
+A model is built on the meta device, the transforms shard it, and then `Values.fill` gives each parameter memory and values. So a rank
+never has more than its own part in memory, and one slice of one tensor while it reads.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Whole(Exception):
-    """Why a model's weights cannot be read part by part: it has to be built whole on each rank."""
+    """The reason why a model's weights cannot be read part by part: each rank must build the whole model."""
 
 
 class Source(Protocol):
-    """Where the weights of a model come from."""
+    """A source of the weights of a model."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        """Fill `tensors`, parameters and buffers of `model`, a part of the whole one perhaps, under the names that files know them by;
-        of DTensors the local part."""
+        """Fill `tensors`, parameters and buffers of `model` or of a part of it, by their names in files; of DTensors the local part."""
         ...
 
 
@@ -48,7 +47,7 @@ class Stored:
 
 
 class Loaded:
-    """Nothing is missing: the model was built whole, or a checkpoint fills it."""
+    """No source: the model was built whole, or a checkpoint fills it."""
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
         assert not tensors, f"nothing to fill {next(iter(tensors))} with"
@@ -56,7 +55,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Values:
-    """What a model on the meta device is to be filled with, once the transforms have spread it.
+    """The values for a model on the meta device, after the transforms have sharded it.
 
     `device`: cpu or cuda:N. `seed`: of fresh adapters. `checkpoint_keys`: names to leave empty, since a checkpoint fills them.
     """
@@ -67,9 +66,9 @@ class Values:
     checkpoint_keys: frozenset[str] = frozenset()
 
     def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
-        """Give whatever `model` has on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
-        the same names. `offloaded`: parameters live in host memory, buffers on the device. `owners`: only what these modules of it hold
-        themselves."""
+        """Give all tensors of `model` on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
+        the same names. `offloaded`: parameters are in host memory, buffers on the device. `owners`: only the tensors of these modules,
+        without their children's."""
         empty = materialise(model, self.device, "cpu" if offloaded else self.device, owners)
         wanted = {name: tensor for name, tensor in empty.items() if name not in self.checkpoint_keys}
         for name in filter(adapters.is_adapter, list(wanted)):
@@ -80,8 +79,8 @@ class Values:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """safetensors files. `places`: where each tensor of the model is, those of tied weights under all of their names. `rest`: a source
-    for what they lack."""
+    """safetensors files. `places`: the file and key of each tensor of the model, for tied weights under all names. `rest`: the source of
+    all other tensors."""
 
     places: dict[str, Stored] = field(repr=False)
     rest: Source = field(default_factory=Loaded)
@@ -100,8 +99,8 @@ class FromFiles:
 def materialise(
     model: nn.Module, device: str, parameters: str | None = None, owners: Collection[nn.Module] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Give what is on the meta device memory (buffers on `device`, parameters on `parameters`), without values; returns it by name.
-    `owners`: only what these modules of `model` hold themselves.
+    """The tensors on the meta device by name, with new memory (buffers on `device`, parameters on `parameters`) but without values.
+    `owners`: only the tensors of these modules of `model`, without their children's.
 
     Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its references.
     """
@@ -123,7 +122,7 @@ def materialise(
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         if owners is None:
-            model._apply(real)  # FSDP2 looks at a module's parameters after all below it have come
+            model._apply(real)  # FSDP2 checks a module's parameters after those of all its children
         for owner in owners or ():
             owner._apply(real, recurse=False)
     finally:
@@ -133,7 +132,7 @@ def materialise(
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
-    """Copy into a tensor from `source`, the whole of it: a tensor or a slice object of safetensors. A DTensor takes its local part.
+    """Fill a tensor from `source`, an unsharded tensor or slice object of safetensors; a DTensor takes its local part.
 
     Under FSDP2 × TP a part is contiguous too: the rows of one tensor-parallel rank, cut again.
     """
@@ -151,10 +150,10 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
 def from_files(
     path: str, model: Any, local_files_only: bool, revision: str | None = None, fresh: frozenset[str] = frozenset()
 ) -> FromFiles:
-    """How to fill `model` (whole, on the meta device) from the safetensors files of a folder or hub id.
+    """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id.
 
-    Raises Whole where the files' names and shapes are not those of the model one to one; tensors of `fresh` may lack, and are left out
-    where their shape is another.
+    Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
+    missing or have another shape.
     """
     stored = _renamed(model, _stored(path, revision, local_files_only))
     places: dict[str, Stored] = {}
@@ -174,7 +173,7 @@ def from_files(
 
 
 def aliases(model: Any) -> list[list[str]]:
-    """The names of each tensor that has to be stored: one, or several where weights are tied."""
+    """The names of each tensor to be stored: one, or several for tied weights."""
     persistent = set(model.state_dict())
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -184,9 +183,9 @@ def aliases(model: Any) -> list[list[str]]:
 
 
 def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
-    """Stored tensors by the model's own names for them; transformers has tables of old ones.
+    """Stored tensors by the model's names; transformers has tables of old names.
 
-    Raises Whole where it would join, cut or turn stored tensors.
+    Raises Whole if transformers would join, cut or transpose stored tensors.
     """
     from drumline.vendor.transformers import WeightRenaming, get_model_conversion_mapping
 
@@ -204,7 +203,7 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
 
 
 def _stored(path: str, revision: str | None, local: bool) -> list[Stored]:
-    """The tensors of a model's safetensors files. Raises Whole where there are none, or they cannot be read."""
+    """The tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
     from drumline.vendor.transformers import cached_file
 
     def find(name: str) -> Path | None:

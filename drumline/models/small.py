@@ -1,4 +1,4 @@
-"""A small model of the same architecture: what can be found out by trying is tried on it, before the model itself has any weights."""
+"""A small model of the same architecture, for trials of its properties before the model itself has any weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of token ids alone, as a model is tried on: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, …"""
+    """A batch of token ids alone, for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, …"""
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
@@ -36,8 +36,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class _Seeing(Tokens):
-    """A trial's tokens, of which the second of each row is an image of one token."""
+class _WithImages(Tokens):
+    """Tokens for trials; the second of each row is an image of one token."""
 
     config: Any = None
 
@@ -51,12 +51,12 @@ class _Seeing(Tokens):
 
 
 def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
-    """A batch to try a model on, which all of it works for: with an image where the model sees."""
-    return _Seeing(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
+    """A batch for trials that runs all of a model: with an image for a vision-language model."""
+    return _WithImages(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
 
 
 def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:
-    """`trial` of a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
+    """The result of `trial` with a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -75,14 +75,14 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def small_copy(model: Any, device: str, least: int = 1) -> Any:
-    """A model of the class of `model` in eval mode, fp32, its weights random: as many of its first layers as hold every kind of layer
-    (`least`: at least so many), few tokens, narrow feed-forward layers; attention as it is. Random state is as before afterwards."""
+    """A model of the class of `model` in eval mode, fp32, with random weights: enough of its first layers to have every kind of layer
+    (at least `least`), few tokens, narrow feed-forward layers, the same attention. Leaves the random state unchanged."""
     text = model.config.get_text_config()
     layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
     with drawing(0):
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))
-        except Exception as error:  # noqa: BLE001 - a class may ask for more of its widths than is known here
+        except Exception as error:  # noqa: BLE001 - a class may require other widths
             logger.info("%s cannot be built narrow (%s): tried with full widths", type(model).__name__, error)
             built = type(model)(_cut(model.config, layers, narrow=False))
     return built.eval().to(device)
@@ -111,7 +111,7 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
 
 
 def _first_of_each_kind(model: Any) -> int:
-    """How many of the first blocks hold one of each kind, by the classes of what is in them."""
+    """The number of first blocks with one of each kind, by the classes of their modules."""
     language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
     return _first_of_each([tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)])
 
