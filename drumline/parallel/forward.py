@@ -81,6 +81,9 @@ class ForwardEngine:
         """Bytes of the weights that this rank holds."""
         return MemoryStats.of(self.model.parameters(), (), ())
 
+    def exposed_communication(self) -> float | None:
+        return self.spread.exposed_communication()
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; floating-point tensors of it in fp32 or more, since a loss is made of them outside of autocast."""
         learns = torch.is_grad_enabled()

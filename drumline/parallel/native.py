@@ -171,8 +171,5 @@ class NativeEngine(ForwardEngine):
     def memory_stats(self) -> MemoryStats:
         return MemoryStats.of(self.named.values(), self._gradients(), tensors_in(*self.optimizer.state.values()))
 
-    def exposed_communication(self) -> float | None:
-        return self.spread.exposed_communication()
-
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.named.values() if p.grad is not None]

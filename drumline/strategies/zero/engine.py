@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,14 +29,14 @@ from torch import nn
 
 from drumline.core.plan import Plan
 from drumline.core.secret import reveal
-from drumline.models import adapters
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head
 from drumline.models.shards import Values
-from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
-from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
-from drumline.parallel.forward import LOW_PRECISION, Plain, lowered, precise
+from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
+from drumline.parallel.data_parallel import Spread
+from drumline.parallel.engine import DeviceSums, added
+from drumline.parallel.forward import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share
@@ -103,16 +103,17 @@ def join(device: str) -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False, verbose=False)
 
 
-class DeepSpeedEngine:
-    """Engine over deepspeed.initialize's.
+class DeepSpeedEngine(ForwardEngine):
+    """Engine over deepspeed.initialize's. Without gradients its module runs by itself.
 
     A checkpoint names each tensor on one rank, its owner: a parameter is gathered by itself, and only the owner keeps it.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
-        self.model, self.trainable, self.named, self.engine = model, trainable, trainable, engine
+        super().__init__(plan, model, Spread(engine, inner=engine.module))
+        self.autocast_dtype = None  # its weights lie in the type that they compute in
+        self.trainable, self.named, self.engine = trainable, trainable, engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
-        self.batch_norms = batch_norms(model)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
         self.sharded = engine.zero_optimization_partition_weights()
@@ -163,30 +164,6 @@ class DeepSpeedEngine:
         for gradients in getattr(self.zero, "fp32_groups_gradients_flat", ()):
             gradients.div_(by)
             self.divisor = 1.0
-
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        agree_on_statistics(self.batch_norms)
-        self.engine.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.engine.train()
-
-    def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        outs = []
-        with self.looking():
-            for batch in micro_batches:
-                loss_sum, sums = self.engine.module(batch, objective)
-                outs.append({"loss": loss_sum, **sums})
-        return total(outs)
-
-    def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
-        kept: list[torch.Tensor] = []
-        with adapters.switched(self.model, adapter):
-            self.evaluate(micro_batches, reader(read, kept))
-        return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights that learn as they are kept, in fp32; the others in the type that they compute in."""
@@ -291,9 +268,6 @@ class DeepSpeedEngine:
         own = tensors_in(*((p.grad, getattr(p, "grad_accum", None)) for p in (*self.model.parameters(), *masters)))
         kept = tensors_in(*(_plain(getattr(self.zero, name, None)) for name in GRADIENTS))
         return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
-
-    def exposed_communication(self) -> float | None:
-        return None  # DeepSpeed's clocks do not tell it
 
     def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
         """fp32 weights as they were before they were rounded, by parameter name: whole, or this rank's part under stage 3. Collective."""
