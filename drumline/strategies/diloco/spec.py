@@ -29,6 +29,7 @@ class DiLoCoStrategy(Apart):
         return 4 + 4  # weights before the period, and the momentum
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        from drumline.strategies.diloco.engine import prepare
+        from drumline.parallel.native import prepare
+        from drumline.strategies.diloco.engine import DiLoCoEngine
 
-        return prepare(plan, model, values, **options)
+        return prepare(plan, model, values, DiLoCoEngine, **options)

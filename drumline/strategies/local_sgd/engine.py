@@ -1,12 +1,12 @@
 """The engine of strategies that talk rarely: each rank trains a copy by itself, and every `period` steps the copies come together.
 
 A rank's gradient is that of its own samples' loss sum, scaled as under DDP (ranks / weight of the global batch): the mean over ranks is
-DDP's gradient, and each token weighs the same. A rank clips by the norm of its own gradient. The figure that is logged is the root mean
-square of the ranks' norms; it is not finite where any rank's is not, so all ranks pass over a step together. The sums of the loop (a few
-numbers a step: losses, who was asked to stop) still go over all ranks.
+DDP's gradient, and each token weighs the same. A rank clips by the norm of its own gradient. The logged norm is the root mean square of
+the ranks' norms; it is not finite where any rank's is not, so all ranks pass over a step together. The sums of the loop (a few numbers
+a step: losses, the stop signal) still go over all ranks.
 
-Whatever others see is the mean of the copies: evaluation looks at it and leaves the copies as they are; a checkpoint makes the copies
-and their moments that mean, so the run that goes on and the one that is resumed from it take the same course, under any strategy.
+Evaluation runs on the mean of the copies, and leaves the copies as they are. A checkpoint replaces the copies and their moments by their
+mean, so the run that goes on and the one that is resumed from it take the same course, under any strategy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ from torch import nn
 from drumline.core.plan import Plan
 from drumline.dist.reduce import add_up
 from drumline.models.names import canonical_tensors
-from drumline.models.shards import Values
-from drumline.parallel.data_parallel import Spread, buckets
-from drumline.parallel.forward import Around
+from drumline.parallel.data_parallel import buckets
 from drumline.parallel.native import NativeEngine
-from drumline.parallel.native import prepare as prepare_native
-from drumline.parallel.optimizer import MakeOptimizer
 from drumline.vendor.torch import foreach_copy_
 
 if TYPE_CHECKING:
@@ -37,29 +33,18 @@ if TYPE_CHECKING:
 CHUNK = 2**26  # bytes averaged by one collective
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values, **options: Any) -> LocalEngine:
-    return prepare_native(plan, model, values, LocalEngine, **options)
-
-
 class LocalEngine(NativeEngine):
     """Local SGD (Stich 2019): weights are averaged every `period` steps, moments stay each rank's own. Another strategy overrides
     `exchange`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        spread: Spread,
-        around: Around = contextlib.nullcontext,
-        make_optimizer: MakeOptimizer | None = None,
-    ) -> None:
-        super().__init__(plan, model, spread, around, make_optimizer)
+    def __init__(self, plan: Plan, model: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(plan, model, *args, **options)
         self.strategy = cast("Apart", plan.config.strategy)
         self.ranks = plan.mesh.data_ranks
-        # What differs between ranks: learned weights, and statistics that a forward updates.
+        # What differs between ranks: trainable weights, and statistics that a forward updates.
         self.apart = {name: tensor for name, tensor in canonical_tensors(model).items() if tensor.is_floating_point()}
         self.steps = 0
-        self.own_norm = self.told_norm = torch.zeros((), dtype=torch.float64)
+        self.own_norm = self.shared_norm = torch.zeros((), dtype=torch.float64)
         self.own: list[torch.Tensor] | None = None  # this rank's copy, while the mean stands in for it
         self.together = True
         self.waited = 0.0
@@ -74,12 +59,12 @@ class LocalEngine(NativeEngine):
 
     def grad_norm(self) -> torch.Tensor:
         self.own_norm = super().grad_norm()
-        self.told_norm = (add_up(self.own_norm.square()) / self.ranks).sqrt()
-        return self.told_norm
+        self.shared_norm = (add_up(self.own_norm.square()) / self.ranks).sqrt()
+        return self.shared_norm
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        # A norm that is of more gradients than these (several models learn as one) raises each rank's own in proportion.
-        super().step(lr, self.own_norm * torch.where(self.told_norm == 0, 1.0, grad_norm / self.told_norm), finite)
+        # A norm over more gradients than these (of a composite engine) raises each rank's own in proportion.
+        super().step(lr, self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm), finite)
         self.together = False
         self._end_step()
 
@@ -102,7 +87,7 @@ class LocalEngine(NativeEngine):
         self.steps = state["step"]
 
     def exposed_communication(self) -> float:
-        """Seconds of the last averaging, told with the step that follows it."""
+        """Seconds of the last averaging, reported with the step that follows it."""
         waited, self.waited = self.waited, 0.0
         return waited
 

@@ -48,9 +48,10 @@ class Apart(StrategySpec):
         return "all_reduce", 1 / self.period if step is None else float(self.averages(step))
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
-        from drumline.strategies.local_sgd.engine import prepare
+        from drumline.parallel.native import prepare
+        from drumline.strategies.local_sgd.engine import LocalEngine
 
-        return prepare(plan, model, values, **options)
+        return prepare(plan, model, values, LocalEngine, **options)
 
 
 class LocalSGDStrategy(Apart):
