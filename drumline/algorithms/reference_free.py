@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from drumline.algorithms.base import LossOut
+from drumline.algorithms.orpo.spec import ORPOConfig
 from drumline.algorithms.pair_losses import cross_entropy
 from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
+from drumline.algorithms.simpo.spec import SimPOConfig
 
 LARGEST_LOG_PROB = -1e-12  # an answer that is certain has no finite odds
 
@@ -29,11 +32,6 @@ def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) ->
     """−β log σ(log odds_w − log odds_l) of mean log-probabilities, fp64[P]."""
     chosen_odds_P, rejected_odds_P = (p - torch.log(-torch.expm1(p.clamp(max=LARGEST_LOG_PROB))) for p in (chosen_P, rejected_P))
     return -beta * logsigmoid(chosen_odds_P - rejected_odds_P)
-
-
-def simple_margin(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float, gamma: float, smoothing: float) -> torch.Tensor:
-    """SimPO's loss of mean log-probabilities, fp64[P]."""
-    return cross_entropy(beta * (chosen_P - rejected_P) - gamma, smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +46,17 @@ class ReferenceFree(AnswerPairs):
         mean_B = self.score(outputs, batch) / answer_tokens(batch)
         chosen_P, rejected_P = sides(mean_B)
         return self.out(self.loss(chosen_P, rejected_P) - self.sft_weight * chosen_P, mean_B, self.beta * mean_B, batch)
+
+
+def orpo(spec: ORPOConfig) -> ReferenceFree:
+    """The objective of a spec."""
+    return ReferenceFree(loss=partial(odds_ratio, beta=spec.beta), beta=spec.beta, sft_weight=1.0, chunk=spec.loss_chunk)
+
+
+def simpo(spec: SimPOConfig) -> ReferenceFree:
+    """The objective of a spec."""
+
+    def loss(chosen_P: torch.Tensor, rejected_P: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(spec.beta * (chosen_P - rejected_P) - spec.gamma, spec.label_smoothing)
+
+    return ReferenceFree(loss=loss, beta=spec.beta, sft_weight=spec.sft_weight, chunk=spec.loss_chunk)

@@ -1,4 +1,4 @@
-"""The fixed pairs and weights that pairs_trl.py and its test share."""
+"""The fixed pairs and weights, and names of metrics, that pairs_trl.py and tests share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ PAIRS = [
     ("Does every rank keep in step?", "Yes: a gradient is summed over the ranks before the optimizer takes a step.", "No."),
 ]
 MARGINS = [0.5, 0.0, 1.5, 0.25]
+# Our metrics of pairs, as TRL calls them.
+FIGURES = {
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "log_prob_chosen": "logps/chosen",
+    "log_prob_rejected": "logps/rejected",
+}
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
+from tests.reference.pairs import FIGURES, MARGINS, gradients, model, rows, tokenizer
 
 POLICY, REFERENCE = 1, 2
 DPO: dict[str, dict[str, Any]] = {
@@ -31,14 +31,6 @@ DPO: dict[str, dict[str, Any]] = {
 ALONE: dict[str, dict[str, Any]] = {
     "smoothed": {"loss_type": ["aot"], "beta": 0.4, "label_smoothing": 0.2},
     "with_sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7], "beta": 0.1},
-}
-FIGURES = {
-    "accuracy": "rewards/accuracies",
-    "margin": "rewards/margins",
-    "reward_chosen": "rewards/chosen",
-    "reward_rejected": "rewards/rejected",
-    "log_prob_chosen": "logps/chosen",
-    "log_prob_rejected": "logps/rejected",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drumline.algorithms.classify.objective import Classify
+from drumline.algorithms.classify.spec import ClassifyConfig
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
@@ -67,13 +68,13 @@ def test_figures_are_those_of_scikit_learn() -> None:
     logits, labels = torch.randn(200, 12, generator=draw), torch.randint(0, 11, (200,), generator=draw)
     logits[:, 11] -= 100  # a class that is neither labelled nor chosen
     labels[::7] = -100
-    sums: dict[str, float] = {}
+    algorithm, sums = Classify(ClassifyConfig(label_smoothing=0.1)), dict[str, float]()
     for part in range(0, 200, 30):
         batch = SimpleNamespace(labels_B=labels[part : part + 30])
-        out = Classify(0.1).eval_objective(SimpleNamespace(class_logits=lambda p=part: logits[p : p + 30]), batch)
+        out = algorithm.eval_objective(SimpleNamespace(class_logits=lambda p=part: logits[p : p + 30]), batch)
         for name, value in {"loss": out.loss_sum, **out.sums}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    figures = Classify(0.1).metrics(sums)
+    figures = algorithm.metrics(sums)
     there = labels != -100
     truth, chosen = labels[there], logits[there].argmax(1)
     assert figures["accuracy"] == pytest.approx(metrics.accuracy_score(truth, chosen))
@@ -84,7 +85,8 @@ def test_figures_are_those_of_scikit_learn() -> None:
 
 def test_smoothing_is_the_formula() -> None:
     logits, labels = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.0, 0.0]]), torch.tensor([1, -100])
-    out = Classify(0.3).objective(SimpleNamespace(class_logits=lambda: logits), SimpleNamespace(labels_B=labels))
+    algorithm = Classify(ClassifyConfig(label_smoothing=0.3))
+    out = algorithm.objective(SimpleNamespace(class_logits=lambda: logits), SimpleNamespace(labels_B=labels))
     log_probs = logits[0].double().log_softmax(0)
     assert float(out.loss_sum) == pytest.approx(float(-0.7 * log_probs[1] - 0.3 * log_probs.mean()))
     assert {name: int(value) for name, value in out.sums.items()} == {"samples": 1, "correct": 1}

@@ -25,18 +25,11 @@ from drumline.algorithms.simpo.spec import SimPOConfig
 from drumline.data.batches import First, PairBatch, pair_batch
 from drumline.data.episodes import Episodes
 from drumline.models.head import Outputs
+from tests.reference.pairs import FIGURES
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[1] / "reference" / "kinds_trl.json").read_text())
 PAIRS = len(TRL["lengths"]) // 2
 CUTS = [[[0, 1, 2, 3]], [[2, 0], [3, -1, 1]], [[3], [1], [0], [2, -1]]]
-FIGURES = {
-    "accuracy": "rewards/accuracies",
-    "margin": "rewards/margins",
-    "reward_chosen": "rewards/chosen",
-    "reward_rejected": "rewards/rejected",
-    "log_prob_chosen": "logps/chosen",
-    "log_prob_rejected": "logps/rejected",
-}
 
 
 def batch(picks: list[int]) -> PairBatch:

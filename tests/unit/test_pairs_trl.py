@@ -16,6 +16,7 @@ import torch
 from drumline.algorithms.dpo.objective import DPO
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import RewardModel
+from drumline.algorithms.reward.spec import RewardModelConfig
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
@@ -116,7 +117,10 @@ def test_dpo_is_trls(name: str, cuts: list[list[int]]) -> None:
     close(gradients(policy), case["gradients"])
 
 
-REWARD = {"plain": RewardModel(0.0, 0.0), "margins": RewardModel(7.0, 0.0), "centred": RewardModel(0.0, 0.05)}
+REWARD = {
+    name: RewardModel(RewardModelConfig(margin=margin, center=center))
+    for name, margin, center in (("plain", 0.0, 0.0), ("margins", 7.0, 0.0), ("centred", 0.0, 0.05))
+}
 
 
 @pytest.mark.parametrize("cuts", [[[0, 1, 2, 3]], [[3], [1, 0, 2]]], ids=["whole", "cut"])

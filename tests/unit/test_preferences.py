@@ -12,6 +12,7 @@ import torch
 
 from drumline.algorithms.dpo.spec import DPOConfig
 from drumline.algorithms.reward.objective import BINS, RewardModel
+from drumline.algorithms.reward.spec import RewardModelConfig
 
 PAIRS, LONGEST = 40, 6
 DRAW = np.random.RandomState(0)
@@ -67,7 +68,7 @@ def mean(values_P: np.ndarray[Any, Any]) -> float:
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_reward_model(cuts: list[np.ndarray[Any, Any]]) -> None:
-    algorithm = RewardModel(margin=0.1, center=0.02)
+    algorithm = RewardModel(RewardModelConfig(margin=0.1, center=0.02))
     chosen, rejected = REWARDS_B[:PAIRS], REWARDS_B[PAIRS:]
     difference = chosen - rejected
     margin = np.where(np.isnan(MARGIN_P), 0.1, MARGIN_P)

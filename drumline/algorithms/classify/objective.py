@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy, one_hot
 
 from drumline.algorithms.base import Algorithm, LossOut
+from drumline.algorithms.classify.spec import ClassifyConfig
 from drumline.data.batches import IGNORE
 
 TOP = 5  # top-5 accuracy says something from twice as many classes on
@@ -22,8 +23,8 @@ class Classify(Algorithm):
     whole set, on any number of ranks.
     """
 
-    def __init__(self, label_smoothing: float) -> None:
-        self.label_smoothing = label_smoothing
+    def __init__(self, spec: ClassifyConfig) -> None:
+        self.label_smoothing = spec.label_smoothing
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         logits_BC, loss_sum = self._loss(outputs, batch, self.label_smoothing)

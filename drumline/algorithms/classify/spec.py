@@ -12,7 +12,6 @@ from drumline.core.model import Head
 from drumline.core.plan import Plan
 
 if TYPE_CHECKING:
-    from drumline.algorithms.classify.objective import Classify
     from drumline.data.collators import Collator
     from drumline.data.encode import RowEncoder
 
@@ -25,6 +24,7 @@ class ClassifyConfig(AlgorithmSpec):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "macro_f1", "top5_accuracy")
     writes: ClassVar[bool] = False
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
+    objective: ClassVar[str] = "drumline.algorithms.classify.objective:Classify"
     kind: Literal["classify"] = "classify"
     modality: Literal["text", "image"] = Field("text", description="What is classified.")
     labels: list[str] | None = Field(None, description="The classes in order; null: those of the training data, sorted.")
@@ -61,8 +61,3 @@ class ClassifyConfig(AlgorithmSpec):
         from drumline.data.labelled import labelled_images, labelled_texts
 
         return labelled_texts(plan, rows, length) if self.modality == "text" else labelled_images(rows, length, channels)
-
-    def build(self) -> Classify:
-        from drumline.algorithms.classify.objective import Classify
-
-        return Classify(self.label_smoothing)

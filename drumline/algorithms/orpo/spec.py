@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from drumline.algorithms.specs import AnswerPairSpec
 from drumline.core.section import Above0
-
-if TYPE_CHECKING:
-    from drumline.algorithms.reference_free import ReferenceFree
 
 
 class ORPOConfig(AnswerPairSpec):
@@ -19,10 +15,6 @@ class ORPOConfig(AnswerPairSpec):
 
     position: ClassVar[int] = 4
     rate: ClassVar[float] = 8e-6
+    objective: ClassVar[str] = "drumline.algorithms.reference_free:orpo"
     kind: Literal["orpo"] = "orpo"
     beta: Above0 = Field(0.1, description="Weight of the odds ratio beside the chosen answer's likelihood: λ of the paper.")
-
-    def build(self) -> ReferenceFree:
-        from drumline.algorithms.reference_free import ReferenceFree, odds_ratio
-
-        return ReferenceFree(loss=partial(odds_ratio, beta=self.beta), beta=self.beta, sft_weight=1.0, chunk=self.loss_chunk)

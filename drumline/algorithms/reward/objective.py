@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.pairs import deviation, means, pair_sums, sides
+from drumline.algorithms.reward.spec import RewardModelConfig
 
 BINS = 10
 
@@ -19,8 +20,8 @@ class RewardModel(Algorithm):
     A margin of the data goes before the one of the config. `center` weighs (r(chosen) + r(rejected))² (Eisenstein et al. 2023).
     """
 
-    def __init__(self, margin: float, center: float) -> None:
-        self.margin, self.center = margin, center
+    def __init__(self, spec: RewardModelConfig) -> None:
+        self.spec = spec
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
         return self._learn(*self._rewards(outputs, batch), batch)
@@ -43,8 +44,8 @@ class RewardModel(Algorithm):
 
     def _learn(self, chosen_P: torch.Tensor, rejected_P: torch.Tensor, batch: Any) -> LossOut:
         difference_P = chosen_P - rejected_P
-        margin_P = torch.where(batch.margin_P.isnan(), self.margin, batch.margin_P)
-        loss_P = -functional.logsigmoid(difference_P - margin_P) + self.center * (chosen_P + rejected_P) ** 2
+        margin_P = torch.where(batch.margin_P.isnan(), self.spec.margin, batch.margin_P)
+        loss_P = -functional.logsigmoid(difference_P - margin_P) + self.spec.center * (chosen_P + rejected_P) ** 2
         sums = pair_sums(
             batch.real_P,
             accuracy=(difference_P > 0).float(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,9 +10,6 @@ from drumline.algorithms.specs import PairSpec
 from drumline.core.algorithm import HeadOutput
 from drumline.core.model import Head
 from drumline.core.section import MOST_WEIGHT, Weight
-
-if TYPE_CHECKING:
-    from drumline.algorithms.reward.objective import RewardModel
 
 
 class RewardModelConfig(PairSpec):
@@ -23,6 +20,7 @@ class RewardModelConfig(PairSpec):
     metrics: ClassVar[tuple[str, ...]] = (*PairSpec.metrics, "chosen", "rejected", "chosen_std", "rejected_std", "calibration_error")
     writes: ClassVar[bool] = False
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset()
+    objective: ClassVar[str] = "drumline.algorithms.reward.objective:RewardModel"
     kind: Literal["reward"] = "reward"
     margin: Weight = Field(0.0, description="By how much chosen should lie above rejected; a `margin` column of the data overrides it.")
     center: float = Field(
@@ -35,8 +33,3 @@ class RewardModelConfig(PairSpec):
     @property
     def head(self) -> Head:
         return "score"
-
-    def build(self) -> RewardModel:
-        from drumline.algorithms.reward.objective import RewardModel
-
-        return RewardModel(self.margin, self.center)

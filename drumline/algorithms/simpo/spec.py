@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from drumline.algorithms.specs import AnswerPairSpec
 from drumline.core.section import Above0, Weight
-
-if TYPE_CHECKING:
-    from drumline.algorithms.reference_free import ReferenceFree
 
 
 class SimPOConfig(AnswerPairSpec):
@@ -19,14 +15,9 @@ class SimPOConfig(AnswerPairSpec):
 
     position: ClassVar[int] = 4
     rate: ClassVar[float] = 1e-6
+    objective: ClassVar[str] = "drumline.algorithms.reference_free:simpo"
     kind: Literal["simpo"] = "simpo"
     beta: Above0 = Field(2.0, description="How much a difference of mean log-probabilities counts; the authors take 2.0 to 2.5.")
     gamma: Weight = Field(1.0, description="Target margin of β × that difference; the authors take 0.3 to 1.6.")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Assumed share of swapped pairs.")
     sft_weight: Weight = Field(0.0, description="Weight of the chosen answer's mean negative log-likelihood (CPO-SimPO; TRL's cpo_alpha).")
-
-    def build(self) -> ReferenceFree:
-        from drumline.algorithms.reference_free import ReferenceFree, simple_margin
-
-        loss = partial(simple_margin, beta=self.beta, gamma=self.gamma, smoothing=self.label_smoothing)
-        return ReferenceFree(loss=loss, beta=self.beta, sft_weight=self.sft_weight, chunk=self.loss_chunk)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import Algorithm, LossOut
+from drumline.algorithms.specs import TextSpec
 from drumline.data.batches import IGNORE
 
 
@@ -39,6 +40,11 @@ class NextToken(Algorithm):
         if self.answers:
             metrics["exact_match"] = sums["exact"] / max(1.0, sums["sequences"])
         return metrics
+
+
+def made(spec: TextSpec) -> NextToken:
+    """The objective of a spec."""
+    return NextToken(spec.loss_chunk, spec.has_answers)
 
 
 def _exact(correct_N: torch.Tensor, targets_N: torch.Tensor, position_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,8 +9,9 @@ from drumline.algorithms.specs import TextSpec
 from drumline.core.data import DataConfig
 
 if TYPE_CHECKING:
-    from drumline.algorithms.tokens.objective import NextToken
     from drumline.data.encode import RowEncoder
+
+NEXT_TOKEN = "drumline.algorithms.tokens.objective:made"
 
 
 class PretrainConfig(TextSpec):
@@ -19,21 +20,18 @@ class PretrainConfig(TextSpec):
     rate: ClassVar[float] = 3e-4
     metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy")
     cuts: ClassVar[bool] = True
+    objective: ClassVar[str] = NEXT_TOKEN
     kind: Literal["pretrain"] = "pretrain"
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"text": random_text(length)}
-
-    def build(self) -> NextToken:
-        from drumline.algorithms.tokens.objective import NextToken
-
-        return NextToken(self.loss_chunk, answers=False)
 
 
 class SFTConfig(TextSpec):
     position: ClassVar[int] = 1
     metrics: ClassVar[tuple[str, ...]] = ("loss", "token_accuracy", "exact_match")
     has_answers: ClassVar[bool] = True
+    objective: ClassVar[str] = NEXT_TOKEN
     kind: Literal["sft"] = "sft"
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
@@ -45,8 +43,3 @@ class SFTConfig(TextSpec):
 
     def random_row(self, random_text: Callable[[int], str], length: int) -> dict[str, Any]:
         return {"prompt": random_text(1), "completion": random_text(length)}
-
-    def build(self) -> NextToken:
-        from drumline.algorithms.tokens.objective import NextToken
-
-        return NextToken(self.loss_chunk, answers=True)
