@@ -16,7 +16,7 @@ from drumline.hardware.detect import Groups, free_bytes, usable_cores
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launchers.restarts import Restarts
-from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, Tail, read
+from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, read, tail
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = (Restore, Step, Eval, Save)
@@ -45,7 +45,7 @@ def launch(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
-    with LauncherSignals(trial) as signals, Tail(events_path, on_event):
+    with LauncherSignals(trial) as signals, tail(events_path, on_event):
         while True:
             started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
             command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))

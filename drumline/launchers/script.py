@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TextIO
 
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
@@ -17,10 +16,10 @@ from drumline.launchers.environment import listen
 from drumline.launchers.local import exit_code, next_attempt
 from drumline.launchers.postmortem import report, root_cause
 from drumline.launchers.restarts import Restarts
+from drumline.telemetry.events import following
 
 ATTEMPT = "DRUMLINE_ATTEMPT"  # what a session reads: above 0 it goes on from its newest checkpoint
 GRACE_SECONDS = 60.0
-LOOK_SECONDS = 0.2
 
 
 def launch(script: Path, arguments: list[str], nproc: int | None, max_restarts: int) -> int:
@@ -56,29 +55,6 @@ def launch(script: Path, arguments: list[str], nproc: int | None, max_restarts: 
     return 1
 
 
-@contextmanager
-def _shown(path: Path, stream: object) -> Iterator[None]:
-    """Copy to `stream` what is written to `path` meanwhile."""
-    done, offset = threading.Event(), 0
-
-    def copy() -> None:
-        nonlocal offset
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(offset)
-                text = file.read()
-            offset += len(text)
-            print(text.decode(errors="replace"), end="", file=stream, flush=True)  # type: ignore[call-overload]
-
-    def follow() -> None:
-        while not done.wait(LOOK_SECONDS):
-            copy()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        copy()
+def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:
+    """Within, what is appended to `path` is copied to `stream`."""
+    return following(path, lambda piece: print(piece.decode(errors="replace"), end="", file=stream, flush=True))

@@ -9,7 +9,8 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
@@ -20,7 +21,7 @@ from drumline.foreign import read_bytes
 from drumline.telemetry.truth import Measurement
 
 MOST_EVENTS = 2**33  # bytes: some ten million steps
-PERIOD_SECONDS = 0.2  # between two looks at what somebody else has written
+PERIOD_SECONDS = 0.2  # between two reads of what another process appends
 KINDS: dict[str, type[Event]] = {}
 Number = float | str | None  # JSON has no NaN, which is null here, and no infinity, which is a string
 
@@ -296,36 +297,47 @@ def series(events: list[Event], name: str, kind: type[Event] = Step) -> dict[int
     return {values["step"]: values[name] for values in found if name in values}
 
 
-class Tail:
-    """Follows a file while somebody else writes it: hands each whole line that is appended from now on to `on_event`; what is left is
-    handed over at the end."""
+@contextmanager
+def following(path: Path, on_bytes: Callable[[bytes], object]) -> Iterator[None]:
+    """Within, another thread hands what is appended to a file to `on_bytes`, piece by piece; what is left is handed over at the end. The
+    file may not be there yet."""
+    done, offset = threading.Event(), path.stat().st_size if path.exists() else 0
 
-    def __init__(self, path: Path, on_event: Emit) -> None:
-        self.path, self.on_event = path, on_event
-        self._offset = path.stat().st_size if path.exists() else 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="events", daemon=True)
+    def hand_over() -> None:
+        nonlocal offset
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                piece = file.read()
+            offset += len(piece)
+            if piece:
+                on_bytes(piece)
 
-    def __enter__(self) -> Tail:
-        self._thread.start()
-        return self
+    def follow() -> None:
+        while not done.wait(PERIOD_SECONDS):
+            hand_over()
 
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._read()
+    thread = threading.Thread(target=follow, name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        hand_over()
 
-    def _follow(self) -> None:
-        while not self._done.wait(PERIOD_SECONDS):
-            self._read()
 
-    def _read(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        for line in whole.splitlines():
+@contextmanager
+def tail(path: Path, on_event: Emit) -> Iterator[None]:
+    """Within, each whole line that another process appends to a file of events goes to `on_event`."""
+    rest = b""
+
+    def parse(piece: bytes) -> None:
+        nonlocal rest
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
             if (event := _parsed(line)) is not None:  # torn by a kill: the next line is whole again
-                self.on_event(event)
+                on_event(event)
+
+    with following(path, parse):
+        yield

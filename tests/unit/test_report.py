@@ -15,7 +15,7 @@ from rich.console import Console
 
 from drumline.report.bars import bars
 from drumline.report.progress import Progress, duration, size, spark
-from drumline.telemetry.events import Eval, Event, EventLog, Nonfinite, Preempt, Tail, read, series
+from drumline.telemetry.events import Eval, Event, EventLog, Nonfinite, Preempt, read, series, tail
 
 STEP = {
     "lr": 1e-4, "grad_norm": 1.5, "tokens": 100, "samples": 4, "tokens_per_s": 1234.5, "samples_per_s": 2.0, "mfu": None, "seconds": 0.5,
@@ -73,7 +73,7 @@ def test_a_step_done_again_counts_once() -> None:
 def test_tail_hands_over_what_is_new(tmp_path: Path) -> None:
     path, got = tmp_path / "e.jsonl", []
     EventLog(path).emit(Preempt(step=0, signal="old"))
-    with Tail(path, got.append):
+    with tail(path, got.append):
         log = EventLog(path)
         for number in range(1, 4):
             log.emit(Preempt(step=number, signal="new"))
