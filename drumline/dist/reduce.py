@@ -26,11 +26,6 @@ def add_up(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def union(mine: torch.Tensor, device: str) -> torch.Tensor:
-    """A tensor whose entries the ranks hold each a part of, and 0 in the others' places, put together on the host of every rank."""
-    return add_up(mine.to(device, copy=True)).cpu()
-
-
 def from_all(mine: T) -> list[T]:
     """What each rank came with, by rank, on all of them; without a process group `mine` alone."""
     if not dist.is_initialized():

@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,10 @@ WHERE = "algorithm.rewards"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward said, or why it said nothing; and how long the parent waited."""
+    """What a reward gave, or why it gave nothing."""
 
     value: float | None
     failure: str | None
-    seconds: float
 
 
 class Isolated:
@@ -88,22 +86,20 @@ class Isolated:
         # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
         token = secrets.token_hex(8)
         request = {"token": token, "index": index, "prompt": prompt, "completion": completion, "meta": meta}
-        began = time.monotonic()
         try:
             self.channel.send(request, timeout_seconds)
             reply = self.channel.receive(timeout_seconds)
             if reply.get("token") != token:
                 raise Garbled
-            return Answer(reply.get("value"), reply.get("failure"), time.monotonic() - began)
+            return Answer(reply.get("value"), reply.get("failure"))
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
             failure = ending(exit_code(self.process, 1.0))
         except Garbled:
             failure = NOT_ITS_OWN
-        seconds = time.monotonic() - began
         self.kill()
-        return Answer(None, failure, seconds)
+        return Answer(None, failure)
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""

@@ -1,4 +1,4 @@
-"""What models say of a rollout's episodes: each rank asks its share, and all get the whole."""
+"""What models give for a rollout's episodes: each rank runs its share, and all ranks get the whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from drumline.core.plan import Plan
 from drumline.data.episodes import EpisodeBatch, Episodes, collate_episodes
 from drumline.data.stream import assign
-from drumline.dist.reduce import union
+from drumline.dist.reduce import add_up
 from drumline.parallel.engine import Engine
 
 Read = Callable[[Any, EpisodeBatch], torch.Tensor]
@@ -56,12 +56,12 @@ class Reading:
         found = engine.infer((self._collate(episodes, rows) for rows in dealt), read, adapter)
         whole = torch.zeros(found[0].shape[0], *episodes.mask_NM.shape)
         if self.counts:
-            for rows, said_KBT in zip(dealt, found, strict=True):
+            for rows, values_KBT in zip(dealt, found, strict=True):
                 for row, pick in enumerate(rows):
                     if pick >= 0:
                         start, size = len(episodes.prompts[pick]) - 1, len(episodes.completions[pick])
-                        whole[:, pick, :size] = said_KBT[:, row, start : start + size].float().cpu()
-        return union(whole, self.device)
+                        whole[:, pick, :size] = values_KBT[:, row, start : start + size].float().cpu()
+        return add_up(whole.to(self.device)).cpu()
 
 
 def log_probs_of(chunk: int, temperature: float, values: bool = False) -> Read:
@@ -87,5 +87,5 @@ def scores_after(outputs: Any, _batch: EpisodeBatch) -> torch.Tensor:
 def last_scores(scores: Callable[[Episodes], torch.Tensor], episodes: Episodes) -> torch.Tensor:
     """fp32[N]: the score after the last token of each episode; NaN for one without tokens."""
     lengths_N = episodes.mask_NM.sum(1)
-    said_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(lengths_N > 0, said_N, torch.nan)
+    scores_N = scores(episodes)[0].gather(1, (lengths_N - 1).clamp(min=0)[:, None]).squeeze(1)
+    return torch.where(lengths_N > 0, scores_N, torch.nan)

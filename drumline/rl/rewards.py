@@ -1,7 +1,7 @@
 """What an episode is worth: the rewards of the config, computed in processes of their own and summed with their weights.
 
 A reward that raises, hangs, crashes or returns no number costs its sample that part alone: the part is NaN, counts as 0 in the sum,
-and its reason is told. The process it took along is replaced. Nothing but arithmetic is run in the caller's process.
+and its reason is reported. The process it took along is replaced. Nothing but arithmetic is run in the caller's process.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class Rewards:
         self.isolated: dict[int, Reward] = {
             index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)
         }
-        self.seconds = dict.fromkeys(self.names, 0.0)
         # A thread for each worker: it starts the process, asks it, and replaces it.
         processes = workers or max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
@@ -113,7 +112,7 @@ class Rewards:
         self._closed = False
         if self.isolated:
             for _ in range(processes):
-                self._pool.submit(self._worker)  # what goes wrong here goes wrong again, and is told, when it is asked
+                self._pool.submit(self._worker)  # what goes wrong here goes wrong again, and is raised, in `score`
 
     def __enter__(self) -> Rewards:
         return self
@@ -133,16 +132,13 @@ class Rewards:
     def score(self, items: Sequence[Item], given: Mapping[str, Sequence[float]] | None = None) -> list[Scored]:
         """What each item is worth, in their order. `given`: the values of rewards of kind model, by reward name, each as long as `items`.
 
-        `seconds` says afterwards what each reward took, summed over the processes. Raises EnvironmentFault where no process can be started.
+        Raises EnvironmentFault where no process can be started.
         """
         replies = list(self._pool.map(self._ask, items)) if self.isolated else [{} for _ in items]
-        self.seconds = dict.fromkeys(self.names, 0.0)
         result = []
         for number, (item, answers) in enumerate(zip(items, replies, strict=True)):
             parts, failures, value = {}, {}, 0.0
             for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
-                if index in answers:
-                    self.seconds[name] += answers[index].seconds
                 parts[name], failure = self._part(config, name, item, answers.get(index), given, number)
                 if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
                     parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"

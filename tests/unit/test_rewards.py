@@ -122,7 +122,6 @@ def test_misbehaviour_costs_its_sample_and_is_named(folder: Path) -> None:
     completions = ["ok", "raise", "hang", "exit", "leave", "crash", "nan", "text", "none", "print", "fine"]
     with Rewards([mine("naughty", timeout_seconds=1.0), mine("length", weight=0.5)], folder, workers=2) as rewards:
         scored = rewards.score(items(*completions))
-        assert rewards.seconds["naughty"] > 1.0 > rewards.seconds["length"] > 0.0
         again = rewards.score(items("ok"))
     failures = dict(zip(completions, (s.failures.get("naughty") for s in scored), strict=True))
     assert failures == {
