@@ -64,7 +64,7 @@ def read_bytes(path: Path, error_type: ErrorType, fix: str | None = None, most: 
     """The content of a regular file of at most `most` bytes. Raises `error_type`."""
     with open_plain(path, error_type, fix) as file:
         try:
-            # Not `most` itself: Python allocates what it is told to read.
+            # Not `most` itself: Python allocates as much as `read` is given.
             content = file.read(min(most, max(os.fstat(file.fileno()).st_size, MIB)) + 1)
         except OSError as error:
             raise error_type(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None

@@ -23,11 +23,11 @@ class LossOut:
 
 
 class Algorithm(Protocol):
-    """One way of learning. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. What a subclass does not say
-    of held-out data is as in training.
+    """One objective. `weight` of a batch (tokens, pairs, episodes) is what the loss is divided by. Held-out data is treated as training
+    data is, unless a subclass overrides it.
 
     `first_pass`: a method of an objective that sorts, pairs or averages over the global batch before it learns. It is called as
-    first_pass(outputs, batch) on `first_batch(batch)`, without gradients, for all micro-batches before any of them is learned from, and
+    first_pass(outputs, batch) on `first_batch(batch)`, without gradients, for all micro-batches before the first loss, and
     returns float[P, K]: K numbers of each of the P samples. The objective finds those of all samples of the global batch, the same on
     every rank and on any number of ranks, in `batch.first`, and its own by `batch.places_P`.
     """
@@ -35,7 +35,7 @@ class Algorithm(Protocol):
     first_pass: ClassVar[Callable[[Any, Any, Any], torch.Tensor] | None] = None
 
     def first_batch(self, batch: Any) -> Any:
-        """What `first_pass` is asked about in the place of the micro-batch."""
+        """What `first_pass` gets in the place of the micro-batch."""
         return batch
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
@@ -43,15 +43,15 @@ class Algorithm(Protocol):
         ...
 
     def eval_objective(self, outputs: Any, batch: Any) -> LossOut:
-        """The same with the sums that held-out figures need; runs without gradients."""
+        """The same with the sums that held-out metrics need; runs without gradients."""
         return self.objective(outputs, batch)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Figures for the eval event from sums over the whole held-out set."""
+        """Metrics of the eval event from sums over the whole held-out set."""
         return self.step_metrics(sums)
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Further figures for a step's event from the training objective's sums over the whole global batch."""
+        """Metrics of a step's event besides its loss, from the training objective's sums over the whole global batch."""
         return {}
 
 
@@ -59,11 +59,11 @@ class Referenced(Algorithm, Protocol):
     """Compares the policy with a reference model: each batch has `reference_B`, what `score` gave for the reference."""
 
     def score(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """Of each row what is compared, fp64[B]."""
+        """What is compared, for each row, fp64[B]."""
         ...
 
 
 def policy_objective(algorithm: Algorithm) -> Any:
-    """The objective of the model that learns, or of the policy where several do."""
+    """The objective of the trainable model, or of the policy where there are several."""
     objective: Any = algorithm.objective
     return objective["policy"] if isinstance(objective, Mapping) else objective

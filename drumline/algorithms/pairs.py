@@ -1,4 +1,4 @@
-"""What learning from preference pairs has in common: the two sides of a batch, and figures from sums."""
+"""What learning from preference pairs has in common: the two sides of a batch, and metrics from sums."""
 
 from __future__ import annotations
 

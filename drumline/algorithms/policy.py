@@ -1,5 +1,5 @@
 """What PPO and GRPO share: the divergence from a reference, estimated token by token from samples, and the controller of its weight; the
-clipped surrogate; figures of how far the policy has moved. [B, T] tensors are fp32."""
+clipped surrogate; metrics of how far the policy has moved. [B, T] tensors are fp32."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KLController:
 
 
 class PolicyGradient(Algorithm):
-    """What `spec` says. The controller of the divergence's weight is the objective's own, and the rollouts steer it."""
+    """The base of PPO and GRPO. It owns the controller of the divergence's weight, which the rollouts steer."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)

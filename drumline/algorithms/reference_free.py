@@ -36,7 +36,7 @@ def odds_ratio(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) ->
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFree(AnswerPairs):
-    """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w. Rewards, a figure, are `beta` × p; log-probabilities are p, as TRL has them."""
+    """Σ over pairs of loss(p_w, p_l) − sft_weight · p_w. Rewards, a metric, are `beta` × p; log-probabilities are p, as TRL has them."""
 
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     beta: float

@@ -29,7 +29,7 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 @contextlib.contextmanager
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
     """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Others,
-    those of GPUs that are not this rank's above all, are not touched: to ask one for its state takes hold of the device."""
+    those of GPUs that are not this rank's above all, are not touched: reading the state of one takes hold of the device."""
     on_gpu = torch.device(device).type == "cuda"  # the meta device draws nothing
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else torch.default_generator
     before = generator.get_state()

@@ -24,7 +24,7 @@ from drumline.vendor.torch import abort_process_group
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INTERFACE = "lo" if sys.platform == "linux" else "lo0"  # of loopback; lo0 on macOS
 CONNECT = timedelta(minutes=10)  # for rank 0 to be there: hosts of one job start minutes apart
-A_DAY = 24 * 3600.0  # for rank 0's word: it may be preparing data
+A_DAY = 24 * 3600.0  # for what rank 0 publishes: it may be preparing data
 POLL_SECONDS = 0.1
 LEAVE_SECONDS = 2.0  # for tearing groups down after an error
 
@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """As torchrun and its kin say it; without their variables one process alone."""
+        """From the variables of torchrun and its kin; without them one process alone."""
         read = os.environ.get
         rank = int(read("RANK", "0"))
         return cls(rank, int(read("LOCAL_RANK", str(rank))), int(read("WORLD_SIZE", "1")), int(read("TORCHELASTIC_RESTART_COUNT", "0")))
@@ -85,7 +85,7 @@ def rendezvous() -> dist.Store:
 
 
 def _round(store: dist.Store, ranks: Ranks) -> str:
-    """A word that the ranks of this start have in common, and no start before it had.
+    """A text that the ranks of this start have in common, and no start before it had.
 
     Launchers' counts of restarts differ by host, so rank 0 draws one. What the others read may be an earlier rank 0's: it holds once
     the one that is there now has answered to it with what each of them drew itself.

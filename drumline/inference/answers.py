@@ -31,7 +31,7 @@ SHOWN = 20  # answers that eval.json keeps
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as tokens, and what would be right; `meta`: what the verifier of a task wants to know."""
+    """A prompt as tokens, and what would be right; `meta`: what the verifier of a task needs."""
 
     tokens: list[int]
     answer: str
@@ -39,7 +39,7 @@ class Question:
 
 
 def answers(config_path: Path, overrides: list[str], place: Path | None, number: int) -> int:
-    """Answer `number` held-out prompts greedily; tell how many answers are the row's word for word, and, where the prompts are tasks of
+    """Answer `number` held-out prompts greedily; report how many answers are the row's word for word, and, where the prompts are tasks of
     reasoning-gym, what their verifiers give. Writes RUN/eval.json."""
     plan, weights, run_dir = planned(config_path, overrides, place)
     if not plan.config.algorithm.has_answers:
@@ -63,7 +63,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
 
 
 def _questions(plan: Plan, loaded: LoadedModel, base_dir: Path) -> Iterator[Question]:
-    """Tasks with what their verifiers ask for, where all of data.eval is tasks; else the last answer of each held-out row."""
+    """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
     config, data = plan.config, plan.data
     assert data is not None and data.eval_cache is not None, "looked at before"
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):

@@ -42,7 +42,7 @@ def chat(place: str, max_new_tokens: int, temperature: float, system: str | None
 
 @dataclass
 class Conversation:
-    """What was said so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time. `show`: print answers
+    """The conversation so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time. `show`: print answers
     as they come."""
 
     loaded: LoadedModel
@@ -62,7 +62,7 @@ class Conversation:
         self.ends = sorted(end_tokens(self.loaded.model, tokenizer))
 
     def answer(self, line: str) -> str:
-        """The answer; both are kept. Ctrl-C ends it early: what was said until then stays said."""
+        """The answer; both are kept. Ctrl-C ends it early: the text until then is kept."""
         import torch
 
         question = {"role": "user", "content": line}
@@ -111,9 +111,9 @@ class Conversation:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-# What a model's own generation config may say of sampling, and greedy decoding would warn of.
+# What a model's own generation config may set for sampling, and greedy decoding would warn of.
 NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
-# A model may say what a terminal takes for a command; line breaks and tabs are text.
+# A model may write what a terminal takes for a command; line breaks and tabs are text.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -135,7 +135,7 @@ def printer(tokenizer: Any, show: bool = True) -> Any:
 
 
 def _read() -> str | None:
-    """The next line; None at the end. Ctrl-C with nothing to stop only says how to leave."""
+    """The next line; None at the end. Ctrl-C with nothing to stop only shows how to leave."""
     terminal = sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401 — gives `input` its arrow keys

@@ -1,4 +1,4 @@
-"""`drumline eval`: the figures of a checkpoint on the held-out set, as the training run would measure them."""
+"""`drumline eval`: the metrics of a checkpoint on the held-out set, as the training run would measure them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from drumline.report.bars import bars
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 
-# An evaluation is over or not: nothing is started again, and nobody is told but the caller.
+# An evaluation is over or not: nothing is started again, and only the caller gets the result.
 ALONE = ["launch.max_restarts=0", "run.report_to=[]"]
 
 
@@ -68,7 +68,7 @@ def planned(config_path: Path, overrides: list[str], place: Path | None) -> tupl
 
 
 def run_folder(config_path: Path, overrides: list[str]) -> Path:
-    """The run folder that `drumline train` with the same words has."""
+    """The run folder that `drumline train` has with the same config and overrides."""
     loaded = load(config_path, overrides)
     return Path(loaded.config.run.dir or default_run_dir(loaded.path))
 
@@ -128,13 +128,13 @@ def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
             at_end.pop_all()
             return code, {}
     if not found:
-        raise DrumlineError("the ranks ended without a figure", where=str(scratch))
+        raise DrumlineError("the ranks ended without a metric", where=str(scratch))
     step = found[-1].step if weights.checkpoint else None
     return 0, {"step": step, "samples": found[-1].samples, "metrics": found[-1].metrics}
 
 
 def show(title: str, metrics: dict[str, Any]) -> None:
-    """A table of figures under a title, on standard output."""
+    """A table of metrics under a title, on standard output."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column("metric")
     table.add_column("value", justify="right")

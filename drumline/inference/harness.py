@@ -43,7 +43,7 @@ def harness(
 
 
 def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
-    """What lm-eval is told of the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
+    """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
     folder = exported_folder(source) if (source / "plan.json").exists() else source
     if folder is not None and (folder / "config.json").exists():
         import torch

@@ -16,7 +16,7 @@ from drumline.train.state import Goodput
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluate once, as the training loop does, and leave the figures in the events."""
+    """Evaluate once, as the training loop does, and leave the metrics in the events."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")

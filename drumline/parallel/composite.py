@@ -1,4 +1,4 @@
-"""Models that learn side by side as if they were one: a policy, and a value model of its own."""
+"""Trainable models side by side as one engine: a policy, and a value model of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CompositeEngine:
     """An Engine over the engines of several roles. Objectives are by role (role → objective), sums are added up, the norm is that of all
     gradients together, and so clipping is.
 
-    What is asked of one model (infer, whole_weights, live, an objective that is no mapping) is asked of the policy. Canonical names of
+    Calls for one model (infer, whole_weights, unsharded_model, an objective that is no mapping) go to the policy. Canonical names of
     another role's tensors have the role before them: `value/model.<fqn>`, so that an export or a run without it finds the policy's alone.
     """
 
@@ -31,7 +31,7 @@ class CompositeEngine:
         self.policy = engines[POLICY]
 
     def forward_backward(self, micro_batches: list[Any], objective: Any, denominator: float) -> DeviceSums:
-        assert objective.keys() == self.engines.keys(), "each model that learns has an objective"
+        assert objective.keys() == self.engines.keys(), "each trainable model has an objective"
         return _added(engine.forward_backward(micro_batches, objective[role], denominator) for role, engine in self.engines.items())
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
@@ -83,7 +83,7 @@ class CompositeEngine:
 
 
 def of_role(named: Mapping[str, T], role: str) -> dict[str, T]:
-    """What is a role's, under the names that its own engine has for it."""
+    """The tensors of a role, under the names that its own engine has for them."""
     if role == POLICY:
         return {name: value for name, value in named.items() if "/" not in name}
     return {name.removeprefix(f"{role}/"): value for name, value in named.items() if name.startswith(f"{role}/")}

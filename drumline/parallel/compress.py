@@ -24,7 +24,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def compress_ddp(ddp: DistributedDataParallel, options: Compression, seed: int) -> Compressor | None:
-    """Let DDP average its buckets as `options` say; None where they are sent as they are. `seed`: the same on all ranks."""
+    """The compressor by which DDP now averages its buckets; None where it sends them as they are. `seed`: the same on all ranks."""
     if options.kind == "none":
         return None
     compressor = KINDS[options.kind](ddp.process_group, options, seed)
@@ -43,7 +43,7 @@ class Compressor:
     def __init__(self, group: dist.ProcessGroup, options: Compression, seed: int) -> None:
         self.group, self.size, self.options, self.seed = group, group.size(), options, seed
         self.step = 0
-        self.seconds = 0.0  # that the host waited for collectives since they were last asked for
+        self.seconds = 0.0  # that the host waited for collectives since the last `take_seconds`
         self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # on a GPU: around the last bucket
         self._stream: torch.cuda.Stream | None = None
 

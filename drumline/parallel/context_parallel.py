@@ -3,8 +3,8 @@
 Ulysses (Jacobs et al. 2023): before attention the ranks exchange parts of the sequence for heads (one all-to-all), attention runs over
 whole sequences for a share of the heads, and a second all-to-all changes back. Ring (Liu et al. 2023): each rank keeps its queries,
 keys and values go round; torch's own `context_parallel`, which has kernels for GPUs and takes no mask but the causal one.
-Either is laid under a model by transformers' own seam, an attention function and a mask function under a name of ours, so which tokens
-may meet (causal, sliding windows, chunks) is said by the model.
+Either is laid under a model by transformers' own seam, an attention function and a mask function under a name of ours, so the model
+decides which tokens may meet (causal, sliding windows, chunks).
 B rows, T tokens of a sequence, t = T / N of a part, N ranks; H heads, of size D.
 """
 
@@ -76,7 +76,7 @@ def _where_cut(part: SequencePart, whole: Function, cut: Callable[..., Any]) -> 
 
 @dataclass
 class _Heads:
-    """What transformers' sdpa asks an attention module for: query heads to one of keys, as they are on this rank."""
+    """What transformers' sdpa reads of an attention module: query heads to one of keys, as they are on this rank."""
 
     num_key_value_groups: int
     is_causal: bool
@@ -121,8 +121,8 @@ def _exchange(part: SequencePart, by_rank: Tensor) -> Tensor:
 def whole_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
     """The mask over whole sequences, bool[B, 1, T, T], or None for the plain causal one.
 
-    The model says which tokens may meet by their places (`mask_function`: causal, a window, chunks). Which documents they are of
-    hangs on the positions of the whole sequence; the model has seen one part.
+    The model decides by place which tokens may meet (`mask_function`: causal, a window, chunks). Which documents they belong to
+    depends on the positions of the whole sequence; the model has seen one part.
     """
     from drumline.vendor.transformers import find_packed_sequence_indices, packed_mask
 
@@ -165,7 +165,7 @@ def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
 
 def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -> bool:
     """Whether the model's hidden states come out the same in parts as whole, tried on 8 tokens a rank (two documents, where rows are
-    packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class says so."""
+    packs). State-space and other recurrent layers mix tokens without attention, and no flag of a class shows it."""
 
     def trial(small: Any, ids_BT: Tensor) -> bool:
         trunk = small.get_decoder() or small

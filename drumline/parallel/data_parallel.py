@@ -52,14 +52,14 @@ class Replicated(Spread):
     def __init__(self, module: DistributedDataParallel, compressor: Compressor | None = None) -> None:
         super().__init__(module, inner=module.module)
         self.ddp, self.compressor = module, compressor
-        self.learns_graph = module.static_graph
+        self.records_graph = module.static_graph
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        # A static graph is learned in the first backward, which has to be a reducing one: averages of averages are averages.
-        with contextlib.nullcontext() if last or self.learns_graph else self.ddp.no_sync():
+        # DDP records a static graph in the first backward, which has to reduce: averages of averages are averages.
+        with contextlib.nullcontext() if last or self.records_graph else self.ddp.no_sync():
             yield
-        self.learns_graph = False
+        self.records_graph = False
         if last and self.compressor:
             self.compressor.step += 1
 
@@ -89,7 +89,7 @@ class Sharded(Spread):
 
     def reshard(self) -> None:
         """After forwards without a backward: what they left gathered (the root, in the type that it computes in) is cut again. Until
-        then the model's parameters are those, not the ones that learn."""
+        then the model's parameters are those, not the trainable shards."""
         for unit in self.units:
             unit.reshard()
 

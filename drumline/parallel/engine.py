@@ -25,7 +25,7 @@ class Engine(Protocol):
     Sums are those of this rank's samples: ranks that share samples (pp, cp, tp) all return the same ones, and the loop counts them once
     (those of a training step come from the last stage alone; other stages return zeros).
 
-    No call of a training step makes the host wait for the device, but for DeepSpeed's, for fp16 (its next scale hangs on this step's
+    No call of a training step makes the host wait for the device, but for DeepSpeed's, for fp16 (its next scale depends on this step's
     norm), for an optimizer without a fused kernel, and for gradients in host memory.
     """
 
@@ -41,14 +41,14 @@ class Engine(Protocol):
         """What `read(outputs, batch)` gives for each micro-batch, without gradients; the model is left in training mode.
 
         The same on all ranks that share the samples. All ranks come with as many micro-batches. `adapter` False: without LoRA's product,
-        so the model is what it was before it learned.
+        so the model is what it was before training.
         """
         ...
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each weight, frozen ones too, and each persistent buffer, whole, on every rank, one after the other in the
         same order on all, on this rank's device. Names are those of the Hugging Face model (with an adapter, of PEFT's). A tensor may be
-        the live one: copy, do not change. Tied weights come once. Collective: all ranks go through to the end.
+        the engine's own: copy, do not change. Tied weights come once. Collective: all ranks go through to the end.
 
         Raises ModelError where weights are packed in 4 or 8 bits.
         """
@@ -92,12 +92,12 @@ class Engine(Protocol):
         ...
 
     def memory_stats(self) -> MemoryStats:
-        """Bytes of parameters, gradients and optimizer state that this rank holds now; ask between `forward_backward` and `step`, or
-        there are no gradients."""
+        """Bytes of parameters, gradients and optimizer state that this rank holds now; gradients exist between `forward_backward` and
+        `step`."""
         ...
 
     def exposed_communication(self) -> float | None:
-        """Seconds of the last forward_backward in which this rank only waited for others' gradients; None where nothing measures it."""
+        """Seconds of the last forward_backward in which this rank only waited for gradients of others; None where nothing measures it."""
         ...
 
 
@@ -125,7 +125,7 @@ class OpenEngine(Engine, Protocol):
         """Divide the gradients of the global batch; before `grad_norm`."""
         ...
 
-    def looking(self) -> contextlib.AbstractContextManager[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         ...
 

@@ -1,4 +1,4 @@
-"""What an engine does without gradients: run a model, ask it, hand out its weights. All that a frozen model is for."""
+"""What an engine does without gradients: evaluate, infer, hand out weights. A frozen model needs no more."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class ForwardEngine:
         self.model.eval()
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
-        return total(self._look(self.spread.inner, micro_batches, objective))
+        return total(self._evaluated(self.spread.inner, micro_batches, objective))
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
         with adapters.switched(self.model, adapter):
-            self._look(self.spread.reads, micro_batches, reader(read, kept))
+            self._evaluated(self.spread.reads, micro_batches, reader(read, kept))
         return kept
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,15 +86,15 @@ class ForwardEngine:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives; floating-point tensors of it in fp32 or more, since a loss is made of them outside of autocast."""
-        learns = torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
         with self._autocast():
-            out = (self.spread.module if learns else self.spread.inner)((args, kwargs))
-        if not learns and isinstance(self.spread, Sharded):
+            out = (self.spread.module if trains else self.spread.inner)((args, kwargs))
+        if not trains and isinstance(self.spread, Sharded):
             self.spread.reshard()
         return precise(out)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         self._come_together()
         was_training = self.model.training
@@ -107,16 +107,16 @@ class ForwardEngine:
             if isinstance(self.spread, Sharded):
                 self.spread.reshard()
 
-    def _look(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
+    def _evaluated(self, module: nn.Module, micro_batches: Iterable[Any], objective: Any) -> list[dict[str, torch.Tensor]]:
         outs = []
-        with self.looking(), self._autocast():
+        with self.evaluating(), self._autocast():
             for batch in micro_batches:
                 loss_sum, sums = module(batch, objective)
                 outs.append({"loss": loss_sum, **sums})
         return outs
 
     def _come_together(self) -> None:
-        """Before the model is looked at: what ranks hold each for itself becomes the same on all. Collective."""
+        """Before the model is evaluated: state that differs between ranks becomes the same on all. Collective."""
         agree_on_statistics(self.batch_norms)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

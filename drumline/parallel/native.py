@@ -44,9 +44,9 @@ def prepare(
     overlaps: bool = True,
     make_optimizer: MakeOptimizer | None = None,
 ) -> E:
-    """Spread a model as the plan says: transforms in order, then its weights, then what the engine adds (an optimizer over the
-    parameters there are, where it learns). `plain`: any module, not a Hugging Face model. `overlaps` False: copies are averaged without
-    DDP, which wants to see each forward that a backward goes through. `make_optimizer`: in place of the plan's."""
+    """Spread a model as planned: transforms in order, then its weights, then what the engine adds (an optimizer, where it trains).
+    `plain`: any module, not a Hugging Face model. `overlaps` False: copies are averaged without DDP, which has to see each forward
+    that a backward goes through. `make_optimizer`: in place of the plan's."""
     config = plan.config
     # FSDP2 has work for one process alone, too: to keep its weights in host memory.
     spreads = plan.mesh.world_size > 1 or plan.data_parallel == "fsdp2"
@@ -83,7 +83,7 @@ def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.M
 
 
 class NativeEngine(ForwardEngine):
-    """Engine over a model that learns."""
+    """Engine over a trainable model."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class NativeEngine(ForwardEngine):
         self.loss_scale = LossScale(plan.config.precision.initial_scale, enabled=plan.precision == "fp16")
         self.named = dict(model.named_parameters())
         self.optimizer: Any = build_optimizer(self.named, plan.config.optimizer, make_optimizer and make_optimizer(model))
-        # Fused kernels leave all as it is where `found_inf` is 1; others have to be told by the host.
+        # Fused kernels leave all as it is where `found_inf` is 1; for others the host decides.
         self.masks = all(group.get("fused") for group in self.optimizer.param_groups) and not self.loss_scale.enabled
         self.model.train()
 
@@ -142,7 +142,7 @@ class NativeEngine(ForwardEngine):
 
     def _update(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         gradients = [local(g) for g in self._gradients()]
-        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing to learn
+        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
             # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
             factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0]))
@@ -163,7 +163,7 @@ class NativeEngine(ForwardEngine):
         return {"scaler": self.loss_scale.state()}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        # The tensors are the live ones: filling them was all.
+        # The tensors are the engine's own, and filled.
         self.loss_scale.load(state.get("scaler", {}))
         if isinstance(self.spread, Replicated) and self.spread.compressor:
             self.spread.compressor.step = state["step"]

@@ -58,7 +58,7 @@ class LossScale:
     """Loss scaling for fp16 (Micikevicius et al. 2018): small gradients are kept above fp16's zero while they are made.
 
     torch.amp.GradScaler takes no mixture of plain and sharded gradients, and each of its ranks would judge by its own part. Here the
-    global norm tells of an overflow, the same on all ranks, so the scale is one number on the host. 1 where it is not enabled."""
+    global norm shows an overflow, the same on all ranks, so the scale is one number on the host. 1 where it is not enabled."""
 
     def __init__(self, initial: float, enabled: bool) -> None:
         self.enabled, self.value, self.good_steps = enabled, initial if enabled else 1.0, 0

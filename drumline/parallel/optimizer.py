@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
-    """What learns, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
+    """The trainable parameters, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
 
     Parameters on another mesh, or on none, are a group of their own: torch takes no mixture.
     """
@@ -33,7 +33,7 @@ def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -
 
 def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer without state."""
-    # A pipeline's stage may have nothing to learn, and torch takes no empty list.
+    # A pipeline's stage may have nothing trainable, and torch takes no empty list.
     groups = parameter_groups(named, options) or [{"params": []}]
     if options.kind == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
@@ -98,7 +98,7 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """`optim.<parameter name>.<slot>` → the live tensor, for every parameter that has state."""
+    """`optim.<parameter name>.<slot>` → the optimizer's own tensor, for every parameter that has state."""
     return {
         f"optim.{name}.{slot}": value
         for name, parameter in named.items()

@@ -1,4 +1,4 @@
-"""The pipeline engine: each rank holds some stages of the model, and torch's schedules say which runs when.
+"""The pipeline engine: each rank holds some stages of the model, and torch's schedules decide which runs when.
 
 Every rank of a pipeline is given the same micro-batches, so only hidden states and their gradients travel between stages. The last
 stage's forward ends in the objective, which is the loss that the schedule differentiates; its sums then go to all ranks.
@@ -28,7 +28,7 @@ from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, tota
 from drumline.parallel.forward import ForwardEngine, whole
 from drumline.parallel.native import NativeEngine
 from drumline.parallel.norms import global_norm, local
-from drumline.parallel.stages import Layout, Stage, find_layout, part, tied
+from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, gathered_in
 
@@ -42,7 +42,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
-    """Cut a model (laid out without weights, or whole on the CPU) as the plan says, spread this rank's stages, and fill those. Collective.
+    """Cut a model (laid out without weights, or whole on the CPU) as planned, spread this rank's stages, and fill those. Collective.
 
     Raises PlanError for a model that cannot be cut.
     """
@@ -61,20 +61,20 @@ def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
     assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
     whole = device_mesh(plan.mesh, plan.device)
     rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
-    layout = find_layout(model)
+    cuts = find_cuts(model)
     mine = range(rank, len(layers), plan.mesh.pp)
-    shared = tied(model, layout)
+    shared = tied(model, cuts)
     dtype = _boundary_dtype(plan)
-    model_part = part(model, layout, [layers[index] for index in mine], dtype)
+    model_part = part(model, cuts, [layers[index] for index in mine], dtype)
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
     if plan.mesh.tp > 1:
         apply_tp(model_part, whole["tp"])
     apply_activation_checkpointing(model_part, plan.activation_checkpointing)
     apply_compile(model_part, plan.config.compile)
-    stages = [StageWithObjective(Stage(model_part, layout, layers[index], dtype)) for index in mine]
+    stages = [StageWithObjective(Stage(model_part, cuts, layers[index], dtype)) for index in mine]
     spread = _spread(plan, model_part, stages, whole, values)
-    return (model_part, spread, stages, layout, whole["pp"], torch.device(values.device)), shared
+    return (model_part, spread, stages, cuts, whole["pp"], torch.device(values.device)), shared
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
@@ -176,7 +176,7 @@ class PartOfPipeline(ForwardEngine):
 
 
 class ForwardPipeline(PartOfPipeline):
-    """What is asked of a rank's stages without gradients: answers are made on the last stage, and go to all ranks of the pipeline."""
+    """A rank's stages without gradients: the last stage makes the outputs, and all ranks of the pipeline get them."""
 
     def __init__(
         self,
@@ -184,13 +184,13 @@ class ForwardPipeline(PartOfPipeline):
         model: nn.Module,
         spread: Spread,
         stages: list[StageWithObjective],
-        layout: Layout,
+        cuts: Cuts,
         pp: DeviceMesh,
         place: torch.device,
     ) -> None:
         """`place`: where stages compute."""
         super().__init__(plan, model, spread)
-        self.stages, self.layout, self.group = stages, layout, pp.get_group()
+        self.stages, self.cuts, self.group = stages, cuts, pp.get_group()
         self.rank, self.ranks = pp.get_local_rank(), pp.size()
         self.dtype = _boundary_dtype(plan)
         self.place = place
@@ -234,7 +234,7 @@ class ForwardPipeline(PartOfPipeline):
         return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
 
     def _receive(self, batch: Any) -> torch.Tensor:
-        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.layout.width, dtype=self.dtype, device=self.place)
+        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place)
         dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
         return hidden_BTD
 
@@ -253,7 +253,7 @@ class ForwardPipeline(PartOfPipeline):
 
 
 class PipelineEngine(ForwardPipeline, NativeEngine):
-    """Engine over a rank's stages. What is not said here is done as on one process, to the parameters that this rank holds."""
+    """Engine over a rank's stages. What it does not override is done as on one process, to the parameters that this rank holds."""
 
     def __init__(self, plan: Plan, *parts: Any, shared: list[str]) -> None:
         """`parts`: as of ForwardPipeline. `shared`: names of the weights that both ends hold."""
@@ -264,15 +264,15 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         for stage in self.stages:
             stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
         self.schedule = self._schedule(plan, len(plan.pipeline.layers))
-        self.sums: DeviceSums | None = None  # what a stage says that is not the last one, once it knows the names
+        self.sums: DeviceSums | None = None  # what stages before the last one return, once they know the names
         self._train(True)
 
     def _schedule(self, plan: Plan, number: int) -> Any:
-        """torch's schedule over this rank's stages, all shapes said ahead: no trial run, and no messages to agree on them."""
+        """torch's schedule over this rank's stages, with all shapes given: it needs no trial run, and no messages to agree on them."""
         assert plan.pipeline is not None
         B, T = plan.batch.micro_batch * plan.batch.rows_per_sample, plan.config.data.max_length
         ids = torch.empty(B, T, dtype=torch.int64, device="meta")
-        hidden = torch.empty(B, T, self.layout.width, dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(B, T, self.cuts.width, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
         made = [
             pipelining.PipelineStage(

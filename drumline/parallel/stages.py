@@ -28,7 +28,7 @@ INSTEAD = "use strategy: fsdp2 or tp instead"
 
 
 @dataclass(frozen=True)
-class Layout:
+class Cuts:
     """Where a model can be cut. `before` and `after`: names of the modules with weights that run ahead of the first block and behind
     the last. `returns`: how many values a block returns in a tuple, 0 for a tensor alone. `width`: D of the hidden states.
     `splits`: see models.head.can_split."""
@@ -42,18 +42,18 @@ class Layout:
     splits: bool = False
 
 
-def find_layout(model: Any) -> Layout:
+def find_cuts(model: Any) -> Cuts:
     """Found by running a small copy on eight tokens and noting what ran when. `model` may lie on the meta device.
 
     Raises PlanError where there is not one list of blocks, where weights outside of it are used between the blocks or blocks share
     them, and where stages would not make the whole: each block of the copy by itself is a stage, on one of two ranks in turn.
     """
-    found: list[Layout] = []
+    found: list[Cuts] = []
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
-        layout = look(small, ids_BT)
-        found.append(layout)
-        return stages_make_the_whole(small, layout, tuple((i, i + 1) for i in range(layout.number)), 2, ids_BT)
+        cuts = look(small, ids_BT)
+        found.append(cuts)
+        return stages_make_the_whole(small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT)
 
     if not try_small(model, "cpu", trial, layers=TRIAL_BLOCKS):
         raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
@@ -64,8 +64,8 @@ def find_layout(model: Any) -> Layout:
     return replace(found[0], number=len(blocks[1]), after=after, splits=can_split(model))
 
 
-def look(model: Any, ids_BT: torch.Tensor) -> Layout:
-    """The layout of a model with weights, by a run on `ids_BT`. Raises PlanError."""
+def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
+    """The cuts of a model with weights, by a run on `ids_BT`. Raises PlanError."""
     name = type(model).__name__
     found = block_list(model)
     if found is None:
@@ -98,7 +98,7 @@ def look(model: Any, ids_BT: torch.Tensor) -> Layout:
         raise PlanError(f"{name} uses {between[0]} between its blocks", where="strategy", fix=INSTEAD)
     out = made[0]
     returns = len(out) if isinstance(out, tuple) else 0
-    return Layout(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1])
+    return Cuts(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1])
 
 
 def _require_apart(model: Any, blocks: nn.ModuleList, outside: list[str]) -> None:
@@ -166,28 +166,28 @@ class Hand(nn.Module):
         return hidden
 
 
-def tied(model: Any, layout: Layout) -> list[str]:
+def tied(model: Any, cuts: Cuts) -> list[str]:
     """Names of the weights that both ends hold."""
-    first, last = ({id(p) for name in names for p in model.get_submodule(name).parameters()} for names in (layout.before, layout.after))
+    first, last = ({id(p) for name in names for p in model.get_submodule(name).parameters()} for names in (cuts.before, cuts.after))
     return [name for name, parameter in model.named_parameters() if id(parameter) in first & last]
 
 
-def part(model: Any, layout: Layout, ranges: list[Range], dtype: torch.dtype = torch.float32) -> Any:
+def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch.float32) -> Any:
     """The part of a model that a rank holds: blocks of `ranges`, what comes before the first block where that is among them, what
     comes after the last likewise. Weights that both ends share (a tied head) are held by both. The model given is left as it is.
     `dtype`: what hidden states travel in."""
     own = {block for first, stop in ranges for block in range(first, stop)}
-    ends = dict.fromkeys(layout.before, 0 in own) | dict.fromkeys(layout.after, layout.number - 1 in own)
+    ends = dict.fromkeys(cuts.before, 0 in own) | dict.fromkeys(cuts.after, cuts.number - 1 in own)
     needed = {id(p) for name, here in ends.items() if here for p in model.get_submodule(name).parameters()}
     lacks: dict[str, nn.Module] = {}
     for name, here in ends.items():
         module = model.get_submodule(name)
         weights = {id(p) for p in module.parameters(recurse=False)}
         if weights and not here and not needed & weights:
-            makes = name in layout.before and isinstance(module, nn.Embedding | nn.Linear)
+            makes = name in cuts.before and isinstance(module, nn.Embedding | nn.Linear)
             lacks[name] = Blank(module, dtype) if makes else Hand()
-    blocks = model.get_submodule(layout.blocks)
-    lacks |= {f"{layout.blocks}.{i}": Absent(block, layout.returns) for i, block in enumerate(blocks) if i not in own}
+    blocks = model.get_submodule(cuts.blocks)
+    lacks |= {f"{cuts.blocks}.{i}": Absent(block, cuts.returns) for i, block in enumerate(blocks) if i not in own}
     return _with(model, lacks)
 
 
@@ -210,19 +210,19 @@ def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
 class Stage(nn.Module):
     """Blocks [first, stop) of a model, with what comes before the first or after the last. `model`: the whole, or a rank's part."""
 
-    def __init__(self, model: Any, layout: Layout, bounds: Range, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Any, cuts: Cuts, bounds: Range, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         first, stop = bounds
-        self.is_first, self.is_last = first == 0, stop == layout.number
-        self.splits, self.dtype = layout.splits, dtype
-        blocks = model.get_submodule(layout.blocks)
+        self.is_first, self.is_last = first == 0, stop == cuts.number
+        self.splits, self.dtype = cuts.splits, dtype
+        blocks = model.get_submodule(cuts.blocks)
         edges: dict[str, nn.Module] = {}
         if not self.is_first:
-            edges[f"{layout.blocks}.{first - 1}"] = Entry(blocks[first - 1], layout.returns)
+            edges[f"{cuts.blocks}.{first - 1}"] = Entry(blocks[first - 1], cuts.returns)
         if not self.is_last:
-            edges[f"{layout.blocks}.{stop}"] = Exit(blocks[stop], layout.returns)
-        self.model = _with(part(model, layout, [bounds], dtype), edges)
-        ends = self.model.get_submodule(layout.blocks)
+            edges[f"{cuts.blocks}.{stop}"] = Exit(blocks[stop], cuts.returns)
+        self.model = _with(part(model, cuts, [bounds], dtype), edges)
+        ends = self.model.get_submodule(cuts.blocks)
         self.ends = (None if self.is_first else ends[first - 1], None if self.is_last else ends[stop])
 
     def run(self, batch: Any, hidden_BTD: torch.Tensor | None) -> torch.Tensor | Outputs:
@@ -238,10 +238,10 @@ class Stage(nn.Module):
         return sent.to(self.dtype).contiguous()
 
 
-def stages_make_the_whole(model: Any, layout: Layout, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
+def stages_make_the_whole(model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
     """Whether stages, each of its rank's part, give the model's own logits one after another. Raises PlanError where they do not run."""
-    parts = [part(model, layout, list(ranges[rank::ranks])) for rank in range(ranks)]
-    stages = [Stage(parts[index % ranks], layout, bounds) for index, bounds in enumerate(ranges)]
+    parts = [part(model, cuts, list(ranges[rank::ranks])) for rank in range(ranks)]
+    stages = [Stage(parts[index % ranks], cuts, bounds) for index, bounds in enumerate(ranges)]
     # Two different rows: broadcasting would hide a wrong shape behind one.
     ids_BT = torch.cat([ids_BT, ids_BT.flip(1)])
     batch = Tokens(ids_BT)

@@ -2,7 +2,7 @@
 
 The plan names a style for each module that is cut; all else is held whole on each rank and computed alike. Weights become DTensors, so
 a checkpoint holds them whole, under their own names. Between modules there are plain tensors, whole or this rank's part, as the next
-one expects them. What the styles mean is told in transformers.distributed.tensor_parallel.
+one expects them. transformers.distributed.tensor_parallel explains the styles.
 """
 
 from __future__ import annotations

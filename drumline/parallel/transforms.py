@@ -44,18 +44,19 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     selective: keep more, see `selective`."""
     if kind == "none":
         return
-    if not hasattr(model, "supports_gradient_checkpointing") and blocks(model):
-        if batch_norms(model):
-            what = "activation checkpointing runs a block twice, and a batch norm would count its samples twice"
-            raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
-        context: dict[str, Any] = {"context_fn": selective} if kind == "selective" else {}
-        for block in blocks(model):
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **context)
-        return
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        what = f"{type(model).__name__} has no activation checkpointing"
-        raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
     options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
+    by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
+    what = None
+    if by_blocks and batch_norms(model):
+        what = "activation checkpointing runs a block twice, and a batch norm would count its samples twice"
+    elif not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
+        what = f"{type(model).__name__} has no activation checkpointing"
+    if what is not None:
+        raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
+    if by_blocks:
+        for block in blocks(model):
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+        return
     # Older transformers know it by the other name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)

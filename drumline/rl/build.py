@@ -30,10 +30,10 @@ def generator(
     model_path: str | None = None,
     run_dir: Path = Path(),
 ) -> tuple[Generator, Refresh | None]:
-    """What samples, and what hands it the weights that learned (`Engine.whole_weights`, before each rollout); None: it has them already.
+    """What samples, and what hands it the trained weights (`Engine.whole_weights`, before each rollout); None: it has them already.
 
     `unsharded`: the trainable model, if this rank's device has all of it (one process, DDP); None: it is sharded, and a copy
-    made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the live model computes in, where
+    made by `build`, in the type that it shall compute in, is sampled from. `autocast`: the type that the trainable model computes in, where
     that is not its weights'; continuous batching, whose thread has no autocast, then takes a copy too. vLLM starts from the folder or
     hub id `model_path`, and reads new weights in a folder of `run_dir`.
     """

@@ -80,7 +80,7 @@ def require_installed(config: Any) -> None:
 
 @functools.cache
 def _engine(model_path: str, dtype: str, memory: float, batch: int, log_probs: str, seed: int) -> Any:
-    """One engine a process, whoever asks: there is memory for no other. Raises EnvironmentFault where it cannot start."""
+    """One engine a process, for all callers: there is memory for no other. Raises EnvironmentFault where it cannot start."""
     # Weights are handed over as tensors, so the engine must be in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM

@@ -1,8 +1,8 @@
 """transformers' continuous batching behind the seam: a finished sequence makes room for the next, and equal prompts share their cache.
 
 Its own processors sample from one generator for all requests, in the order that they happen to run. Ours takes the place of their list
-(`ContinuousBatchingManager.logit_processor`, before the manager starts), is told before each step which requests are in it, and adds
-the noise of each. It is Python that runs at every step, so CUDA graphs and batches in flight side by side are switched off.
+(`ContinuousBatchingManager.logit_processor`, before the manager starts), gets the requests of each step before it, and adds the noise
+of each. It is Python that runs at every step, so CUDA graphs and batches in flight side by side are switched off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFILL = 1024  # prompt tokens of one step at most
 
 
 class RequestNoise(ContinuousBatchingLogitsProcessorList):
-    """What continuous batching asks for scores: a Sampler that knows each row's request. `log_probs`: by request, of each token so far."""
+    """Scores for continuous batching: a Sampler that knows each row's request. `log_probs`: by request, of each token so far."""
 
     def __init__(self, sampler: Sampler, seeds: dict[str, int], prompt_lengths: dict[str, int]) -> None:
         super().__init__(LogitsProcessorList())
@@ -118,7 +118,7 @@ class ContinuousGenerator:
             "max_blocks_per_request": 0,  # the kernel that this would choose wants other pages
             "use_async_batching": False,
             "use_cuda_graph": False,
-            "auto_switch_to_flash": False,  # `model.attention` says what attends
+            "auto_switch_to_flash": False,  # `model.attention` decides what attends
             "page_size": PAGE,
             "block_size": PAGE,  # its name before transformers 5.18
         }

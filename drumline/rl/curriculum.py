@@ -34,7 +34,7 @@ class Curriculum:
         }
         self.taken = dict.fromkeys(self.members, 0)
         self.owed = dict.fromkeys(self.members, 0.0)
-        self.rates: dict[str, float] = {}  # of the domains that were tried
+        self.rates: dict[str, float] = {}  # of the domains that were sampled
 
     def draw(self, count: int) -> list[int]:
         """The ids of the next `count` prompts."""
@@ -71,7 +71,7 @@ class Curriculum:
         return {"taken": dict(self.taken), "owed": dict(self.owed), "rates": dict(self.rates)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` said; domains that it did not know start afresh."""
+        """Go on from what `state` gave; domains that it did not know start afresh."""
         for mine, saved in ((self.taken, state["taken"]), (self.owed, state["owed"])):
             mine.update({name: saved[name] for name in mine if name in saved})
         self.rates = dict(state["rates"])

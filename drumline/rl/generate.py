@@ -28,8 +28,8 @@ class Generator(Protocol):
 class HFGenerator:
     """transformers' `generate` with a KV cache, `config.batch` prompts of like length at once, padded on the left.
 
-    `model`: a causal LM that lies whole on one device: the live one that learns, or a copy. It is put into eval mode while it
-    generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a live model under bf16).
+    `model`: a causal LM that lies whole on one device: the trainable one, or a copy. It is put into eval mode while it
+    generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a trainable model under bf16).
     """
 
     def __init__(self, config: HFConfig, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None) -> None:
@@ -143,7 +143,7 @@ def require_room(requests: list[Request], new: int, positions: int | None) -> No
 @contextlib.contextmanager
 def generating(model: Any) -> Iterator[None]:
     """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
-    penalty, say, of which the log-probs of training know nothing). All as it was afterwards."""
+    penalty, for example, which the log-probs of training do not have). All as it was afterwards."""
     from transformers import GenerationConfig
 
     if not hasattr(model, "generate"):

@@ -1,4 +1,4 @@
-"""One process of rewards as its parent sees it: started, asked, and killed when it is late."""
+"""One process of rewards as its parent sees it: started, given requests, and killed when it is late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer:
 class Isolated:
     """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
 
-    It is started and asked by one thread, which must outlive it: the kernel signals the guard when that thread ends (`guard`), and the
+    One thread starts it and sends its requests, and must outlive it: the kernel signals the guard when that thread ends (`guard`), and the
     guard, in a session of its own, ends the rewards and all that they have started. Options go through the socket: a command line is
     for all to read.
     """

@@ -26,7 +26,7 @@ TUPLES = ("arc_agi", "rearc")
 
 
 def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
-    """`columns`: those that rows have, where that is known: a function that asks for others is refused.
+    """`columns`: those that rows have, where that is known: a function that requires others is refused.
 
     Raises ConfigError for a function that cannot be found or called."""
     if isinstance(reward, FunctionReward):
@@ -63,7 +63,7 @@ def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, col
         raise ConfigError(f"{reward.path} is async; a reward is a plain function", where=where)
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some builtins do not say
+    except ValueError:  # some builtins have none
         return None
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     given: dict[str, Any] = {"prompt": "", "completion": "", **reward.options}

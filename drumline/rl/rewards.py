@@ -104,7 +104,7 @@ class Rewards:
         self.isolated: dict[int, Reward] = {
             index: config for index, config in enumerate(configs) if not isinstance(config, LengthReward | ModelReward)
         }
-        # A thread for each worker: it starts the process, asks it, and replaces it.
+        # A thread for each worker: it starts the process, sends its requests, and replaces it.
         processes = workers or max(1, min(MOST_WORKERS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="reward")
         self._own = threading.local()
@@ -158,7 +158,7 @@ class Rewards:
             assert given is not None, f"{name} is computed by the caller"
             value = float(given[name][number])
             return (value, None) if math.isfinite(value) else (math.nan, f"returned {value}")
-        assert answer is not None, "every other reward was asked"
+        assert answer is not None, "every other reward has an answer"
         return (math.nan, answer.failure) if answer.value is None else (answer.value, None)
 
     def _ask(self, item: Item) -> dict[int, Answer]:

@@ -1,4 +1,4 @@
-"""The stream of a run that learns from what it samples: prompts → completions → rewards → advantages → optimizer steps' batches.
+"""The stream of a run that trains on what it samples: prompts → completions → rewards → advantages → optimizer steps' batches.
 
 Every rank knows the whole of a rollout (it is small), so advantages are those of the global rollout, and what is dealt to whom changes
 nothing. A rollout depends on the weights, on (seed, step, place of the prompt) and on `state` alone: a resumed run makes it again.
@@ -40,7 +40,7 @@ MOST_REASONS = 3  # of failed rewards, in the line that stops a run
 
 @dataclass(frozen=True)
 class Readers:
-    """What is asked of models about episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
+    """What models give for episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
     [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nobody needs it."""
 
     policy: Score | None
@@ -203,7 +203,7 @@ class Rollouts:
     # ---------------------------------------------------------------------------------------------------------- advantages
 
     def _learnable(self, sampled: Sampled) -> tuple[Episodes, dict[str, float]]:
-        """Episodes with all that the objective needs, and figures."""
+        """Episodes with all that the objective needs, and metrics."""
         episodes, metrics = _episodes([sample.episode for sample in sampled.samples]), {}
         if self.readers.policy is not None:
             policy = self.readers.policy(episodes)
@@ -269,10 +269,10 @@ class Rollouts:
 def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
     prompts, completions = [np.asarray(p, np.int64) for p, _ in made], [np.asarray(c.tokens, np.int64) for _, c in made]
     episodes = Episodes.start(prompts, completions, [completion.ended for _, completion in made])
-    said_NM = torch.zeros_like(episodes.log_probs_NM)
+    sampler_NM = torch.zeros_like(episodes.log_probs_NM)
     for row, (_, completion) in enumerate(made):
-        said_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
-    return replace(episodes, sampler_log_probs_NM=said_NM)
+        sampler_NM[row, : len(completion.tokens)] = torch.tensor(completion.log_probs)
+    return replace(episodes, sampler_log_probs_NM=sampler_NM)
 
 
 def _mean(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Who samples and who scores what: the requests and the episodes of a rollout over all ranks, and what came of them back on all ranks."""
+"""Requests and episodes of a rollout, dealt over all ranks; their completions and scores come back to all ranks."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Server:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """What the body of an error says, in vLLM's form or another, in 300 letters."""
+    """The message in the body of an error, in vLLM's form or another, in 300 letters."""
     text = error.read().decode(errors="replace").strip()
     try:
         body = json.loads(text)
@@ -97,14 +97,14 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 class VLLMClient:
-    """What vLLM is asked for, of its server or in this process."""
+    """The parameters of requests to vLLM, to its server or in this process."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
         self.config, self.seed = config, seed
         self.end_tokens = sorted(end_ids(tokenizer))
 
     def parameters(self, request: Request, step: int) -> dict[str, Any]:
-        """Everything that has a default is said: vLLM's may be those of the model's generation config."""
+        """Everything that has a default is set: vLLM's defaults may be those of the model's generation config."""
         return {
             "n": 1,
             "max_tokens": self.config.max_new_tokens,
@@ -124,8 +124,8 @@ class VLLMClient:
 
 
 class VLLMServer(VLLMClient):
-    """`generate` by POST /v1/completions, one request a prompt, `config.batch` at once. The first one finds out how the server tells
-    log-probs, for the completions' are those of softmax(logits / temperature)."""
+    """`generate` by POST /v1/completions, one request a prompt, `config.batch` at once. The first one finds out which log-probs the server
+    gives: a completion's are those of softmax(logits / temperature)."""
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
         """Raises EnvironmentFault where no healthy server answers at `config.url`."""
@@ -173,11 +173,11 @@ class VLLMServer(VLLMClient):
         return made
 
     def _require_log_probs(self, request: Request) -> None:
-        """Finds out whether the server tells log-probs of the logits as they are, or of what is sampled from: of the one token that top_k 1
+        """Finds out whether the server gives log-probs of the logits as they are, or of what is sampled from: of the one token that top_k 1
         leaves, that is 0. Raises DrumlineError where it is not the kind needed."""
         processed = abs(self._complete(self._requested(request, 0) | {"max_tokens": 1, "top_k": 1}).log_probs[0]) < 1e-6
         needed = self.config.temperature != 1
-        # Without cuts both are the same; and a greedy choice is no sample, whose log-prob anybody would ask for.
+        # Without cuts both are the same; and a greedy choice is no sample, so nothing reads its log-prob.
         either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
         if processed != needed and not either:
             kind = "processed_logprobs" if needed else "raw_logprobs"
@@ -187,7 +187,7 @@ class VLLMServer(VLLMClient):
 
 
 class WeightFolder:
-    """Hands the weights to a server through a folder that both see: rank 0 writes safetensors files and asks for /collective_rpc
+    """Hands the weights to a server through a folder that both see: rank 0 writes safetensors files and calls /collective_rpc
     `reload_weights` (the documented way of layer-wise reloading), then empties the server's prefix cache."""
 
     def __init__(self, server: Server, folder: Path, dtype: torch.dtype) -> None:

@@ -26,12 +26,12 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import gathered_in
 from drumline.telemetry.memory_tracker import MemoryStats
 
-# Of this process, those that live: they are asked from closures all over a run, and their weights lie on the device all the same.
+# Those of this process that are in use: closures all over a run call them, and memory_stats counts their weights on the device.
 frozen_engines: WeakSet[ForwardEngine] = WeakSet()
 
 
 def stats_with_frozen(engine: Engine) -> MemoryStats:
-    """Bytes that this rank holds of the model that learns, and of the frozen ones beside it."""
+    """Bytes that this rank holds of the trainable model, and of the frozen ones beside it."""
     stats = engine.memory_stats()
     return stats._replace(parameters=stats.parameters + sum(frozen.memory_stats().parameters for frozen in frozen_engines))
 
@@ -68,7 +68,7 @@ def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: He
     freeze(model, config.model.freeze)
     if config.adapter.kind == "lora":
         adapters.inject(model, config.adapter, config.run.seed)
-    if plan.engine != "deepspeed":  # it keeps all that it trains low, and fp32 values of what learns besides
+    if plan.engine != "deepspeed":  # it keeps all weights low, and fp32 values of the trainable ones besides
         keep_frozen_low(plan, model)
     values = Values(source, device, config.run.seed, checkpoint_keys)
     return config.strategy.prepare(plan, model, values) or _prepared(plan, model, values)
@@ -118,7 +118,7 @@ def build_module(
 
 
 def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
-    """Raises PlanError where a module by itself does not say enough to be spread as planned."""
+    """Raises PlanError where a module by itself lacks what spreading it as planned requires."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
@@ -135,7 +135,7 @@ def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
 
 
 def keep_frozen_low(plan: Plan, model: Any) -> None:
-    """Keep what does not learn in the type that native engines compute in. Before the model is spread."""
+    """Keep frozen weights in the type that native engines compute in. Before the model is spread."""
     dtype = LOW_PRECISION.get(plan.precision)
     if dtype is not None:
         keep_low([model], dtype)
@@ -150,7 +150,7 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
     dtype, casts = LOW_PRECISION.get(plan.precision), gathered_in(plan) is not None
     pure = as_deepspeed and not casts
     if dtype is not None:
-        # In blocks autocast would round at each use, so not a number changes: what learns from the same weights is no way off.
+        # In blocks autocast would round at each use, so no number changes: the trainable copy of the same weights starts equal.
         keep_low([model] if casts or pure else blocks(model), dtype, vectors=pure)
         if not (casts or pure):
             give_fp32(model)

@@ -1,4 +1,4 @@
-"""Callbacks of the user's own, `run.callbacks`: classes that are told of what happens in a run, and cannot change a number of it."""
+"""Callbacks of the user's own, `run.callbacks`: classes whose methods get the events of a run, and cannot change a number of it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def find(paths: Sequence[str], base_dir: Path) -> list[Any]:
 
 
 class Callbacks:
-    """Those of one rank: all on rank 0, on the others those whose class says `every_rank = True`. One that raises is named once and
-    told nothing more; the run goes on."""
+    """Those of one rank: all on rank 0, on the others those whose class has `every_rank = True`. One that raises is named once and not
+    called again; the run goes on."""
 
     def __init__(self, paths: Sequence[str], base_dir: Path, rank: int) -> None:
         found = zip(paths, find(paths, base_dir), strict=True)

@@ -71,7 +71,7 @@ class RunStart(Event, kind="run_start"):
     strategy: str  # how the model is spread
     device: str  # cpu or cuda
     run_dir: str
-    resumed_from: str | None  # what --resume said; null for a fresh start
+    resumed_from: str | None  # the argument of --resume; null for a fresh start
     plan_line: str  # the plan in words
     left_out: list[str]  # how many rows of the data were cut, dropped or skipped
 
@@ -106,7 +106,7 @@ class Step(Event, kind="step"):
     coefficient) and `expert_load`: each expert's share of all choices."""
 
     step: int  # optimizer steps done, from 1; one that is done again after a restart has a second event, and the last one counts
-    loss: Number  # mean over the learned tokens of the global batch
+    loss: Number  # mean over the tokens of the global batch that carry loss
     lr: float  # learning rate of this step
     grad_norm: Number  # global L2 norm before clipping
     tokens: int  # real tokens of the global batch, padding not counted
@@ -211,7 +211,7 @@ class Replan(Event, kind="replan"):
 
 class Preempt(Event, kind="preempt"):
     step: int  # saved
-    signal: str  # that asked for it
+    signal: str  # that requested it
 
 
 class Export(Event, kind="export"):

@@ -1,7 +1,7 @@
 """What a run really takes, held against its plan: memory by category, host memory, seconds, bytes sent. Two `measured` events a run.
 
 One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
-telemetry.memory_tracker): it is slower, and its seconds are told apart. Everything else is read off between operators.
+telemetry.memory_tracker): it is slower, and its seconds are reported by themselves. Everything else is read between operators.
 Nothing that is computed changes.
 """
 
@@ -29,7 +29,7 @@ from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic
 from drumline.telemetry.truth import Measurement, compare, notes
 
-# Steps that are timed before the first word; the median of three passes over one that something else disturbed.
+# Steps that are timed before the first report; the median of three passes over one that something else disturbed.
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
 STATES = ("parameters", "gradients", "optimizer")
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def planned(estimate: Estimate) -> Planned:
-    """The event that says it."""
+    """The event of a prediction."""
     return Planned(
         memory=estimate.memory.model_dump(),
         host=estimate.host.model_dump(),
@@ -50,7 +50,7 @@ def planned(estimate: Estimate) -> Planned:
 
 
 class Measure:
-    """One rank's measuring. All ranks call the same methods at the same steps; what a step is, is for `traffic` to say."""
+    """One rank's measuring. All ranks call the same methods at the same steps; `traffic` decides which steps are counted."""
 
     def __init__(self, plan: Plan, memory_stats: Callable[[], MemoryStats], gather: Gather, emit: Emit, traffic: Traffic) -> None:
         self.plan, self.memory_stats, self.gather, self.emit, self.traffic = plan, memory_stats, gather, emit, traffic
@@ -91,7 +91,7 @@ class Measure:
             self.width = max([self.width, *map(_tokens, micro_batches)])
         self.host.end("save" if copies else "train")
         if self._tracker is not None:
-            # The copies are host memory wherever the model lies; on a CPU the tracker cannot tell.
+            # The copies are host memory wherever the model lies; on a CPU the tracker counts them too.
             self.peak, self._tracker = max(self.peak, self._tracker.peak - copies), None
         elif self.plan.device == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
@@ -135,7 +135,7 @@ class Measure:
         self.reported = True
 
     def _measurement(self, step: int, final: bool) -> Measurement:
-        """All ranks' figures, the same on every rank. Collective."""
+        """What all ranks measured, the same on every rank. Collective."""
         mine = {name: math.nan if value is None else float(value) for name, value in self._numbers().items()}
         _, values = self.gather({}, *mine.values())
         ranks = dict(zip(mine, values, strict=True))

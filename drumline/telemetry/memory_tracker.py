@@ -2,14 +2,14 @@
 
     live = LiveBytes()
     with live:                    # may be entered several times; the first time it looks around for what lives already
-        engine.forward_backward(…)          # its phases, forward and backward, are told by autograd itself
+        engine.forward_backward(…)          # its phases, forward and backward, come from autograd itself
         live.phase = "clip";  norm = engine.grad_norm()
         live.phase = "step";  engine.step(…)
     live.base, live.peak, live.phase_of_peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
 
-Works on any device, and there is no allocator to be asked on a CPU. As torch.distributed._tools.mem_tracker does it, storages are counted
-(not tensors: views share one), each with a weak reference that tells when it goes. It may be entered beside
-`telemetry.traffic.SentBytes`, in either order. A step under it takes several times as long.
+Works on any device; a CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors:
+views share one), each with a weak reference, whose callback runs when it goes. It may be entered beside `telemetry.traffic.SentBytes`, in
+either order. A step under it takes several times as long.
 
 Not seen: what a kernel takes and gives back inside of itself; what compiled code (torch.compile) keeps for its own backward.
 """
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self.base = self.current = self.peak = 0
         self.phase_of_peak: Phase = "forward"
         self.peaks: dict[Phase, int] = {}
-        self.ignores = False  # a caller's word that what is made now is none of the step's
+        self.ignores = False  # set by a caller while what is made does not belong to the step
         self._sizes: dict[int, int] = {}  # by the address of the storage's object, while that lives
         self._unknown: dict[int, int] = {}  # of these, not in `current` yet
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -152,7 +152,7 @@ class LiveBytes(TorchDispatchMode):
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with storages of their own that a tensor is made of: of a DTensor, what this rank holds."""
-    if isinstance(tensor, FakeTensor):  # first, and of it nothing is asked that would go through its mode: that takes long
+    if isinstance(tensor, FakeTensor):  # first, and nothing is called on it that would go through its mode: that takes long
         return [tensor]
     if is_traceable_wrapper_subclass(tensor):
         names, _ = cast(Any, tensor).__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Trackers that repeat the run's figures: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth.
+"""Trackers that repeat the run's metrics: TensorBoard, W&B, MLflow, trackio, each through its own library. events.jsonl stays the truth.
 
 A run that is started again goes on in the same run of each tracker: RUN/trackers.json remembers which.
 """
@@ -20,7 +20,7 @@ from drumline.core.redact import plain, redact
 from drumline.errors import EnvironmentFault
 from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 
-# Events that have figures → the group that they are shown in.
+# Events that have metrics → the group that they are shown in.
 GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout"}
 # run.report_to → its library, how to get that, and what to look at when it does not start.
 LIBRARIES = {
@@ -35,7 +35,7 @@ MEMORY = "trackers.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told of the run. `known`: the tracker's own id of the run, where it was begun by an earlier process."""
+    """What a tracker gets to know of the run. `known`: the tracker's own id of the run, where it was begun by an earlier process."""
 
     folder: Path
     name: str
@@ -45,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker's run: its id, how to write figures (GROUP/NAME → number) of one group at a step, go back to a step, and end."""
+    """A tracker's run: its id, how to write metrics (GROUP/NAME → number) of one group at a step, go back to a step, and end."""
 
     id: str
     write: Callable[[str, dict[str, float], int], None]
@@ -60,7 +60,7 @@ class Sink:
         self.name, self._tracker = name, tracker
 
     def event(self, event: Event) -> None:
-        """Hand over the figures of a step, eval or save event, under its group; go back where a checkpoint is loaded."""
+        """Hand over the metrics of a step, eval, save or rollout event, under its group; go back where a checkpoint is loaded."""
         if isinstance(event, Restore):
             self._guard(lambda tracker: tracker.rewind(event.step))
         elif isinstance(event, Step | Eval | Save | Rollout):
@@ -158,7 +158,7 @@ def _line(error: Exception) -> str:
 
 
 def _tensorboard(run: Run) -> Tracker:
-    """Event files in RUN/tensorboard. Figures of steps that are done again are marked as void (purge_step)."""
+    """Event files in RUN/tensorboard. Metrics of steps that are done again are marked as void (purge_step)."""
     folder = str(run.folder / "tensorboard")
     make = importlib.import_module("torch.utils.tensorboard").SummaryWriter
     writer = make(folder)
@@ -195,7 +195,7 @@ def _mlflow(run: Run) -> Tracker:
 
 
 def _trackio(run: Run) -> Tracker:
-    """trackio's local store (or a Space, as its own variables say)."""
+    """trackio's local store (or a Space, where its own variables name one)."""
     trackio = importlib.import_module("trackio")
     trackio.init(project="drumline", name=run.known or run.name, config=run.config, resume="must" if run.known else "never")
     return Tracker(run.known or run.name, lambda _, numbers, step: trackio.log(numbers, step=step), trackio.finish)

@@ -17,7 +17,7 @@ from drumline.train.streams import Streams
 
 @dataclass(frozen=True)
 class FirstPass:
-    """`Algorithm.first_pass` on one rank. `counts`: no other rank tells the numbers of the same samples."""
+    """`Algorithm.first_pass` on one rank. `counts`: no other rank adds the numbers of the same samples."""
 
     algorithm: Algorithm
     read: Read
@@ -36,8 +36,8 @@ class FirstPass:
         )
 
     def numbers(self, batch: GlobalBatch) -> torch.Tensor:
-        """fp64[N, K]: what `read` tells of the N samples of the global batch, in its order, fillers left out. The same on every rank, and
-        on any number of ranks: each sample's numbers are told by one rank, and zeros are added to them."""
+        """fp64[N, K]: what `read` gives for the N samples of the global batch, in its order, fillers left out. The same on every rank, and
+        on any number of ranks: one rank adds each sample's numbers, the others add zeros."""
         numbers_of = self.engine.infer([self.algorithm.first_batch(b) for b in batch.micro_batches], self.read)
         table_GK = torch.zeros(len(batch.sample_ids), numbers_of[0].shape[1], dtype=torch.float64, device=self.device)
         if self.counts:

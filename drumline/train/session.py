@@ -304,9 +304,9 @@ class Session:
         self._require_prepared()
         began, sums = time.time(), dict[str, torch.Tensor]()
         rank, ranks = self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks
-        with ExitStack() as looking:
+        with ExitStack() as states:
             for model in self._models.values():
-                looking.enter_context(model.engine.looking())
+                states.enter_context(model.engine.evaluating())
             for samples, counts in held_out(dataset, micro_batch or self.plan.batch.eval_micro_batch, rank, ranks):
                 batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), collate(samples))
                 loss_sum, weight, *more = measure(batch)

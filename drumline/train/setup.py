@@ -103,9 +103,9 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         roles=roles,
     )
     if plan.engine == "pipeline":
-        from drumline.parallel.stages import find_layout
+        from drumline.parallel.stages import find_cuts
 
-        find_layout(models.on_meta(policy.hf_config, config.head))  # raises PlanError where it cannot be cut
+        find_cuts(models.on_meta(policy.hf_config, config.head))  # raises PlanError where it cannot be cut
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)

@@ -1,6 +1,6 @@
 """Names that libraries keep for themselves, one file a library: nobody else imports any (tests/unit/test_imports.py).
 
-Each is looked up when it is first asked for, so one that a version lacks costs only what needs it.
+Each is looked up when it is first used, so one that a version lacks costs only what needs it.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _find = __getattr__
 
 
 def packed_mask(mask_function: Callable[..., Any], positions_BT: Any, documents_BT: Any) -> Callable[..., Any]:
-    """Which tokens may meet where rows hold several documents: those of one document, as `mask_function` says by place.
+    """Which tokens may meet where rows hold several documents: those of one document for which `mask_function` holds.
 
-    Newer versions ask it by places in the document (5.23), older ones by places in the row (5.17); a run keeps to what its models do.
+    Newer versions call it with places in the document (5.23), older ones with places in the row (5.17), as their models do.
     """
     together = getattr(_find("masking_utils"), "packed_sequence_compatibility_function", None)
     if together is not None:

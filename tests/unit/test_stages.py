@@ -20,7 +20,7 @@ from drumline.core.stages import Cost, balance, bubble, stage_cost
 from drumline.errors import PlanError
 from drumline.hardware.detect import Machine
 from drumline.models.small import Tokens
-from drumline.parallel.stages import Absent, Stage, find_layout, look, part, stages_make_the_whole, tied
+from drumline.parallel.stages import Absent, Stage, find_cuts, look, part, stages_make_the_whole, tied
 
 MACHINE = Machine(devices=[], cores=2, memory_bytes=2**34, device="cpu", bf16=False)
 # Llama 3.2 1B: the head alone is worth more than four of the 16 layers.
@@ -136,11 +136,11 @@ def tiny(kind: str, **over: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     model = tiny(kind).eval()
-    layout = find_layout(model)
-    held = [part(model, layout, list(RANGES[rank::2])) for rank in range(2)]
+    cuts = find_cuts(model)
+    held = [part(model, cuts, list(RANGES[rank::2])) for rank in range(2)]
     names = [{name for name, _ in one.named_parameters()} for one in held]
     assert names[0] | names[1] == {name for name, _ in model.named_parameters()}
-    assert names[0] & names[1] == set(tied(model, layout))
+    assert names[0] & names[1] == set(tied(model, cuts))
 
     ids = torch.arange(24).view(2, 12) % 64
     batch = Tokens(ids)
@@ -149,7 +149,7 @@ def test_stages_make_the_whole_model_with_its_gradients(kind: str) -> None:
     model.zero_grad()
     passed: Any = None
     for index, bounds in enumerate(RANGES):
-        passed = Stage(held[index % 2], layout, bounds).eval().run(batch, passed)
+        passed = Stage(held[index % 2], cuts, bounds).eval().run(batch, passed)
     logits = passed.logits_BTV
     if logits is None:
         logits = nn.functional.linear(passed.hidden_BTD, passed.weight_VD, passed.bias_V)
@@ -164,7 +164,7 @@ def test_blocks_that_share_weights_are_refused() -> None:
     model = tiny("llama")
     model.model.layers[3].mlp = model.model.layers[1].mlp
     with pytest.raises(PlanError, match="share weights"):
-        find_layout(model)
+        find_cuts(model)
 
 
 def test_weights_used_between_blocks_are_refused() -> None:
@@ -183,14 +183,14 @@ def test_a_trunk_that_looks_into_its_blocks_is_refused() -> None:
     model.model.register_forward_pre_hook(lambda *_: seen.clear())
     for block in model.model.layers:
         block.register_forward_hook(lambda _m, _i, out: out + seen[-1] if seen else out)
-    layout = look(model, IDS_BT)
+    cuts = look(model, IDS_BT)
     with torch.no_grad():
-        assert not stages_make_the_whole(model, layout, ((0, 2), (2, 4)), 2, IDS_BT)
+        assert not stages_make_the_whole(model, cuts, ((0, 2), (2, 4)), 2, IDS_BT)
 
 
 def test_a_part_holds_no_weights_of_others() -> None:
     model = tiny("llama", tie_word_embeddings=False)
-    layout = find_layout(model)
-    middle = part(model, layout, [(1, 2)])
+    cuts = find_cuts(model)
+    middle = part(model, cuts, [(1, 2)])
     assert {name.split(".")[2] for name, _ in middle.named_parameters()} == {"1"}
     assert isinstance(middle.model.layers[0], Absent) and not isinstance(model.model.layers[0], Absent)

@@ -11,7 +11,7 @@ from drumline.algorithms.base import Algorithm, LossOut
 from drumline.algorithms.classify.spec import ClassifyConfig
 from drumline.data.batches import IGNORE
 
-TOP = 5  # top-5 accuracy says something from twice as many classes on
+TOP = 5  # top-5 accuracy means something from twice as many classes on
 
 
 class Classify(Algorithm):

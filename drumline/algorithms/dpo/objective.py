@@ -1,6 +1,6 @@
-"""Direct preference optimisation (Rafailov et al. 2023) and its kin: weighted sums of `losses.LOSSES`, where the formulas are.
+"""Direct preference optimisation (Rafailov et al. 2023) and its kin: weighted sums of `pair_losses.LOSSES`, where the formulas are.
 
-The SFT term is each pair's own mean over the chosen answer's tokens; TRL's `sft` loss is one mean over all tokens of a batch, which hangs
+The SFT term is each pair's own mean over the chosen answer's tokens; TRL's `sft` loss is one mean over all tokens of a batch, which depends
 on how the batch is cut.
 """
 
@@ -24,7 +24,7 @@ class DPO(AnswerPairs):
     spec: DPOConfig
 
     def objective(self, outputs: Any, batch: Any) -> LossOut:
-        assert batch.reference_B is not None, "the stream adds what the reference says"
+        assert batch.reference_B is not None, "the stream adds the reference's log-probabilities"
         log_probs_B, tokens_B = self.score(outputs, batch), answer_tokens(batch)
         score_B = log_probs_B - batch.reference_B
         pairs = self._pairs(score_B, tokens_B, None if batch.first is None else match(batch.first.numbers_NK)[batch.places_P])

@@ -17,7 +17,7 @@ class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
     The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it stands in the batch's advantages and returns;
-    here it is a figure alone. Where the value is a model of its own, policy and value are two objectives.
+    here it is a metric alone. Where the value is a model of its own, policy and value are two objectives.
     """
 
     def __init__(self, spec: PPOConfig) -> None:
@@ -26,7 +26,7 @@ class PPO(PolicyGradient):
 
     @property
     def objective(self) -> Any:
-        """The objective of the one model, or of each role that learns."""
+        """The objective of the one model, or of each trainable role."""
         roles: Mapping[str, Any] = {"policy": self.policy, "value": self.value}
         return roles if self.spec.value == "separate" else self.both
 
@@ -54,8 +54,8 @@ class PPO(PolicyGradient):
         if self.spec.value_clip is not None:
             old_BT = batch.old_values_BT
             clip = self.spec.value_clip
-            held_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
-            error_BT = torch.maximum(error_BT, (held_BT - returns_BT).square())
+            bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
+            error_BT = torch.maximum(error_BT, (bounded_BT - returns_BT).square())
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
         return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
 

@@ -1,4 +1,4 @@
-"""What a user's objective gives, looked at and made into the sums that the engine adds up."""
+"""What a user's objective gives, checked and made into the sums that the engine adds up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHT = "weight"
 
 
 class PythonObjective(Algorithm):
-    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are told divided by the weight."""
+    """`function(model, batch)` gives the loss summed over the micro-batch, and other sums by name, which are reported over the weight."""
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         self.function, self.name = function, name

@@ -28,7 +28,7 @@ def spread(
     dtype = gathered_in(plan, isinstance(roots[0][0], Plain))
     first, *more_roots = [apply_fsdp2(root, inner, options, data_mesh(whole), dtype) for root, inner in roots]
     values.fill(model, offloaded=plan.offload == "cpu")
-    # torch's stages hold the reduction back until the last micro-batch, and then ask for it themselves.
+    # torch's stages hold the reduction back until the last micro-batch, and then start it themselves.
     sync = options.sync_each_micro_batch and plan.engine != "pipeline"
     return Sharded(first, sync, casts=dtype is not None, more_roots=more_roots)
 

@@ -92,7 +92,7 @@ class LocalEngine(NativeEngine):
         return waited
 
     def exchange(self) -> None:
-        """What the ranks do when they come together; afterwards `together` says whether all hold the same. Collective."""
+        """What the ranks do when they come together; afterwards `together` is whether all hold the same. Collective."""
         average(list(self.apart.values()), self.ranks)
         self.together = True
 

@@ -106,7 +106,7 @@ def with_own(strategy: Z, base_dir: Path) -> Z:
 
 
 def adopt(config: Config, strategy: Zero) -> Config:
-    """The config with what only the user's DeepSpeed config says: batch sizes, precision, offloading, ZeRO++."""
+    """The config with what only the user's DeepSpeed config sets: batch sizes, precision, offloading, ZeRO++."""
     own, update = flat(_own(strategy)), dict[str, Any]()
     if config.batch == BatchConfig():
         update["batch"] = BatchConfig(**{ours: own[theirs] for theirs, ours in BATCH.items() if isinstance(own.get(theirs), int)})
@@ -167,13 +167,13 @@ def _own(strategy: Zero) -> dict[str, Any]:
 
 
 def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
-    """Dotted path → what the user's own DeepSpeed config says, `auto` for sizes filled in."""
+    """Dotted path → its value in the user's own DeepSpeed config, `auto` for sizes filled in."""
     own = _own(strategy)
     return flat(_without_auto(own, _sizes(facts))) if own else {}
 
 
 def _ruled(decided: Decided, strategy: Zero) -> dict[str, Ruled]:
-    """What the YAML says, by DeepSpeed's names. Where it says nothing of offloading and ZeRO++, the user's file has its way."""
+    """What the YAML sets, by DeepSpeed's names. Where it sets no offloading and no ZeRO++, the user's file decides."""
     config, fp16 = decided.config, decided.precision == "fp16"
     ruled = {
         "train_batch_size": Ruled(decided.batch.global_samples, "batch.global_samples"),
@@ -205,7 +205,7 @@ def _offloaded(part: str, option: Offload, where: str) -> dict[str, Ruled]:
 
 
 def _defaults(decided: Decided, strategy: Zero) -> dict[str, Any]:
-    """What holds where neither the user nor the plan says anything."""
+    """What holds where neither the user nor the plan sets a value."""
     made: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if decided.facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.

@@ -70,7 +70,7 @@ def prepare(
     apply_activation_checkpointing(model, plan.activation_checkpointing)
     apply_compile(model, plan.config.compile)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Before anything is cut: which matrices decay is told by their shapes.
+    # Before anything is cut: shapes decide which weights decay.
     # torch's own on the host too: DeepSpeedCPUAdam is as fast, rounds 1 − β₂ (second moments 1.3e-5 off) and has to be compiled.
     optimizer = make_optimizer(model) if make_optimizer else new_optimizer(trainable, plan.config.optimizer)
     require_slots(optimizer)
@@ -155,7 +155,7 @@ class DeepSpeedEngine(ForwardEngine):
         return precise((self.engine if torch.is_grad_enabled() else self.engine.module)(lowered((args, kwargs), self.precision)))
 
     def backward(self, loss_sum: torch.Tensor, denominator: float) -> None:
-        # DeepSpeed averages over ranks and, told so, divides by nothing else.
+        # DeepSpeed averages over ranks and, with this option, divides by nothing else.
         self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
 
     def divide(self, by: float) -> None:
@@ -166,7 +166,7 @@ class DeepSpeedEngine(ForwardEngine):
             self.divisor = 1.0
 
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights that learn as they are kept, in fp32; the others in the type that they compute in."""
+        """Trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
         for name, tensor in all_tensors(self.model).items():
             if name in self.trainable:
                 yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
@@ -185,7 +185,7 @@ class DeepSpeedEngine(ForwardEngine):
         else:
             norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
         value = float(norm) / self._scale()
-        self.own_norm = value if value >= 0 else float("inf")  # a negative one is DeepSpeed's word for inf and NaN
+        self.own_norm = value if value >= 0 else float("inf")  # DeepSpeed gives a negative one for inf and NaN
         return torch.tensor(self.own_norm, dtype=torch.float64, device=self.engine.device)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def _skip(self) -> None:
         self.divisor = 1.0
-        # Told that the norm is infinite, DeepSpeed leaves the weights, lowers its loss scale and forgets the gradients.
+        # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
         with self._telling(infinite_norm[self.measure]):
@@ -242,7 +242,7 @@ class DeepSpeedEngine(ForwardEngine):
         if not self.rescales():
             return {}
         scaler = self.zero.loss_scaler
-        # As LossScale says it, for the other engines.
+        # In the form of LossScale, for the other engines.
         return {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -285,7 +285,7 @@ class DeepSpeedEngine(ForwardEngine):
     @contextlib.contextmanager
     def _telling(self, norms: Any) -> Iterator[None]:
         """Within, DeepSpeed's step takes `norms` for what it would measure."""
-        if self.measure == "get_grads_for_norm" and norms is self.norms:  # it also asks this for what to clip
+        if self.measure == "get_grads_for_norm" and norms is self.norms:  # it also takes from this what to clip
             yield
             return
         setattr(self.zero, self.measure, lambda *_, **__: norms)
@@ -349,7 +349,7 @@ class DeepSpeedEngine(ForwardEngine):
         if not self.sharded:
             safe_set_full_fp32_param(parameter, full) if slot is None else safe_set_full_optimizer_state(parameter, full, slot)
             return
-        # By the local call: the one for whole tensors asks for sizes that the ranks divide.
+        # By the local call: the one for whole tensors requires sizes that the ranks divide.
         own = part(full, self.rank, dist.get_world_size())
         if slot is None:
             parameter.data.copy_(full)

@@ -15,7 +15,7 @@ from drumline.parallel.forward import LOW_PRECISION
 
 
 class InTurn(nn.Module):
-    """What zero.Init is given for a module: each of its parameters is cut before it asks for the next."""
+    """What zero.Init is given for a module: each of its parameters is cut before the next one is made."""
 
     def __init__(self, module: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def filled(
     plan: Plan, model: nn.Module, values: Values, masters: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[nn.Parameter]:
     """The model's parameters, in the type that they compute in; a block is filled when all of those before it have been taken. Where that
-    type is not fp32, `masters` gets what `keep` leaves of those that learn."""
+    type is not fp32, `masters` gets what `keep` leaves of the trainable ones."""
     low = LOW_PRECISION.get(plan.precision)
     left = {id(module): module for module in model.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of this machine, looked at before any rank starts; its helper for NVMe is compiled here, while no rank waits."""
+"""What DeepSpeed requires of this machine, checked before any rank starts; its helper for NVMe is compiled here, while no rank waits."""
 
 from __future__ import annotations
 
