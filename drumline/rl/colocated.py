@@ -13,10 +13,10 @@ from typing import Any
 
 from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
-from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, require_room
 from drumline.rl.sampling import Completion, Request
-from drumline.rl.vllm import VLLMClient, require_whole
+from drumline.rl.vllm import VLLMClient
 
 
 class VLLMEngine(VLLMClient):
@@ -44,22 +44,9 @@ class VLLMEngine(VLLMClient):
         return [self._completion(output.outputs[0]) for output in outputs]
 
     def refresh(self, weights: Weights) -> None:
-        """Take over all weights. Collective where they are. Raises PlanError for an adapter's names, after the last weight."""
-        mistakes: list[PlanError] = []
-
-        def whole() -> Weights:
-            for name, tensor in weights:  # to the end also where one does not fit: the other ranks go on
-                try:
-                    require_whole(name)
-                except PlanError as error:
-                    mistakes.append(error)
-                if not mistakes:
-                    yield name, tensor
-
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": whole()})
+        """Take over all weights. Collective where they are."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.reset_prefix_cache()
-        if mistakes:
-            raise mistakes[0]
 
     def _completion(self, made: Any) -> Completion:
         tokens = list(made.token_ids)

@@ -26,7 +26,7 @@ from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
-from drumline.errors import DrumlineError, EnvironmentFault, PlanError
+from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.rl.generate import WHERE, Weights, require_room
 from drumline.rl.sampling import Completion, Request, request_seed
 
@@ -196,8 +196,8 @@ class WeightFolder:
         self.turn = 0
 
     def refresh(self, weights: Weights) -> None:
-        """Collective: all ranks go through the weights, and none goes on before the server has them. Raises PlanError for an adapter's
-        names, EnvironmentFault where the folder cannot be written, DrumlineError where the server fails; on all ranks."""
+        """Collective: all ranks go through the weights, and none goes on before the server has them. Raises EnvironmentFault where the
+        folder cannot be written, DrumlineError where the server fails; on all ranks."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         failure: DrumlineError | None = None
         files = _Files(self.folder / f"{self.turn % 2}", self.dtype) if first else None
@@ -205,10 +205,9 @@ class WeightFolder:
             if files is None or failure is not None:
                 continue
             try:
-                require_whole(name)
                 files.add(name, tensor)
-            except (OSError, PlanError) as error:
-                failure = _unwritten(self.folder, error) if isinstance(error, OSError) else error
+            except OSError as error:
+                failure = _unwritten(self.folder, error)
         if files is not None and failure is None:
             try:
                 files.close()
@@ -257,13 +256,6 @@ class _Files:
         except SafetensorError as error:
             raise OSError(str(error)) from None
         self.shard, self.bytes = {}, 0
-
-
-def require_whole(name: str) -> None:
-    """Raises PlanError for a weight of an adapter, which vLLM's models have no place for."""
-    if ".base_layer." in name or ".lora_" in name:
-        what = "vLLM is handed whole weights, and these have an adapter beside them"
-        raise PlanError(what, where=WHERE, fix="use generator=hf, or adapter=none")
 
 
 def _unwritten(folder: Path, error: OSError) -> EnvironmentFault:
