@@ -5,11 +5,11 @@
         engine.forward_backward(…)          # its phases, forward and backward, come from autograd itself
         live.phase = "clip";  norm = engine.grad_norm()
         live.phase = "step";  engine.step(…)
-    live.base, live.peak, live.phase_of_peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
+    live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
 
-Works on any device; a CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors:
-views share one), each with a weak reference, whose callback runs when it goes. It may be entered beside `telemetry.traffic.SentBytes`, in
-either order. A step under it takes several times as long.
+A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors: views share one),
+each with a weak reference, whose callback runs when it goes. It may be entered beside `telemetry.traffic.SentBytes`, in either order. A
+step under it takes several times as long.
 
 Not seen: what a kernel takes and gives back inside of itself; what compiled code (torch.compile) keeps for its own backward.
 """
@@ -30,25 +30,23 @@ Phase = Literal["forward", "backward", "clip", "step"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, follows the bytes of all storages on one kind of device.
+    """While it is entered, follows the bytes of all storages on the CPU.
 
     `current`: bytes that live now. `base`: those that lived when it was entered first. `peak`: the most there have been at once, after
-    any operator, in `phase_of_peak`; `peaks`: the same of each phase. `phase`: set it to `clip` or `step`; None leaves it to autograd
+    any operator; `peaks`: the same of each phase. `phase`: set it to `clip` or `step`; None leaves it to autograd
     (`backward` inside of its engine, recomputation included, else `forward`).
 
     While any dispatch mode is on, autograd adds the gradients of a weight that is used twice in a tensor of its own, and otherwise in
     place: where backward's end is the peak, a tied embedding is seen with one gradient more than a run without the mode has.
     """
 
-    def __init__(self, device: str = "cpu", fake: bool = False) -> None:
-        """`device`: its type. `fake`: count FakeTensors alone; otherwise real ones alone."""
+    def __init__(self, fake: bool = False) -> None:
+        """`fake`: count FakeTensors alone; otherwise real ones alone."""
         super().__init__()
-        self.device, self.fake = device, fake
+        self.fake = fake
         self.phase: Phase | None = None
         self.base = self.current = self.peak = 0
-        self.phase_of_peak: Phase = "forward"
         self.peaks: dict[Phase, int] = {}
-        self.ignores = False  # set by a caller while what is made does not belong to the step
         self._sizes: dict[int, int] = {}  # by the address of the storage's object, while that lives
         self._unknown: dict[int, int] = {}  # of these, not in `current` yet
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -84,8 +82,6 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as the local operators that it is made of
-        if self.ignores:
-            return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf, unknown=True)
@@ -100,9 +96,9 @@ class LiveBytes(TorchDispatchMode):
         """`unknown`: should it be new, then because nobody showed it before."""
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor):
-                counts = self.fake and part.fake_device.type == self.device
+                counts = self.fake and part.fake_device.type == "cpu"
             else:
-                counts = not self.fake and part.device.type == self.device and part.layout is torch.strided
+                counts = not self.fake and part.device.type == "cpu" and part.layout is torch.strided
             if counts:
                 storage = part.untyped_storage()
                 key = id(storage)
@@ -144,10 +140,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self) -> None:
         phase: Phase = self.phase or ("backward" if current_graph_task_id() != -1 else "forward")
-        if self.current > self.peaks.get(phase, -1):
-            self.peaks[phase] = self.current
-            if self.current > self.peak:
-                self.peak, self.phase_of_peak = self.current, phase
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self.current)
+        self.peak = max(self.peak, self.current)
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -35,7 +35,8 @@ def steps(plan: Any) -> dict[str, Any]:
         norm = engine.grad_norm()
         live.phase = "step"
         engine.step(1e-3, norm, torch.isfinite(norm))
-    return {"held": held, "base": live.base, "peak": live.peak, "in": live.phase_of_peak, "peaks": live.peaks, "after": live.current}
+    phase = max(live.peaks, key=live.peaks.__getitem__)
+    return {"held": held, "base": live.base, "peak": live.peak, "in": phase, "peaks": live.peaks, "after": live.current}
 
 
 def main(paths: list[str]) -> None:
