@@ -64,12 +64,15 @@ def prepare(
     apply_compile(model, config.compile)
     around = module.sequence.around if module.sequence is not None else contextlib.nullcontext
     own = {} if make_optimizer is None else {"make_optimizer": make_optimizer}
-    return engine(plan, model, _spread(plan, whole, model, module, values, overlaps), around, **own)
+    spread = spread_over_data(plan, whole, model, [(module, model)], module, values, overlaps)
+    return engine(plan, model, spread, around, **own)
 
 
-def _spread(plan: Plan, whole: DeviceMesh | None, model: nn.Module, module: nn.Module, values: Values, overlaps: bool) -> Spread:
-    """Data parallelism goes on last, around everything: the strategy's own, or copies."""
-    own: Spread | None = plan.config.strategy.spread(plan, whole, model, [(module, model)], values)
+def spread_over_data(
+    plan: Plan, whole: DeviceMesh | None, model: nn.Module, roots: list[tuple[Any, Any]], module: nn.Module, values: Values, overlaps: bool
+) -> Spread:
+    """Data parallelism goes on last, around everything: the strategy's own, or copies of `module`. `roots`: see StrategySpec.spread."""
+    own: Spread | None = plan.config.strategy.spread(plan, whole, model, roots, values)
     if own is not None:
         return own
     values.fill(model)

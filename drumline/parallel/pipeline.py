@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
 from drumline.core.plan import Plan
-from drumline.dist.mesh import device_mesh, gradient_group
+from drumline.dist.mesh import device_mesh
 from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.models.shards import Values
-from drumline.parallel.data_parallel import BucketedAllReduce, Sharded, Spread, Unreplicated
+from drumline.parallel.data_parallel import Sharded, Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import ForwardEngine, whole
-from drumline.parallel.native import NativeEngine
+from drumline.parallel.native import NativeEngine, spread_over_data
 from drumline.parallel.norms import global_norm, local
 from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
@@ -39,25 +39,14 @@ SCHEDULES: dict[str, Any] = {
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
     "model_parallel": pipelining.ScheduleGPipe,
 }
+P = TypeVar("P", bound="ForwardPipeline")
 
 
-def prepare(plan: Plan, model: nn.Module, values: Values) -> PipelineEngine:
+def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     """Cut a model (laid out without weights, or whole on the CPU) as planned, spread this rank's stages, and fill those. Collective.
 
     Raises PlanError for a model that cannot be cut.
     """
-    parts, shared = _cut(plan, model, values)
-    return PipelineEngine(plan, *parts, shared=shared)
-
-
-def prepare_frozen(plan: Plan, model: nn.Module, values: Values) -> ForwardPipeline:
-    """`prepare` for a model that only answers."""
-    parts, _ = _cut(plan, model, values)
-    return ForwardPipeline(plan, *parts)
-
-
-def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
-    """What a ForwardPipeline is made of; and the names of the weights that both ends hold."""
     assert plan.pipeline is not None and plan.pipeline.layers, "workers get plans of known models"
     whole = device_mesh(plan.mesh, plan.device)
     rank, layers = whole["pp"].get_local_rank(), plan.pipeline.layers
@@ -73,23 +62,14 @@ def _cut(plan: Plan, model: nn.Module, values: Values) -> tuple[Any, list[str]]:
     apply_activation_checkpointing(model_part, plan.activation_checkpointing)
     apply_compile(model_part, plan.config.compile)
     stages = [StageWithObjective(Stage(model_part, cuts, layers[index], dtype)) for index in mine]
-    spread = _spread(plan, model_part, stages, whole, values)
-    return (model_part, spread, stages, cuts, whole["pp"], torch.device(values.device)), shared
+    roots = [(stage, stage.stage.model) for stage in stages]
+    spread = spread_over_data(plan, whole, model_part, roots, model_part, values, overlaps=False)
+    return engine(plan, model_part, spread, stages, cuts, whole["pp"], torch.device(values.device), shared)
 
 
 def _boundary_dtype(plan: Plan) -> torch.dtype:
     """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
     return gathered_in(plan) or torch.float32
-
-
-def _spread(plan: Plan, model: nn.Module, stages: list[StageWithObjective], whole: DeviceMesh, values: Values) -> Spread:
-    own: Spread | None = plan.config.strategy.spread(plan, whole, model, [(stage, stage.stage.model) for stage in stages], values)
-    if own is not None:
-        return own
-    values.fill(model)
-    if plan.mesh.data_ranks * plan.mesh.cp > 1:
-        return BucketedAllReduce(model, gradient_group(whole), int(plan.config.strategy.copies().bucket_cap_mb * 2**20))
-    return Unreplicated(model)
 
 
 class StageWithObjective(nn.Module):
@@ -187,13 +167,14 @@ class ForwardPipeline(PartOfPipeline):
         cuts: Cuts,
         pp: DeviceMesh,
         place: torch.device,
+        shared: list[str],
     ) -> None:
-        """`place`: where stages compute."""
+        """`place`: where stages compute. `shared`: names of the weights that both ends hold."""
         super().__init__(plan, model, spread)
         self.stages, self.cuts, self.group = stages, cuts, pp.get_group()
         self.rank, self.ranks = pp.get_local_rank(), pp.size()
         self.dtype = _boundary_dtype(plan)
-        self.place = place
+        self.place, self.shared = place, shared
         for stage in stages:
             stage.autocast = self._autocast
 
@@ -255,11 +236,11 @@ class ForwardPipeline(PartOfPipeline):
 class PipelineEngine(ForwardPipeline, NativeEngine):
     """Engine over a rank's stages. What it does not override is done as on one process, to the parameters that this rank holds."""
 
-    def __init__(self, plan: Plan, *parts: Any, shared: list[str]) -> None:
-        """`parts`: as of ForwardPipeline. `shared`: names of the weights that both ends hold."""
+    def __init__(self, plan: Plan, *parts: Any) -> None:
+        """`parts`: as of ForwardPipeline."""
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
-        self.shared = [name for name in shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.shared = [name for name in self.shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
         self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in self.stages:
             stage.splits_backward = plan.pipeline.schedule == "zero_bubble"

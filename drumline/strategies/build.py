@@ -79,7 +79,9 @@ def _prepared(plan: Plan, model: Any, values: Values, **options: Any) -> Any:
     if plan.engine == "pipeline":
         from drumline.parallel import own_pipeline, pipeline
 
-        return own_pipeline.prepare(plan, model, values, **options) if options else pipeline.prepare(plan, model, values)
+        if options:
+            return own_pipeline.prepare(plan, model, values, **options)
+        return pipeline.prepare(plan, model, values, pipeline.PipelineEngine)
     from drumline.parallel.native import NativeEngine, prepare
 
     return prepare(plan, model, values, NativeEngine, **options)
@@ -158,7 +160,7 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
     if plan.engine == "pipeline":
         from drumline.parallel import pipeline
 
-        return pipeline.prepare_frozen(plan, model, values)
+        return pipeline.prepare(plan, model, values, pipeline.ForwardPipeline)
     from drumline.parallel.native import prepare
 
     engine = prepare(plan, model, values, ForwardEngine)

@@ -66,7 +66,11 @@ class LocalEngine(NativeEngine):
         # A norm over more gradients than these (of a composite engine) raises each rank's own in proportion.
         super().step(lr, self.own_norm * torch.where(self.shared_norm == 0, 1.0, grad_norm / self.shared_norm), finite)
         self.together = False
-        self._end_step()
+        self.steps += 1  # a step that was passed over counts like any other
+        if self.strategy.averages(self.steps - 1):
+            began = time.perf_counter()
+            self.exchange()
+            self.waited = time.perf_counter() - began
 
     def _come_together(self) -> None:
         if not self.together:
@@ -95,14 +99,6 @@ class LocalEngine(NativeEngine):
         """What the ranks do when they come together; afterwards `together` is whether all hold the same. Collective."""
         average(list(self.apart.values()), self.ranks)
         self.together = True
-
-    def _end_step(self) -> None:
-        """Come together where it is time to; a step that was passed over counts like any other."""
-        self.steps += 1
-        if self.strategy.averages(self.steps - 1):
-            began = time.perf_counter()
-            self.exchange()
-            self.waited = time.perf_counter() - began
 
 
 @torch.no_grad()
