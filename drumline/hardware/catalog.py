@@ -88,34 +88,14 @@ NETWORK = re.compile(r"^(?:(\d+)x)?(\d+(?:\.\d+)?)gb(?:e|ps|it)?$")
 # Of 400 Gb/s, 340 are reached in all-reduce tests (AWS EFA v1; Bekman, Networking).
 NETWORK_EFFICIENCY, NETWORK_LATENCY = 0.85, 14e-6
 
-# What others say → what the catalog says.
+# What people call a device → its name in the catalog. Memory as the box has it tells nothing where the catalog has one size alone.
 _VENDORS = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|hbm\d?e?|gpu"
-_SAME = {
-    "a100": "a100-80g",
-    "a800": "a800-80g",
-    "v100": "v100-32g",
-    "a6000-48g": "a6000",
-    "6000-ada-48g": "6000-ada",
-    "6000-ada-generation": "6000-ada",
-    "h20-96g": "h20",
-    "gb200-186g": "gb200",
-    "gb200-192g": "gb200",
-    "h100": "h100-80g",
-    "h100-94g": "h100-nvl",
-    "h200-141g": "h200",
-    "h200-144g": "h200",
-    "b200-180g": "b200",
-    "b200-192g": "b200",
-    "l40s-48g": "l40s",
-    "a10-24g": "a10",
-    "t4-16g": "t4",
-    "3090-24g": "3090",
-    "4090-24g": "4090",
-    "5090-32g": "5090",
-    "mi300x-192g": "mi300x",
-}
+_BOXES = "a6000-48g 6000-ada-48g h20-96g gb200-186g gb200-192g h200-141g h200-144g b200-180g b200-192g l40s-48g a10-24g t4-16g 3090-24g"
+_SAME = {name: name.rpartition("-")[0] for name in f"{_BOXES} 4090-24g 5090-32g mi300x-192g".split()}
+_SAME |= {"a100": "a100-80g", "a800": "a800-80g", "v100": "v100-32g", "h100": "h100-80g", "h100-94g": "h100-nvl"}
+_SAME["6000-ada-generation"] = "6000-ada"
 _SAME_LINKS = {"xgmi": "infinity-fabric", "gloo": "loopback", "lo": "loopback", "pcie": "pcie4"}
-# Of these there are several: what was taken is told.
+# Names that several devices share: the user reads which one was taken.
 AMBIGUOUS = {
     "a100": "a100-80g (there is a100-40g, too)",
     "v100": "v100-32g (there is v100-16g, too)",
@@ -155,41 +135,21 @@ def nearest(name: str, known: list[str]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- by the driver's name
 
-# Words that stand next to each other in the driver's name → devices of the catalog; of several, the one whose memory is nearest.
-DRIVERS: dict[str, tuple[str, ...]] = {
-    "B200": ("b200",),
-    "H200": ("h200",),
-    "H200 NVL": ("h200-nvl",),
-    "H100": ("h100-80g",),
-    "H100 NVL": ("h100-nvl",),
-    "H100 PCIe": ("h100-pcie",),
-    "A100": ("a100-40g", "a100-80g"),
-    "A800": ("a800-80g",),
-    "H20": ("h20",),
-    "GB200": ("gb200",),
-    "V100 SXM2": ("v100-16g", "v100-32g"),
-    "V100 SXM3": ("v100-32g",),
-    "RTX A6000": ("a6000",),
-    "RTX 6000 Ada": ("6000-ada",),
-    "L40S": ("l40s",),
-    "A10": ("a10",),
-    "T4": ("t4",),
-    "RTX 3090": ("3090",),
-    "RTX 4090": ("4090",),
-    "RTX 5090": ("5090",),
-    "MI300X": ("mi300x",),
-}
+# Words that stand next to each other in the driver's name of a device of the catalog.
+DRIVERS = ("B200", "H200", "H200 NVL", "H100", "H100 NVL", "H100 PCIe", "A100", "A800", "H20", "GB200", "V100 SXM2", "V100 SXM3", "L40S",
+           "RTX A6000", "RTX 6000 Ada", "A10", "T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X")  # fmt: skip
 # A slice of a device, or another chip that carries the name of a known one.
 OTHERS = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
-    """The device that a driver calls so; None where it is not in the catalog."""
+    """The device by the name that its driver gives, of several sizes the one nearest in memory; None where the catalog lacks it."""
     parts = device_name.replace("-", " ").split()
     found = [key for key in DRIVERS if _within(key.split(), parts)]
     if not found or OTHERS & set(parts):
         return None
-    specs = [DEVICES[name] for name in DRIVERS[max(found, key=len)]]
+    known = plain(max(found, key=len))
+    specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]
     return min(specs, key=lambda spec: abs(spec.memory_bytes - (memory_bytes or 0)))
 
 
