@@ -1,6 +1,6 @@
 """Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words.
 
-Tables say what each key becomes (`accelerate`, `deepspeed`, `training`), rules do it (`sheet`), and `groups` puts together what stands
+Tables say what each key becomes (`accelerate`, `deepspeed`, `arguments`), `rules` do it, and `groups` puts together what stands
 in several keys. Nothing is dropped in silence: a key without a meaning gets a note, one whose effect cannot be had is an error.
 """
 
@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.accelerate import accelerate_file
-from drumline.compat.arguments import TABLE
+from drumline.compat.arguments import SECTIONS, TABLE, training_arguments
 from drumline.compat.combine import deepspeed_file
 from drumline.compat.sheet import Sheet, Source, listed
-from drumline.compat.training import SECTIONS, training_arguments
 from drumline.core.config import Config
 from drumline.core.yaml_lines import Place
 

@@ -7,24 +7,8 @@ from __future__ import annotations
 
 from drumline.compat.combine import low_precision, own_deepspeed_file
 from drumline.compat.deepspeed import STAGES, clip, device, put_offload
-from drumline.compat.sheet import (
-    AUTO,
-    Old,
-    Rule,
-    Sheet,
-    flag,
-    gone,
-    later,
-    name_list,
-    nothing,
-    one_of,
-    only,
-    read,
-    refuse,
-    switch,
-    to,
-    whole,
-)
+from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
+from drumline.compat.sheet import AUTO, Old, Sheet, refuse
 from drumline.core.by_name import nearest
 from drumline.core.suggest import by_word
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from drumline.compat.deepspeed import deepspeed_config
-from drumline.compat.sheet import Old, Sheet, Source, flag, listed, one_of, refuse, shown
+from drumline.compat.rules import flag, one_of
+from drumline.compat.sheet import Old, Sheet, Source, listed, refuse, shown
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
 from drumline.foreign import read_text

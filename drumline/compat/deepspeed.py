@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.compat.sheet import AUTO, Old, Rule, Sheet, flag, gone, later, nothing, number, one_of, only, read, refuse, to, whole
+from drumline.compat.rules import Rule, flag, gone, later, nothing, number, one_of, only, read, to, whole
+from drumline.compat.sheet import AUTO, Old, Sheet, refuse
 from drumline.core.suggest import by_word
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}

@@ -1,12 +1,16 @@
-"""What training arguments say in several keys at once: rate, warm-up, when to save, data, adapters; and what they leave unsaid."""
+"""What training arguments say in several keys at once: losses of pairs, rate, warm-up, when to save, data, adapters; and their defaults."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from drumline.compat.combine import PRECISIONS, found, new_path
-from drumline.compat.sheet import Old, Sheet, contradiction, flag, name_list, number, one_of, pop, refuse, shown, whole
+from drumline.compat.rules import Rule, flag, later, name_list, number, one_of, to, whole
+from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
 from drumline.compat.strategy import choose
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.registry import find
+from drumline.core.suggest import by_word
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip
@@ -18,7 +22,7 @@ NO_SCHEDULES = {
 
 def combine(sheet: Sheet) -> None:
     """Every group in turn. What waits afterwards is accelerate's."""
-    for group in (_rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
+    for group in (_preferences, _rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
@@ -240,3 +244,69 @@ def defaults(sheet: Sheet, old: Old) -> None:
         filled.append(f"{dotted} {shown(value)}")
     if filled:
         sheet.notes.append(f"{old.source.name}: not said there, so transformers' own defaults: {', '.join(filled)}")
+
+
+# What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO.
+
+
+def _choices(field: str) -> tuple[str, ...]:
+    """What a field of DPO may be."""
+    dpo = find(AlgorithmSpec, "dpo")
+    assert dpo is not None
+    return get_args(dpo.model_fields[field].annotation)
+
+
+# A loss of theirs → the kind of algorithm. All but two are losses of DPO, under the names that it has them by.
+LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*_choices("loss"), "sft"), "dpo")}
+PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
+PREFERENCES: dict[str, Rule] = by_word(
+    {
+        "loss_type pref_loss loss_weights cpo_alpha pref_ftx": later(),
+        "beta pref_beta": to("algorithm.beta", number),
+        "label_smoothing dpo_label_smoothing": to("algorithm.label_smoothing", number),
+        "simpo_gamma": to("algorithm.gamma", number),
+        "f_divergence_type": to("algorithm.f_divergence"),
+        "f_alpha_divergence_coef": to("algorithm.f_alpha", number),
+        "discopop_tau": to("algorithm.discopop_tau", number),
+        "precompute_ref_log_probs": lambda sheet, old: sheet.put("algorithm.reference", "precomputed" if flag(old) else "live", old),
+        "ref_model ref_model_name_or_path": lambda sheet, old: sheet.put("algorithm.reference_model.id", str(old.value), old),
+    }
+)
+
+
+def _preferences(sheet: Sheet) -> None:
+    """loss_type and loss_weights, or pref_loss, say the algorithm; the weight of the likelihood has several names."""
+    old = pop(sheet, "loss_type", "pref_loss", "loss_weights", "cpo_alpha", "pref_ftx")
+    kind = old.get("loss_type") or old.get("pref_loss")
+    if kind is not None and "pref_loss" in old and kind is not old["pref_loss"]:
+        raise contradiction(old["pref_loss"], kind)
+    if kind is not None and str(kind.value) != "nll":
+        _losses(sheet, kind, old.get("loss_weights"))
+        if not {"learning_rate", "base_learning_rate"} & sheet.taken.keys() and sheet.get("optimizer.lr") is None:
+            sheet.put("optimizer.lr", PAIRS_RATE, kind)
+    for each in (old[name] for name in ("cpo_alpha", "pref_ftx") if name in old):
+        if number(each):
+            sheet.put("algorithm.sft_weight", number(each), each)
+
+
+def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:
+    names = name_list(old)
+    unknown = next((name for name in names if name not in LOSSES), None)
+    if unknown is not None:
+        raise refuse(old, f"no loss {unknown!r} here", f"there are nll, {', '.join(LOSSES)}")
+    algorithm = LOSSES[names[0]]
+    if len({LOSSES[name] for name in names}) > 1 or (len(names) > 1 and algorithm != "dpo"):
+        raise refuse(old, f"{', '.join(names)} are losses of different algorithms", "keep those of one")
+    values = [1.0] * len(names) if weights is None else weights.value
+    if not isinstance(values, list) or len(values) != len(names):
+        raise refuse(weights or old, f"{len(names)} losses and not as many weights", "give one weight for each")
+    sheet.put("algorithm.kind", algorithm, old)
+    pairs: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    if "sft" in pairs:
+        sheet.put("algorithm.sft_weight", pairs.pop("sft"), old)
+    if algorithm == "dpo" and not pairs:
+        raise refuse(old, "sft alone compares no answers", "use prompt and completion, without loss_type")
+    if algorithm == "dpo" and list(pairs.values()) == [1.0]:
+        sheet.put("algorithm.loss", next(iter(pairs)), old)
+    elif algorithm == "dpo":
+        sheet.put("algorithm.loss_weights", pairs, old)

@@ -8,7 +8,8 @@ from typing import Any
 from drumline.compat import accelerate as acc
 from drumline.compat.combine import found, load_file, own_deepspeed_file
 from drumline.compat.deepspeed import STAGES, deepspeed_config
-from drumline.compat.sheet import Old, Sheet, contradiction, flag, name_list, number, one_of, pop, refuse, whole
+from drumline.compat.rules import flag, name_list, number, one_of, whole
+from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse
 
 SHARDING = [name for name in acc.SHARDING if not name.isdigit()]
 STRATEGIES = {

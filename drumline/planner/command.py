@@ -24,9 +24,8 @@ from drumline.planner.report.flags import FLAGS, Flags, load_with_flags
 from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
-from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, why_not
-from drumline.planner.search.heuristics import heuristic_first
-from drumline.planner.search.probe import require_here
+from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, require_here, why_not
+from drumline.planner.search.auto import heuristic_first
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 

@@ -16,8 +16,7 @@ from drumline.core.data import FileSource
 from drumline.core.load import Loaded
 from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault
-from drumline.planner.search.answer import Answer, Candidate, corrected_answer
-from drumline.planner.search.probe import Probe, require_here
+from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
 from drumline.report.bars import OnProgress
 from drumline.telemetry.events import Event, Step, last_measurement, read
 

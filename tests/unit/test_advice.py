@@ -14,8 +14,7 @@ from drumline.errors import PlanError
 from drumline.planner.report.extra import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question
-from drumline.planner.search.auto import choose
-from drumline.planner.search.heuristics import chosen_by, disagreements, heuristic_first
+from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first
 from drumline.planner.search.search import fits, options_of, search
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, laid, question

@@ -16,8 +16,7 @@ from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.core.stages import plan_pipeline
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
-from drumline.planner.cost.host import host_memory
-from drumline.planner.cost.memory import flying, memory
+from drumline.planner.cost.memory import flying, host_memory, memory
 from drumline.planner.cost.states import Part, part, rank_params
 from tests.harness import LETTERS
 

@@ -13,8 +13,18 @@ from drumline.core.load import load
 from drumline.errors import EnvironmentFault
 from drumline.planner.question import ask
 from drumline.planner.report.check import describe_factors
-from drumline.planner.search.answer import Answer, Candidate, Refused, corrected_answer
-from drumline.planner.search.probe import Factors, Probe, corrected, factors_of, mean, require_here
+from drumline.planner.search.answer import (
+    Answer,
+    Candidate,
+    Factors,
+    Probe,
+    Refused,
+    corrected,
+    corrected_answer,
+    factors_of,
+    mean,
+    require_here,
+)
 from drumline.planner.search.search import search
 from drumline.train.probe import STEPS, best, random_rows, short
 from tests.harness import drumline, write_config

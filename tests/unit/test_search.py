@@ -13,8 +13,7 @@ from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, options_of, search
-from drumline.planner.search.space import describe, search_space
+from drumline.planner.search.search import CHECKPOINTING, FEW, describe, fits, look_at, options_of, search, search_space
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, question
 

@@ -10,8 +10,7 @@ from drumline.core.estimate import Activations, Estimate
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.host import host_memory
-from drumline.planner.cost.memory import memory
+from drumline.planner.cost.memory import host_memory, memory
 from drumline.planner.cost.times import seconds
 from drumline.planner.cost.traffic import flows
 

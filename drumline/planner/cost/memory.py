@@ -4,7 +4,8 @@
 states.native_state, zero_state              ──▶ what lies between steps, exact
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
 buffers.buffers_of                           ──▶ gathered weights, buckets, copies
-auxiliary.auxiliary_of                             ──▶ models besides the policy, rollouts
+buffers.auxiliary_of                         ──▶ auxiliary models, rollouts
+host_memory                                  ──▶ bytes of a host: while weights are loaded, while it trains, saves, exports
 """
 
 from __future__ import annotations
@@ -12,24 +13,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from drumline.core.estimate import Activations, Memory
+from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.hardware.cluster import Cluster
 from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
-from drumline.planner.cost.auxiliary import auxiliary_of
-from drumline.planner.cost.buffers import Buffers, buffers_of
-from drumline.planner.cost.states import FULL, Part, State, end_weights, part, part_of, state_of
+from drumline.planner.cost.buffers import Buffers, auxiliary_of, buffers_of
+from drumline.planner.cost.states import FULL, LOW, Part, State, end_weights, ends, flattened, largest_block, part, part_of, slots, state_of
 
-GIB = 2**30
-CONTEXT = GIB // 2  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
+CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
 # Parts of a step that an estimate calls backward: its begin, its way through the blocks, its end, and averaging behind it.
 BACKWARD = ("head", "blocks", "end", "average")
 # Bytes of activations for each FLOP of a step on an image: fp32 ResNet-50 and ViT-B/16 stay below it.
 BYTES_PER_IMAGE_FLOP = 0.004
-IMAGE_SHARE = 0.5  # of the tokens of a model that sees, those taken to stand for images
+IMAGE_SHARE = 0.5  # of the tokens of a vision-language model, those taken to stand for images
 
 
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
@@ -212,3 +211,60 @@ def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, numbe
     arriving = per_rank - (rank == 0) + per_rank - (rank == ranks - 1)
     at_once = 1 if layout.pipeline.schedule == "model_parallel" else layout.batch.accumulation
     return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
+
+
+WINDOW = 2**30  # most of a file that is read through while weights are loaded; pages that can be given back
+
+
+def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
+    """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
+    ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
+    zero, process = layout.data_parallel == "zero", PROCESS
+    state = state_of(layout, facts, part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0))
+    if layout.device == "cpu":
+        between, train = state.device, peak
+    else:
+        between = train = state.host + (_pinned(layout, facts) if zero else 0)
+    loading = _handed_over(layout, facts, between) if zero else between  # native engines read each rank's part onto the device
+    weights = FULL * facts.parameters
+    # Rank 0 builds the whole model in fp32, adapters merged. What native engines held is gone by then; DeepSpeed keeps it.
+    left = between if zero else 0
+    return HostMemory(
+        load=ranks * (loading + process) + min(WINDOW, weights),
+        train=ranks * (train + process),
+        save=ranks * (between + process + _saved(layout, facts)),
+        export=0 if layout.config.checkpoint.export == "none" else ranks * (left + process) + weights,
+    )
+
+
+def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
+    """Bytes of a rank while DeepSpeed is given the weights (strategies.zero.fill), and makes what it keeps (`between`): in stage 1 and 2
+    the whole model in fp32, at first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part."""
+    lower = layout.precision != "fp32"
+    low = LOW if lower else 0
+    if layout.strategy.whole_weights:
+        return FULL * facts.parameters + max(low * facts.parameters, between)
+    every = Part(((0, len(facts.block_weights)),))
+    piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
+    kept = FULL * flattened(facts, layout.mesh.world_size).pieces if lower else 0
+    return between + kept + (FULL + low) * piece
+
+
+def _pinned(layout: Layout, facts: ModelFacts) -> int:
+    """What DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
+    optimizer, parameters = layout.strategy.offloads()
+    cut = flattened(facts, layout.mesh.world_size)
+    if optimizer == "none" and parameters == "none":
+        return 0
+    low = LOW if layout.precision != "fp32" else FULL
+    return low * (cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size) + low * cut.largest
+
+
+def _saved(layout: Layout, facts: ModelFacts) -> int:
+    """A rank's part of a checkpoint (fp32 weights and moments) in host memory: where it is written in the background it is copied first,
+    and DeepSpeed's is gathered there in any case."""
+    if not layout.config.checkpoint.asynchronous and layout.data_parallel != "zero":
+        return 0
+    kept = (FULL * (1 + slots(layout.config.optimizer)) + layout.strategy.outer_bytes()) * facts.trainable
+    copies = 2 if layout.data_parallel == "zero" and layout.config.checkpoint.asynchronous else 1
+    return copies * -(-kept // layout.mesh.world_size)

@@ -19,7 +19,7 @@ from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.auxiliary import samples_copy
+from drumline.planner.cost.buffers import samples_copy
 from drumline.planner.cost.states import shards_of
 from drumline.planner.cost.volume import WIDTH, Flow, Volume
 from drumline.strategies.fsdp2.spec import FSDP2Strategy

@@ -10,7 +10,7 @@ from drumline.hardware.cluster import DeviceSpec, Link
 from drumline.planner.report.metrics import chosen, cost, devices, hours
 from drumline.planner.search.advice import Change
 from drumline.planner.search.answer import Answer, Candidate, Question, Refused
-from drumline.planner.search.heuristics import disagreements
+from drumline.planner.search.auto import disagreements
 
 VERSION = 1
 

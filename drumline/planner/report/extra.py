@@ -20,8 +20,7 @@ from drumline.planner.report.metrics import GB, grouped, hours, overrides
 from drumline.planner.report.table import main_cells, number, plain_table, show_headline
 from drumline.planner.search.advice import Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import Answer, Question
-from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.heuristics import disagreements
+from drumline.planner.search.auto import disagreements, with_little_room
 from drumline.planner.search.search import search
 
 Kind = Literal["max_length", "max_batch"]

@@ -12,8 +12,7 @@ from drumline.core.stages import in_flight
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
-from drumline.planner.search.search import fits, options_of, search
-from drumline.planner.search.space import Option
+from drumline.planner.search.search import Option, fits, options_of, search
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised
