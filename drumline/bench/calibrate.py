@@ -26,8 +26,6 @@ from drumline.launchers.postmortem import root_cause
 MIB = 2**20
 MOST_CPU_RANKS = 8  # unless --nproc says more, and there are as many cores
 DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then some
-# Seconds that one collective, and the whole of a rank, may take.
-TIMEOUT, LIMIT, LIMIT_QUICK = 60.0, 900.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class Task:
     quick: bool
     folder: str
     out: str
-    timeout_seconds: float
-    limit_seconds: float
 
     @property
     def repeats(self) -> int:
@@ -104,15 +100,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
     from drumline.launchers.agent import Agent
 
     with tempfile.TemporaryDirectory(prefix="drumline-calibrate-") as work, LauncherSignals() as signals:
-        task = Task(
-            device=machine.device,
-            bf16=machine.bf16,
-            quick=quick,
-            folder=str(folder),
-            out=f"{work}/measured.json",
-            timeout_seconds=TIMEOUT,
-            limit_seconds=LIMIT_QUICK if quick else LIMIT,
-        )
+        task = Task(machine.device, machine.bf16, quick, str(folder), out=f"{work}/measured.json")
         task_file = Path(work, "task.json")
         task_file.write_text(json.dumps(asdict(task)))
         os.environ["OMP_NUM_THREADS"] = str(max(1, machine.cores // ranks))  # all cores, whatever the shell says

@@ -26,6 +26,7 @@ from drumline.telemetry.traffic import SentBytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+TIMEOUT, LIMIT = 60.0, {False: 900.0, True: 120.0}  # seconds that one collective, and the whole of a rank, may take
 # In a hurry or not: seconds of samples, at least and at most (few samples are enough to pass the least), and seconds that a product may be
 # expected to take: larger ones of that precision are left out.
 SAMPLES = 15
@@ -39,8 +40,8 @@ def main() -> None:
     with recording():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
         # A rank that hangs in a call of C ends here, whatever the others do.
-        faulthandler.dump_traceback_later(task.limit_seconds, exit=True)
-        ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", task.timeout_seconds)
+        faulthandler.dump_traceback_later(LIMIT[task.quick], exit=True)
+        ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", TIMEOUT)
         try:
             measured = measure(task, ranks)
         except BaseException as error:

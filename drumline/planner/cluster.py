@@ -1,4 +1,4 @@
-"""Which cluster a run is planned for: what the YAML says, filled up with what is found here."""
+"""The cluster that a run is planned for: the YAML's, completed with what this machine has."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STAND_IN = "3090"
 
 
 def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
-    """`processes`: ranks of this machine, where it is the one to plan for; `calibration`: what was measured here (calibration_for).
+    """The cluster of the YAML. `processes`: ranks of this machine, where it is the one to plan for; `calibration`: of this machine.
 
-    What was measured here counts where the device is the one that is here, on however many hosts; a file that the YAML names goes before.
-    Raises EnvironmentFault where that file is damaged or not there.
+    A calibration counts where the device is the one that is here, on any number of hosts; a file that the YAML names goes before it.
+    Raises EnvironmentFault where that file is damaged or missing.
     """
     if described is None:
         return found(machine, processes, calibration)
@@ -54,8 +54,8 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
 
 
 def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"], world: int) -> tuple[Cluster, list[str]]:
-    """The devices that `world` processes have: as the YAML says them where they are these, else as they are found; and a line where they
-    are not these. `device`: what the run computes on, which may be the CPU of a host with GPUs."""
+    """The devices that `world` processes have: the YAML's where it describes these, else those found; and a line where it does not.
+    `device`: what the run computes on, which may be the CPU of a host with GPUs."""
     if device != machine.device:
         machine = machine.without_devices()
     measured = calibration_for(machine)
@@ -68,13 +68,13 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
 
 
 def _first_of(cluster: Cluster, world: int) -> Cluster:
-    """Its first devices, or as many such hosts as it takes."""
+    """The first `world` devices of a cluster, or as many such hosts as they need."""
     per_node = next(n for n in range(min(cluster.per_node, world), 0, -1) if world % n == 0)
     return replace(cluster, per_node=per_node, nodes=world // per_node)
 
 
 def _measured(described: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
-    """What the named file says, else what was measured here; another link than the one here was not measured."""
+    """The calibration of the file that the YAML names, else of this machine, which has measured its own link alone."""
     if described.calibration is not None:
         named = read(Path(described.calibration))
         return named.shared(ranks) if device.kind == "cpu" else named
@@ -82,18 +82,18 @@ def _measured(described: ClusterConfig, device: DeviceSpec, ranks: int, here: Ca
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
-    """The same hosts, more or fewer of them."""
+    """The cluster with another number of the same hosts."""
     return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
 
 
 def _assumed(described: ClusterConfig) -> tuple[str, ...]:
-    """What a short name was taken for."""
+    """A note on which device a short name stands for."""
     taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
     return (f"cluster.device {described.device}: taken for {taken}",) if taken and described.device not in described.devices else ()
 
 
 def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, ...]:
-    """That nobody has set what joins the hosts, where there are several: plans on several hosts hang on it more than on anything else."""
+    """A note where nobody has set the link between several hosts: nothing matters more to plans on several hosts."""
     if nodes == 1 or (described is not None and "inter" in described.model_fields_set):
         return ()
     inter = (described or ClusterConfig()).inter
@@ -101,8 +101,8 @@ def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, .
 
 
 def found(machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
-    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of their memory. Where there
-    are more ranks than GPUs, as many hosts like this one as they need."""
+    """This machine, as `processes` ranks share it: a rank has a GPU of its own, or its part of the cores and of the memory. More ranks
+    than GPUs need more hosts like this one."""
     measured, notes = calibration or Calibration(), tuple[str, ...]()
     if machine.devices:
         first = machine.devices[0]
@@ -115,20 +115,13 @@ def found(machine: Machine, processes: int, calibration: Calibration | None = No
         per_node = min(processes, len(machine.devices))
     else:
         spec, per_node, measured = processor(machine, processes), processes, measured.shared(processes)
-    intra, host_link = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link]
-    network = catalog.link("100Gb")
-    assert network is not None
-    host = machine.memory_bytes
-    return Cluster(
-        spec, per_node, -(-processes // per_node), intra, network, host_link, host, found=True, calibration=measured, notes=notes
-    )
+    intra, host_link, network = catalog.LINKS[spec.intra], catalog.LINKS[spec.host_link], ClusterConfig().link("100Gb")
+    nodes, host = -(-processes // per_node), machine.memory_bytes
+    return Cluster(spec, per_node, nodes, intra, network, host_link, host, found=True, calibration=measured, notes=notes)
 
 
 def processor(machine: Machine, processes: int) -> DeviceSpec:
     """The part of this machine's cores and memory that each of `processes` ranks has."""
-    rate = FLOP_PER_CYCLE * CLOCK * machine.cores / processes
-    flops = dict.fromkeys(("fp32", "bf16", "fp16"), rate)
-    source = "AVX2 at 2.5 GHz, one channel of DDR4-3200"
-    return DeviceSpec(
-        "cpu", "cpu", machine.memory_bytes // processes, CHANNEL / processes, flops, source, intra="loopback", host_link="loopback"
-    )
+    flops = dict.fromkeys(("fp32", "bf16", "fp16"), FLOP_PER_CYCLE * CLOCK * machine.cores / processes)
+    memory, source = machine.memory_bytes // processes, "AVX2 at 2.5 GHz, one channel of DDR4-3200"
+    return DeviceSpec("cpu", "cpu", memory, CHANNEL / processes, flops, source, intra="loopback", host_link="loopback")

@@ -1,4 +1,4 @@
-"""What `drumline plan` does: assemble the question, search, show."""
+"""`drumline plan`: assemble the question, search, show the answer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ from drumline.report.bars import OnProgress, bars
 
 TRACED = 3  # of the best
 
-
 Trial = Callable[[Answer, Loaded, OnProgress], Answer]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. `tokens`: that the run trains on, where data and steps do not give it; `most`: of what the most is
-    asked for; `what_if`: nodes=2,4,8."""
+    """The options of the command line. `tokens` of the whole run, where data and steps do not give them; `most`: the length or batch whose
+    largest value is requested; `what_if`: nodes=2,4,8."""
 
     config: Path | None = None
     overrides: list[str] = field(default_factory=list)
@@ -51,12 +50,12 @@ class Options:
     figure: Path | None = None
     most: extra.Kind | None = None
     what_if: str | None = None
-    probe: Trial | None = None  # what tries the best for real: `train.probe.probe`
+    probe: Trial | None = None  # runs the best candidates: `train.probe.probe`
     trace: bool = False
 
 
 def plan(options: Options) -> int:
-    """`drumline plan`. Returns the exit code. Raises PlanError, after the answer was shown, where nothing fits."""
+    """The exit code of `drumline plan`. Raises PlanError, behind the answer, where nothing fits."""
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if options.devices:
         print(json.dumps(catalog(), indent=2)) if options.as_json else extra.show_devices(console)
@@ -90,8 +89,8 @@ def _one_question(options: Options) -> None:
 
 
 def _searched(made: PlanRequest, loaded: Loaded, options: Options, aside: Console) -> Answer:
-    """The answer, with `--trace` of the best few by traced activations, with `--probe` corrected by a few real steps of the best. Raises
-    EnvironmentFault where there is to be a probe and the cluster is not this machine."""
+    """The answer. `--trace` traces the activations of the best few, `--probe` corrects all by a few real steps of the best. Raises
+    EnvironmentFault for a probe where the cluster is not this machine."""
     if options.probe is not None:
         require_here(made.question.cluster)
     answer = search(made.question)
@@ -102,13 +101,13 @@ def _searched(made: PlanRequest, loaded: Loaded, options: Options, aside: Consol
 
 
 def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:
-    """The answer with the first TRACED estimated anew; one that then does not fit is refused. `model`: whose config can be had at
-    `model_path`, or is written out. What cannot be traced keeps its estimate."""
+    """The answer with new estimates for the first TRACED; one that does not fit any more is refused. `model`: its config is at `model_path`
+    or written out. What cannot be traced keeps its estimate."""
     from drumline.planner.tracing.trace import trace
 
-    question, made, refused = answer.question, list[Candidate](), list(answer.refused)
+    question, made, refused, total = answer.question, list[Candidate](), list(answer.refused), min(TRACED, len(answer.ranked))
     for number, best in enumerate(answer.ranked[:TRACED]):
-        on_progress("tracing activations of the best", number, min(TRACED, len(answer.ranked)))
+        on_progress("tracing activations of the best", number, total)
         config = best.layout.config.model_copy(update={"model": model})
         found = trace(config, model_path, best.layout, question.facts)
         if found is not None:
@@ -117,7 +116,7 @@ def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progr
             refused.append(Refused(best.name, why_not(best.estimate), best))
         else:
             made.append(best)
-        on_progress("tracing activations of the best", number + 1, min(TRACED, len(answer.ranked)))
+        on_progress("tracing activations of the best", number + 1, total)
     return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 

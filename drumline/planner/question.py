@@ -24,7 +24,7 @@ from drumline.report.bars import OnProgress
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """`question`, and what the user should know of how it came about. `model`, `model_path`: where the policy's config is had from."""
+    """`question`, and `notes` for the user on how it came about. `model`, `model_path`: where the policy's config is."""
 
     question: Question
     notes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Found:
 
 
 def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
-    """Raises ModelError for a model whose shape cannot be had, and whatever the config's own mistakes raise."""
+    """The question of a config. Raises ModelError for a model of unknown shape, and what the config's own mistakes raise."""
     from drumline.models.load import check_length
 
     config = loaded.config
@@ -89,7 +89,7 @@ def assemble(
 
 
 def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]) -> dict[str, RolePlan]:
-    """The auxiliary models, by their configs alone (train.roles looks at tokens and weights, too)."""
+    """The auxiliary models, by their configs alone (train.roles also checks tokens and weights)."""
     roles = dict[str, RolePlan]()
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         role = policy if wanted.model == config.model else find(wanted.model)
@@ -100,8 +100,8 @@ def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]
 
 
 def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
-    """Its folder, package or cached copy; else the table of known shapes; else the hub. `weights`: the shape alone will not do. Raises
-    ModelError."""
+    """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
+    a shape is not enough. Raises ModelError."""
     from drumline.models import shapes
     from drumline.models.load import load_config
     from drumline.models.package import PREFIX, resolve
@@ -109,8 +109,7 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     if model.builder is not None:
         what = "what a module of your own computes is known to itself alone: nothing can be planned for it"
         raise ModelError(what, where="model.kind", fix="name a strategy and train")
-    name = model.id
-    if name is None:
+    if (name := model.id) is None:
         return Found(load_config(None, model), model, None)
     if name in entry_points("models"):
         fix = f"write model: {{kind: {name}}} and algorithm: {{kind: python}} into a YAML, name a strategy and train"
@@ -144,7 +143,7 @@ def _cached(name: str, revision: str | None) -> str | None:
 
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
-    """What prepared data holds; None where there is none yet: rows are then taken to be as long as they may be."""
+    """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
     from drumline.data.identity import describe
     from drumline.data.prepare import cached
     from drumline.models.vision import vision_of
@@ -161,7 +160,7 @@ def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPl
 
 
 def _cluster(config: Config) -> Cluster:
-    """The devices that the YAML describes, or those of this machine that a run would take."""
+    """The devices that the YAML describes, or those of this machine that a run would use."""
     machine, described = detect(), config.cluster
     if config.run.device == "cpu" and (described is None or described.device is None):
         machine = machine.without_devices()

@@ -1,8 +1,8 @@
 """What a model keeps of its forward for its backward, by the shapes of its layers. Pure.
 
 Counted from Hugging Face's own code of decoders such as Llama's and Qwen's, operator by operator: RMS norms in fp32, scaled dot product
-attention, SiLU(gate) × up. `tests/distributed/test_memory.py` holds it against what really lives. For blocks that compute otherwise it
-is an estimate; a trace (drumline.planner.tracing) then knows better. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
+attention, SiLU(gate) × up. `tests/distributed/test_memory.py` compares it with what ranks measure. For blocks that compute otherwise it
+is an estimate; a trace (drumline.planner.tracing) is better there. Korthikanti et al. 2022 count the same of Megatron's fused kernels.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Block:
     products: tuple[tuple[int, bool], ...]  # of all matrix products as they run: outputs, and whether tensor parallelism cuts them
     ranks: int  # of all adapters, added up
     adapted: frozenset[str]  # which of qkv, out, up, down have an adapter
-    learns: bool  # its own weights do
+    trainable: bool  # its own weights are
     heads: int
     rms: bool
 
 
 @lru_cache(maxsize=256)
 def block_of(facts: ModelFacts) -> Block:
-    """Of the largest block that the model has most of."""
+    """The widths of the largest block among those of which the model has most."""
     weights, _ = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))
     linear = [w for w in weights if len(w.shape) == 2 and w.owners[-1:] and w.owners[-1] in ("Linear", "Conv1D")]
     base = [w for w in linear if "lora_" not in w.name]
@@ -55,14 +55,11 @@ def block_of(facts: ModelFacts) -> Block:
     kv = max(0, sum(_sides(w)[1] for w in ahead) - out) // 2 if back else facts.hidden
     norms = [w for w in weights if len(w.shape) == 1 and w.owners[-1:] and "norm" in w.owners[-1].lower() and w.name.endswith("weight")]
     factors = [w for w in linear if "lora_A" in w.name]
-    experts = [
-        min(n for n in w.shape[1:] if n != facts.hidden) for w in weights if len(w.shape) == 3 and set(w.shape[1:]) != {facts.hidden}
-    ]
+    cubes = [set(w.shape[1:]) - {facts.hidden} for w in weights if len(w.shape) == 3]
+    experts = [min(inner) for inner in cubes if inner]
     inner = (EXPERTS * min(experts) if experts else _sides(feed[-1])[0] * (EXPERTS if len(feed) > 4 else 1)) if feed else 4 * facts.hidden
-    of_queries = {id(w) for w in ahead}
-    places = {
-        _stem(w.name): ("qkv" if id(w) in of_queries else "out") if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base
-    }
+    places = {_stem(w.name): "out" if _in_attention(w) else "down" if w is feed[-1] else "up" for w in base}
+    places |= {_stem(w.name): "qkv" for w in ahead}
     return Block(
         hidden=facts.hidden,
         queries=out,
@@ -74,7 +71,7 @@ def block_of(facts: ModelFacts) -> Block:
         products=tuple((_sides(w)[1], w.style.startswith("colwise")) for w in linear),
         ranks=sum(min(w.shape) for w in factors),
         adapted=frozenset(places[_stem(w.name)] for w in factors if _stem(w.name) in places),
-        learns=any(w.trainable for w in base),
+        trainable=any(w.trainable for w in base),
         heads=facts.heads,
         rms=not norms or any("rms" in w.owners[-1].lower() for w in norms),
     )
@@ -155,14 +152,14 @@ def _formula(facts: ModelFacts, kind: Kind, recomputes: str, length: int, attent
         forward = max(forward, 2 * stream + wide + width * block.hidden)
     # Cosines and sines of rotary positions; what the last norm keeps, and what it gives to the head.
     angles = 2 * (2 if kind == "low" else 4) * max(1, block.queries // block.heads)
-    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.learns else stream) + angles + 4
+    end = (8 if kind == "low" else 12) * block.hidden - (0 if block.trainable else stream) + angles + 4
     return Activations(saved_block=saved, saved_ends=end, live_forward=forward, live_backward=backward)
 
 
 @lru_cache(maxsize=256)
 def tower_bytes(facts: ModelFacts, low: bool) -> float:
-    """Of a vision tower that learns, for one image token, of which each has four patches: inputs and outputs of its linear layers, and half
-    as much again. An estimate."""
+    """Bytes of a trainable vision tower for one image token (four patches): inputs and outputs of its linear layers, and half as much
+    again. An estimate."""
     main = max(facts.kinds_of_blocks, key=lambda kind: kind[1], default=((), 0))[0]
     total = 0.0
     for weights, number in facts.kinds_of_blocks if facts.vision_language else ():
@@ -175,8 +172,7 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
     """Bytes of a token that one block keeps without recomputation. Tensor parallelism cuts heads and feed-forward, not the stream."""
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
-    learns, adapted = block.learns, block.adapted
-    inputs = {part: learns or part in adapted for part in ("qkv", "out", "up", "down")}
+    inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
     total = block.norms * (_norm(block, kind) + (4 if block.rms else 8))
     for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
         if inputs[part]:
@@ -193,20 +189,20 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
         total += width * block.ranks
         if kind == "autocast":
             # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
-            total += width * q * ("out" in adapted)
+            total += width * q * ("out" in block.adapted)
     return total
 
 
 def _norm(block: Block, kind: Kind) -> float:
     """Bytes of a token that a norm keeps of its input: as it is, or of RMS norms in fp32 and, for the weight's gradient, normed."""
     width = 2 if kind == "low" else 4
-    return block.hidden * (4 + width * block.learns if block.rms else width)
+    return block.hidden * (4 + width * block.trainable if block.rms else width)
 
 
-def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, learns: bool) -> tuple[float, float, float]:
+def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool) -> tuple[float, float, float]:
     """(in the loss; from it to the end of the head's backward; from there on): what logits and the head's gradient take, for `tokens` of a
     micro-batch. `vocabulary`: rows of the head on this rank. `chunk`: tokens whose logits exist at once; 0: all."""
-    weight = 4.0 * vocabulary * hidden * learns
+    weight = 4.0 * vocabulary * hidden * trainable
     left = weight / 2 if kind == "low" else weight
     if chunk == 0:
         logits = tokens * vocabulary

@@ -64,7 +64,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     phases["rollout"] = Phase(0.0, other.rollout, 0.0, 0.0)
     beside = other.copy + engine
     base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
-    # Models that learn side by side go through a step one after the other, each with the gradients of those before it.
+    # Trainable models go through a step one after the other, each beside the gradients of those before it.
     totals = {name: math.ceil(base + each.total + other.gradients * (name != "rollout")) for name, each in phases.items()}
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
@@ -86,7 +86,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
 
 
 def overhead_of(layout: Layout) -> int:
-    """On a GPU: the context, and a communicator for all ranks together and each way of spreading."""
+    """On a GPU: the context, and a communicator for all ranks and for each axis of the mesh."""
     if layout.device != "cuda":
         return 0
     mesh = layout.mesh
@@ -96,7 +96,7 @@ def overhead_of(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes at the peak of a part of the step, besides weights and optimizer."""
+    """Bytes at the peak of a part of the step, without weights and optimizer."""
 
     gradients: float
     activations: float
@@ -136,15 +136,14 @@ def _phases(
     embedding = FULL * max((part(w, layout.mesh.tp, 1) for w in end_weights(facts, mine) if w.trainable), default=0) if mine.first else 0
     one = tokens * kept.saved_block
     first = Phase(there, saved + returning, 0.0 if there else left, through + buffers.begun + buffers.backward)
+    at_end = max(buffers.backward + buffers.second, buffers.last, embedding)
     second = Phase(there, saved - one + returning, first.logits, first.buffers + buffers.second)
     return {
         "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
         "loss": Phase(there, saved + ends, head, through + buffers.forward),
         "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
         "blocks": max(first, second, key=lambda phase: phase.total),
-        "end": Phase(
-            every, one + returning, 0.0, through + buffers.begun + max(buffers.backward + buffers.second, buffers.last, embedding)
-        ),
+        "end": Phase(every, one + returning, 0.0, through + buffers.begun + at_end),
         "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
         "clip": Phase(every, 0.0, 0.0, buffers.always),
         "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
@@ -177,9 +176,9 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
 def _early(layout: Layout, state: State) -> int:
     """Gradients that are there before backward: DDP's buckets and ZeRO's buffers, and those of the micro-batches before."""
     schedule = layout.pipeline.schedule if layout.pipeline else None
-    several = layout.batch.accumulation > 1 and schedule != "gpipe"
+    accumulates = layout.batch.accumulation > 1 and schedule != "gpipe"
     buckets = layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1
-    return state.gradients if several or buckets else layout.strategy.early_gradients(state.gradients, layout.precision)
+    return state.gradients if accumulates or buckets else layout.strategy.early_gradients(state.gradients, layout.precision)
 
 
 def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:

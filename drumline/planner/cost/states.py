@@ -27,9 +27,8 @@ LAST = ("final", "project_out", "ln_f")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of some weights, what lies on one rank. `trainable`, `frozen`: entries that learn, and that do not; of those that do not `linear`: in
-    linear layers of blocks, `low`: in weights of two dimensions and more, `matrices`: of all such. `largest`: of the largest weight that
-    learns."""
+    """Entries of some weights on one rank, trainable and frozen. Of the frozen ones `linear`: in linear layers of blocks, `low`: in weights
+    of two dimensions and more; `matrices`: in all such weights. `largest`: of the largest trainable weight."""
 
     trainable: int = 0
     frozen: int = 0
@@ -39,8 +38,8 @@ class Sizes:
     matrices: int = 0
 
     def __add__(self, other: Sizes) -> Sizes:
-        trainable, frozen, linear = self.trainable + other.trainable, self.frozen + other.frozen, self.linear + other.linear
-        return Sizes(trainable, frozen, linear, max(self.largest, other.largest), self.low + other.low, self.matrices + other.matrices)
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return Sizes(**{**sums, "largest": max(self.largest, other.largest)})
 
     @property
     def entries(self) -> int:
@@ -59,7 +58,7 @@ def part(weight: Weight, tp: int, shards: int) -> int:
 
 
 def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> Sizes:
-    """Of weights cut tp × shards ways, of each so many equal ones."""
+    """The entries of weights cut into tp × shards parts; there are `number` equal ones of each."""
     total = Sizes()
     for weight in weights:
         each = part(weight, tp, shards)
@@ -109,7 +108,7 @@ def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
 
 @lru_cache(maxsize=4096)
 def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """A part, cut tp × shards ways."""
+    """The entries of a part of the model, cut into tp × shards parts."""
     total = ends(facts, mine, tp, shards)
     for block, number in _kinds(facts, mine).items():
         total += sizes(facts.block_weights[block], tp, shards, number)
@@ -118,13 +117,13 @@ def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> 
 
 @lru_cache(maxsize=4096)
 def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """What of it lies outside of the blocks."""
+    """The same of its weights outside of the blocks."""
     return sizes(end_weights(facts, mine), tp, shards)
 
 
 @lru_cache(maxsize=4096)
 def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """Of the block of a part that has most entries; nothing where it has none."""
+    """The same of its largest block; nothing where it has no block."""
     blocks = (sizes(facts.block_weights[block], tp, shards) for block in _kinds(facts, mine))
     return max(blocks, key=lambda size: size.entries, default=Sizes())
 
@@ -160,7 +159,7 @@ class State:
 
 
 def shards_of(layout: Layout) -> int:
-    """Ways that FSDP2 cuts each weight: context parallel ranks shard with the data ranks, copies do not."""
+    """Parts that FSDP2 cuts each weight into: context parallel ranks shard with the data ranks, copies do not."""
     return layout.mesh.shard * layout.mesh.cp if layout.data_parallel == "fsdp2" else 1
 
 
@@ -170,7 +169,7 @@ def slots(options: OptimizerConfig) -> int:
 
 
 def weight_bytes(layout: Layout, has: Sizes) -> int:
-    """fp32, but for what does not learn (models.freeze.keep_low) and what QLoRA packs."""
+    """Bytes of the weights: fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs."""
     packed = has.linear if quantizes(layout.config) else 0
     bits = PACKED[layout.config.adapter.quantize] if isinstance(layout.config.adapter, LoRAConfig) else 0.0
     low = has.low - packed
@@ -178,8 +177,8 @@ def weight_bytes(layout: Layout, has: Sizes) -> int:
 
 
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: weights of what this rank has, fp32 gradients
-    and moments of what learns; moments are shaped like the weights."""
+    """One process, DP (its first GPU), DDP, FSDP2, TP, CP, pipelines, local SGD and DiLoCo: the rank's weights, and fp32 gradients and
+    moments of the trainable ones; moments are shaped like the weights."""
     has = rank_params(facts, mine, layout.mesh.tp, shards_of(layout))
     kept = (4 * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
     state = State(weight_bytes(layout, has), 4 * has.trainable, kept)
@@ -195,10 +194,9 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
 
 @dataclass(frozen=True)
 class Flat:
-    """Entries of a model cut over some ranks. `trainable`: of weights that learn. `flat`: the same end to end in two groups (those that
-    decay, and others), each filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on
-    the rank with most. `pieces`: each weight cut by itself, rounded up. `frozen`, `frozen_pieces`: of frozen ones. `largest`: of a weight
-    that learns."""
+    """Entries of a model cut over some ranks. `flat`: the trainable ones end to end in two groups (with weight decay, and without), each
+    filled up to a multiple of 2 × ranks. `touched`: all entries of the weights that a rank has a part of, on the rank with most.
+    `pieces`: each weight cut by itself, rounded up; `frozen_pieces`: the same of frozen ones. `largest`: of a trainable weight."""
 
     trainable: int
     flat: int
@@ -236,7 +234,7 @@ def flattened(facts: ModelFacts, ranks: int) -> Flat:
 
 
 def _in_order(facts: ModelFacts) -> list[Weight]:
-    """As the model names them."""
+    """The weights in the model's own order."""
     ahead = [w for w in facts.end_weights if w.place != "after"]
     return [*ahead, *(w for block in facts.block_weights for w in block), *(w for w in facts.end_weights if w.place == "after")]
 
@@ -271,6 +269,6 @@ def zero_state(layout: Layout, facts: ModelFacts) -> State:
 
 
 def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
-    """What a rank keeps, by the engine that the layout runs on."""
+    """The states of a rank, by the engine of the layout."""
     state = zero_state(layout, facts) if layout.data_parallel == "zero" else native_state(layout, facts, mine)
     return state if layout.device == "cuda" else state.here()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -22,13 +21,13 @@ NUMBER = 8  # bytes of an fp64
 
 
 def flows(layout: Layout, facts: ModelFacts, step: int | None = None) -> Volume:
-    """Mean over ranks of what forward, backward, gradient norm and step of every model that learns send; as `train.loop` counts it, so
-    rollouts, frozen roles, sums of losses and checkpoints are left out. `step`: of the step after so many; None: the mean of a long run,
-    which differs for local SGD and DiLoCo alone.
+    """What forward, backward, gradient norm and step of every trainable model send, mean over ranks; as `train.loop` counts it, so without
+    rollouts, frozen roles, sums of losses and checkpoints. `step`: of the step after so many; None: the mean of a long run, which
+    differs for local SGD and DiLoCo alone.
 
     Exact for weights, gradients, norms, stages and sequences. Where activations travel (tp), rows are taken to be `layout.positions` wide:
     without packing a batch is as wide as its longest row, so more is sent. All real tokens are taken to carry a loss: of the cross-entropy
-    over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `ddp`, `sent_zero`.
+    over a cut vocabulary 20 bytes are sent for each that does, against 28 × width in each block. See also `ddp`, `volume_zero.zero`.
     """
     volume = Volume()
     for head, model in layout.trainable(facts):
@@ -80,9 +79,8 @@ def ddp(volume: Volume, layout: Layout, facts: ModelFacts, compressed: bool) -> 
     if options.broadcast_buffers:
         volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
     if options.find_unused_parameters and not options.static_graph:
-        volume.add(
-            "all_reduce", 4 * sum(number for weight, number in weights if weight.trainable), ranks, "gradients"
-        )  # who has a gradient
+        # Which ranks have a gradient.
+        volume.add("all_reduce", 4 * sum(number for weight, number in weights if weight.trainable), ranks, "gradients")
     buckets = math.ceil(4 * facts.trainable / (options.bucket_cap_mb * 2**20))
     how: Any = {"axis": "gradients", "calls": buckets, "beside": "last"}
     if not compressed:
@@ -124,7 +122,7 @@ def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: RankParams) -
     strategy, shards = cast(FSDP2Strategy, layout.strategy), shards_of(layout)
     rounds, piped = layout.batch.accumulation, layout.mesh.pp > 1
     width = WIDTH[strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
-    spared = width - min(width, WIDTH[layout.precision])  # bytes of an entry that does not learn
+    spared = width - min(width, WIDTH[layout.precision])  # bytes of a frozen entry
     units, root = (width * all_ - spared * low for all_, low in ((mine.units, mine.units_low), (mine.root, mine.root_low)))
     if strategy.reshard_after_forward:
         forward, backward = (rounds, 1) if piped else (rounds, rounds)
@@ -147,7 +145,7 @@ def layout_blocks(layout: Layout, facts: ModelFacts) -> float:
 
 
 def together(volume: Volume, layout: Layout, facts: ModelFacts, kind: Kind, share: float) -> None:
-    """Copies that come together at `share` of the steps: what learns, then; a number for the norm at each step."""
+    """Copies that are averaged at `share` of the steps: all trainable weights, then; a number for the norm at each step."""
     volume.add(kind, share * 4 * facts.trainable, layout.mesh.data_ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
     volume.add("all_reduce", NUMBER, layout.mesh.data_ranks, "gradients")
 
@@ -192,31 +190,17 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams)
     volume.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
 
 
-@dataclass(frozen=True)
-class Widths:
-    """Of the layers that tensor parallelism cuts, all together: entries of one token that travel. `inputs`: what comes back to inputs of
-    layers cut by rows of their weight, `stopped` of it where nothing learns before them; `outputs`: of layers cut by columns, and of them
-    `again` where activation checkpointing repeats them; `embedding`; `rows`, `columns`: what is gathered of outputs that are wanted
-    whole, and comes back of inputs that are. `weights`: entries of whole weights whose gradients are added up. `calls`:
-    layers, half of them."""
-
-    inputs: int = 0
-    stopped: int = 0
-    outputs: int = 0
-    again: int = 0
-    embedding: int = 0
-    rows: int = 0
-    columns: int = 0
-    weights: int = 0
-    calls: int = 0
-
-
 @lru_cache(maxsize=1024)
-def widths(facts: ModelFacts, staged: bool) -> Widths:
-    """`staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
-    product whose inputs backward wants: the sum behind a block's last layer is not made again, unless an adapter lies on it."""
+def widths(facts: ModelFacts, staged: bool) -> Counter[str]:
+    """Entries of one token that all layers send that tensor parallelism cuts. `inputs`: what comes back to inputs of layers cut by rows of
+    their weight, `stopped` of it where nothing trainable is before them; `outputs`: of layers cut by columns, and of them `again` where
+    activation checkpointing repeats them; `embedding`; `rows`, `columns`: gathered for outputs that are needed unsharded, and back for
+    such inputs. `weights`: entries of unsharded weights whose gradients are added up. `calls`: layers, half of them.
+
+    `staged`: in a pipeline; a last stage that holds the embedding for its tied head looks up too. Recomputation ends with the last
+    product whose inputs backward needs: the sum behind a block's last layer is not made again, unless an adapter is on it."""
     sums = Counter[str]()
-    learns = any(weight.trainable for weight in facts.end_weights if weight.style == "embedding")
+    trains = any(weight.trainable for weight in facts.end_weights if weight.style == "embedding")
     for index, (block, number) in enumerate(facts.kinds_of_blocks):
         sums["weights"] += sum(number * w.numel for w in block if w.style == "replicated_with_grad_allreduce" and w.trainable)
         matrices = [weight for weight in block if len(weight.shape) == 2]
@@ -227,7 +211,7 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
             if weight.style.startswith("colwise"):
                 sums["inputs"] += number * columns
                 sums["rows"] += number * rows * (weight.style != "colwise")
-                first = index == 0 and not learns and "attn" in weight.name and ".lora_" not in weight.name
+                first = index == 0 and not trains and "attn" in weight.name and ".lora_" not in weight.name
                 sums["stopped"] += columns * first
             elif weight.style.startswith("rowwise"):
                 sums["outputs"] += number * rows
@@ -236,7 +220,7 @@ def widths(facts: ModelFacts, staged: bool) -> Widths:
     for weight in facts.end_weights:
         if weight.style == "embedding":
             sums["embedding"] += weight.shape[1] * (2 if staged and weight.place == "both" else 1)
-    return Widths(**sums)
+    return sums
 
 
 def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
@@ -248,11 +232,12 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
     tokens, low = layout.rows * layout.positions / layout.mesh.cp * rounds, WIDTH[layout.precision]
     recomputed = layout.activation_checkpointing != "none"
     of = widths(facts, layout.mesh.pp > 1)
-    calls = rounds * of.calls
-    volume.add("all_reduce", tokens * 4 * (of.inputs + of.embedding - (0 if recomputed else of.stopped)), ranks, "tp", calls)
-    volume.add("all_reduce", tokens * low * (of.outputs + (of.again if recomputed else 0)), ranks, "tp", calls * (1.5 if recomputed else 1))
-    volume.add("all_gather", tokens * low * (of.rows * (1 + recomputed) + of.columns) / ranks, ranks, "tp", calls)
-    volume.add("all_reduce", 4 * rounds * of.weights, ranks, "tp", rounds)
+    calls = rounds * of["calls"]
+    back, outputs = of["inputs"] + of["embedding"] - of["stopped"] * (not recomputed), of["outputs"] + of["again"] * recomputed
+    volume.add("all_reduce", tokens * 4 * back, ranks, "tp", calls)
+    volume.add("all_reduce", tokens * low * outputs, ranks, "tp", calls * (1.5 if recomputed else 1))
+    volume.add("all_gather", tokens * low * (of["rows"] * (1 + recomputed) + of["columns"]) / ranks, ranks, "tp", calls)
+    volume.add("all_reduce", 4 * rounds * of["weights"], ranks, "tp", rounds)
     if head in ("lm", "valued"):
         _vocabulary(volume, layout, facts, tokens)
 

@@ -77,8 +77,8 @@ def cut_dimension(weight: Weight) -> int | None:
 @dataclass(frozen=True)
 class RankParams:
     """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
-    the rest; `…_trainable`: of these, of weights that learn, `…_low`: of those of two dimensions and more that do not. `trainable`: without
-    FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: weights that learn; `is_cut`, `is_whole`: tensor parallelism cuts
+    the rest; `…_trainable`: of these, of trainable weights, `…_low`: of frozen ones of two dimensions and more. `trainable`: without
+    FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: trainable weights; `is_cut`, `is_whole`: tensor parallelism cuts
     some of them, and not others."""
 
     units: int = 0

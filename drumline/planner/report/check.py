@@ -1,4 +1,4 @@
-"""What a run was predicted to need, against what it took: `drumline plan --check RUN`, and what `--probe` found."""
+"""Predicted against measured: `drumline plan --check RUN`, and the results of `--probe`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ TRAIN = "train with this version: drumline train CONFIG.yaml"
 
 
 def check(run: Path, as_json: bool = False) -> int:
-    """Print the table; 0, however far they lie apart. Raises UserError for a folder that is no run, or a run that measured nothing."""
+    """Print the table. Returns 0, however large the differences. Raises UserError for a folder that is no run, or a run without
+    measurements."""
     plan, measured = read_run(run)
     assert plan.predicted.estimate is not None
     rows = compare(plan.predicted.estimate, measured)
     if as_json:
-        print(
-            json.dumps({"rows": [_row(row) for row in rows], "notes": remarks(rows, measured), "measured": measured.model_dump()}, indent=2)
-        )
+        values = {"rows": [_row(row) for row in rows], "notes": remarks(rows, measured), "measured": measured.model_dump()}
+        print(json.dumps(values, indent=2))
         return 0
     console = Console(highlight=False)
     console.print(plan_line(plan), soft_wrap=True, markup=False)
-    console.print(table(rows))
-    for note in remarks(rows, measured):
-        console.print(f"  {note}", soft_wrap=True, markup=False)
+    _show(rows, measured, console)
     off = [row.category for row in rows if row.warns]
     console.print(f"off by more than {OFF:.0%}: {', '.join(off)}" if off else f"nothing that counts is off by more than {OFF:.0%}")
     return 0
 
 
 def read_run(run: Path) -> tuple[Plan, Measurement]:
-    """The plan of a run folder, with its estimate, and the last that was measured. Raises UserError."""
+    """The plan of a run folder, with its estimate, and the run's last measurement. Raises UserError."""
     try:
-        plan = Plan.load(run / "plan.json")
-        events = read(run / "events.jsonl")
+        plan, events = Plan.load(run / "plan.json"), read(run / "events.jsonl")
         measured = last_measurement(events)
     except ValueError:
         raise UserError("events.jsonl is not one of this version", where=str(run), fix=TRAIN) from None
@@ -53,25 +50,26 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
         raise UserError("plan.json has no estimate", where=str(run), fix=TRAIN)
     if measured is None:
         steps = max((event.step for event in events if isinstance(event, Step)), default=0)
-        raise UserError(
-            f"the run measured nothing in {steps} steps", where=str(run), fix="train for four steps or more: a step is counted after two"
-        )
+        fix = "train for four steps or more: a step is counted after two"
+        raise UserError(f"the run measured nothing in {steps} steps", where=str(run), fix=fix)
     return plan, measured
 
 
-def table(rows: list[Row]) -> Table:
-    """Predicted, measured, off by: in yellow beyond 15%, dim where it is only shown."""
+def _show(rows: list[Row], measured: Measurement, console: Console) -> None:
+    """Predicted, measured, off by: in yellow beyond 15%, dim where it is only shown; and the lines under the table."""
     made = Table(box=box.SIMPLE_HEAD)
     for column in ("", "predicted", "measured", "off by"):
         made.add_column(column, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         style = "yellow" if row.warns else "dim" if only_shown(row) else ""
         made.add_row(row.category, row.show(row.predicted), row.show(row.measured), row.by_how_much(), style=style)
-    return made
+    console.print(made)
+    for remark in remarks(rows, measured):
+        console.print(f"  {remark}", markup=False, soft_wrap=True)
 
 
 def only_shown(row: Row) -> str:
-    """Why a category that is off is not warned of; empty where it is, or is not off."""
+    """Why there is no warning for a category that is off; empty where there is one, or where it is not off."""
     if row.warns or (abs(row.off) <= OFF and not row.note):
         return ""
     taken = ", which the interpreter and its libraries may take" if row.category.startswith("host") else ""
@@ -95,10 +93,7 @@ def show_probes(probes: tuple[Probe, ...], console: Console) -> None:
             console.print(f"tried {probe.name}: {probe.failed}\n", style="yellow", markup=False, soft_wrap=True)
             continue
         console.print(f"tried {probe.name} for {probe.measured.step} steps:", style="bold", markup=False)
-        rows = compare(probe.predicted, probe.measured)
-        console.print(table(rows))
-        for remark in remarks(rows, probe.measured):
-            console.print(f"  {remark}", markup=False, soft_wrap=True)
+        _show(compare(probe.predicted, probe.measured), probe.measured, console)
         console.print(f"its estimate times {describe_factors(probe.factors)}\n", markup=False, soft_wrap=True)
     if any(probe.factors for probe in probes):
         console.print("Every plan below is corrected: these by their own factors, the others by the mean.\n", style="italic")

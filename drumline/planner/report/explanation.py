@@ -1,4 +1,4 @@
-"""One candidate, explained: each number of its estimate, and what it is made of."""
+"""The explanation of one candidate: each number of its estimate, and what makes it up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from drumline.planner.report.table import number
 from drumline.planner.search.answer import Answer, Candidate, Question
 
 Row = tuple[str, str, str]  # what, how much, where it comes from
-MASTER = 4  # bytes of a fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
+MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
 
 
 def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
-    """The candidate of a name or of a row's number, and why it was refused. Raises UserError for one that there is not, and for a family
-    of which nothing could be estimated."""
+    """The candidate of a name or of a row's number, and why it was refused. Raises UserError for an unknown one, and for a family without
+    an estimate."""
     if name.isdecimal() and 1 <= int(name) <= len(answer.ranked):
         return answer.ranked[int(name) - 1], None
     for candidate in answer.ranked:
@@ -27,9 +27,8 @@ def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
     for refused in answer.refused:
         if name in (refused.name, refused.best.name if refused.best else None):
             if refused.best is None:
-                raise UserError(
-                    f"{refused.name} is out: {refused.reason}", where="--explain", fix="there are no numbers of what a rule refuses"
-                )
+                fix = "there are no numbers of what a rule refuses"
+                raise UserError(f"{refused.name} is out: {refused.reason}", where="--explain", fix=fix)
             return refused.best, refused.reason
     names = [*(c.name for c in answer.ranked), *(r.name for r in answer.refused)]
     guess = nearest(name, names)
@@ -38,7 +37,7 @@ def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
 
 
 def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
-    """The candidate, explained. Raises UserError as `pick` does."""
+    """The explanation of a candidate. Raises UserError as `pick` does."""
     found, refused = pick(answer, name)
     question, estimate = answer.question, found.estimate
     share = estimate.memory.reserved / estimate.limit
@@ -68,14 +67,12 @@ def _aligned(rows: list[Row]) -> list[str]:
 def _runs(found: Candidate) -> list[Row]:
     layout, mesh = found.layout, found.layout.mesh
     ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
+    tokens = f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
     rows = [
         ("mesh", f"{ranks} = {mesh.world_size} ranks"),
         ("engine", f"{layout.engine}, {layout.precision} on {layout.device}"),
         ("batch", layout.batch.rule(mesh.data_ranks)),
-        (
-            "tokens",
-            f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most",
-        ),
+        ("tokens", tokens),
         ("checkpointing", layout.activation_checkpointing),
     ]
     if layout.pipeline is not None:
@@ -107,11 +104,9 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     }
     rows = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
     allocated = memory.reserved - memory.overhead
-    factor = (
-        f"× {allocated / memory.peak:.2f} for what the allocator cannot use again, + overhead"
-        if allocated > memory.peak
-        else "as torch counts it"
-    )
+    factor = "as torch counts it"
+    if allocated > memory.peak:
+        factor = f"× {allocated / memory.peak:.2f} for what the allocator cannot use again, + overhead"
     if facts.roles:
         rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
     return [*rows, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
@@ -141,7 +136,7 @@ def _phases(found: Candidate) -> list[Row]:
 
 
 def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> str:
-    """Bytes as `unit` for each of a number of parameters over so many ranks, where that is what they are."""
+    """Bytes as `unit` × parameters / ranks where that is exact, else as bytes for each parameter."""
     if not bytes_ or not number_:
         return "none on the device"
     parts = unit * number_ / bytes_

@@ -1,4 +1,4 @@
-"""Extra reports: the longest row, the largest micro-batch, other numbers of hosts; what heuristics would do; what would fit; devices."""
+"""Extra reports: the longest row, the largest micro-batch, other numbers of hosts; the heuristics; what would fit; devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TITLES: dict[Kind, tuple[str, str]] = {
 
 
 def show_changes(changes: Sequence[Change], console: Console) -> None:
-    """All that would make it fit, what changes the run least first."""
+    """All changes that would make it fit, the smallest first."""
     if changes:
         console.print("What would fit:", style="bold")
         rows = [[change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}"] for change in changes]
@@ -51,14 +51,14 @@ def show_heuristics(answer: Answer, console: Console) -> None:
 
 
 def show_tight(answer: Answer, console: Console) -> None:
-    """What is faster than all that fits, and how to take it."""
+    """The tight candidate that is faster than all that fit, and the keys that choose it."""
     if (line := with_little_room(answer)) and answer.tight is not None:
         console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
         console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False)
 
 
 def show_adapter(answer: Answer, console: Console) -> None:
-    """Where all weights learn only with offloading or with little room left, what adapters would give."""
+    """What adapters would give, where training all weights needs offloading or leaves little room."""
     question, first = answer.question, answer.ranked[0]
     config, adapter = question.config, LoRAConfig()
     if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
@@ -73,7 +73,7 @@ def show_adapter(answer: Answer, console: Console) -> None:
 
 
 def show_host(answer: Answer, console: Console) -> None:
-    """Say that the memory of a host is not set, where that might matter."""
+    """A line that the memory of a host is not set, where that might matter."""
     if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := answer.ranked[0].estimate.host.most / GB) > 64:
         line = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
         console.print(f"{line}\n", markup=False)
@@ -86,9 +86,8 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
     found = max_length(question) if kind == "max_length" else max_batch(question)
     if not found:
-        raise PlanError(
-            "nothing fits, however small", where=f"--{kind.replace('_', '-')}", fix="see `drumline plan` for what comes nearest"
-        )
+        where = f"--{kind.replace('_', '-')}"
+        raise PlanError("nothing fits, however small", where=where, fix="see `drumline plan` for what comes nearest")
     if as_json:
         sizes = [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]
         print(json.dumps({"version": VERSION, kind: sizes}, indent=2))
@@ -120,7 +119,7 @@ def parse_what_if(text: str) -> list[int]:
 
 
 def report_what_if(question: Question, hosts: Sequence[int], console: Console, tokens: float | None, as_json: bool) -> None:
-    """The first plan on each number of hosts, and what more devices bring."""
+    """The first plan on each number of hosts, and what more devices gain."""
     answers = what_if(question, hosts)
     if as_json:
         print(json.dumps({"version": VERSION, "what_if": [_what_if_json(answer, tokens) for answer in answers]}, indent=2))
@@ -160,18 +159,17 @@ def show_devices(console: Console) -> None:
     """Datasheet rates with their sources, and how to describe what is not there."""
     devices = []
     for spec in DEVICES.values():
-        half = f"{spec.flops['bf16'] / TERA:g}" if "bf16" in spec.flops else "–"
-        full = f"{spec.flops['fp32'] / TERA:g}"
-        row = [spec.name, f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}", half, full, spec.intra, spec.host_link]
-        devices.append(row)
+        half, full = (f"{spec.flops[kind] / TERA:g}" if kind in spec.flops else "–" for kind in ("bf16", "fp32"))
+        size, rate = f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}"
+        devices.append([spec.name, size, rate, half, full, spec.intra, spec.host_link])
     links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
     console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
     console.print()
     console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
-    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
-        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
+    for each in (*DEVICES.values(), *LINKS.values()):
+        console.print(f"  {each.name:<16} {each.source}", markup=False, soft_wrap=True)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",

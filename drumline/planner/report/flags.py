@@ -1,4 +1,4 @@
-"""The config of `drumline plan`: a YAML, flags in its place, or flags laid over one. Everything becomes one Config."""
+"""The config of `drumline plan`: a YAML, flags in its place, or flags over it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lor
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags besides a YAML, each None where it is not given. `length`: tokens; `batch`: samples of a step."""
+    """The flags besides a YAML; None: not given. `length`: tokens; `batch`: samples of a step."""
 
     model: str | None = None
     cluster: str | None = None
@@ -56,7 +56,7 @@ class Flags:
 
 @contextmanager
 def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
-    """A mistake in an override is reported as one in the flag that it was made of."""
+    """A mistake in an override names the flag that the override comes from."""
     try:
         yield
     except ConfigError as error:
@@ -67,10 +67,8 @@ def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
 
 
 def load_with_flags(path: Path | None, overrides: list[str], flags: Flags) -> Loaded:
-    """The config to plan for. Without a YAML at least a model is wanted, and data stands for some file that is not there.
-
-    Raises ConfigError or UserError.
-    """
+    """The config to plan for. Without a YAML it needs a model at least; its data is a file that need not exist. Raises ConfigError or
+    UserError."""
     # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
     if path is not None and OVERRIDE.match(str(path)) and not os.path.exists(path):  # noqa: PTH110
         path, overrides = None, [str(path), *overrides]
@@ -83,17 +81,14 @@ def load_with_flags(path: Path | None, overrides: list[str], flags: Flags) -> Lo
         made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
     overrides = [*made, *overrides]
     if not any(override.startswith("model") for override in overrides):
-        raise UserError(
-            "what is to be planned?",
-            where="drumline plan",
-            fix="name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096",
-        )
+        fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
+        raise UserError("what is to be planned?", where="drumline plan", fix=fix)
     with mistakes_by_flag(made):
         return Loaded(load_text(WITHOUT_DATA, overrides, FLAGS), Path(FLAGS), Path())
 
 
 def _cluster(text: str) -> str:
-    """A cluster's short form written out, so that further keys can be laid over it."""
+    """The short form of a cluster as keys, so that an override can add more."""
     if not text.strip():
         raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
     made = cluster_from_string(text)

@@ -1,4 +1,4 @@
-"""Numbers of a candidate that follow from its estimate and the run: hours, cost, the YAML that sets it. Pure."""
+"""Metrics of a candidate: hours, cost, gradients at the peak; and the YAML that sets it. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def devices(candidate: Candidate) -> int:
 
 
 def gradients_at_peak(memory: Memory) -> int:
-    """Bytes of the gradients that are there at the peak: before backward's end not all are. `gradients` is all of them."""
+    """Bytes of gradients at the peak: before backward's end not all exist. `memory.gradients` counts all."""
     rest = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
     return min(memory.gradients, max(0, memory.peak - rest))
 
@@ -68,14 +68,14 @@ def chosen(candidate: Candidate) -> dict[str, Any]:
 
 
 def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
-    """The config that was planned for with this layout: all that the user set, the layout's sections over it."""
+    """The planned config with this layout: all that the user set, and the layout's sections over it."""
     values = config.model_dump(mode="json", exclude_unset=True)
     made = {key: value for key, value in values.items() if key not in CHOSEN} | chosen(candidate)
     return {key: value for key, value in made.items() if value not in ({}, None)}
 
 
 def overrides(config: Config, candidate: Candidate) -> list[str]:
-    """What to lay over the config that was planned for, to train by this candidate."""
+    """The overrides with which the planned config trains as this candidate does."""
     batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
     made = ["strategy=" + flow(chosen(candidate)["strategy"])]
     if checkpointing != config.memory.activation_checkpointing:

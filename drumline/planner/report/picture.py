@@ -39,9 +39,8 @@ class Shown:
 def draw(answer: Answer, path: Path) -> None:
     """Write a .png, .svg or .html (the picture in it, and the figures as tables). Raises UserError or EnvironmentFault."""
     if path.suffix.lower() not in KINDS:
-        raise UserError(
-            f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=f"name a file that ends in {' or '.join(KINDS)}"
-        )
+        fix = f"name a file that ends in {' or '.join(KINDS)}"
+        raise UserError(f"no picture of kind {path.suffix!r}", where=f"--figure {path}", fix=fix)
     shown = chosen_of(answer)
     if not shown.fit and not shown.refused:
         raise UserError("there is nothing to draw: rules refuse every family", where=f"--figure {path}", fix="see the table")
@@ -115,7 +114,13 @@ def _bars(axes: Any, shown: Shown) -> None:
     _limits(axes, shown.limit)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
     axes.set_title("Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (axes.figure.get_figheight() - 1.5)), frameon=False)
+    _frame(axes, columns=4)
+
+
+def _frame(axes: Any, columns: int) -> None:
+    """The legend below, and no lines on top and at the right."""
+    below = (0.5, -0.55 / (axes.figure.get_figheight() - 1.5))
+    axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=below, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -140,14 +145,10 @@ def _points(axes: Any, shown: Shown) -> None:
     """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
     slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
     refused = [c for c in shown.refused if SLOW * c.estimate.tokens_per_s >= slowest]
-    for group, colour, marker in ((shown.fit, FIT, "o"), (refused, NO_FIT, "x")):
-        axes.scatter(
-            *_places(group), color=colour, marker=marker, s=36, zorder=3, label="fits or tight" if marker == "o" else "does not fit"
-        )
-    front = pareto(shown.fit)
-    axes.plot(
-        *_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label="Pareto front: none needs less and is faster"
-    )
+    for group, colour, marker, label in ((shown.fit, FIT, "o", "fits or tight"), (refused, NO_FIT, "x", "does not fit")):
+        axes.scatter(*_places(group), color=colour, marker=marker, s=36, zorder=3, label=label)
+    front, label = pareto(shown.fit), "Pareto front: none needs less and is faster"
+    axes.plot(*_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label=label)
     _limits(axes, shown.limit)
     times = _places([*shown.fit, *refused])[1]
     if max(times) > 4 * min(times):
@@ -160,8 +161,7 @@ def _points(axes: Any, shown: Shown) -> None:
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
     axes.set_ylabel("seconds for 1M tokens")
     axes.set_title("Time against memory", fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.55 / (axes.figure.get_figheight() - 1.5)), frameon=False)
+    _frame(axes, columns=3)
     _name(axes, list({c.name: c for c in (*shown.fit[:1], *front)}.values()))
 
 

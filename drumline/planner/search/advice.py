@@ -1,4 +1,4 @@
-"""Further questions: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts. Pure."""
+"""Advice: the smallest change that would fit, the longest row, the largest micro-batch, other numbers of hosts. Pure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DISK = "/nvme"  # stands for a folder that is not named yet
 
 @dataclass(frozen=True)
 class Change:
-    """Something that would make a run fit. `what`: as the YAML says it; `found`: what is then the first plan."""
+    """A change after which a run fits. `what`: as keys of the YAML; `found`: the first plan after it."""
 
     what: str
     found: Candidate
 
     def line(self) -> str:
-        held, limit = self.found.estimate.memory.reserved, self.found.estimate.limit
-        return f"{self.what} ({self.found.name}: {gb(held)} of {gb(limit)})"
+        estimate = self.found.estimate
+        return f"{self.what} ({self.found.name}: {gb(estimate.memory.reserved)} of {gb(estimate.limit)})"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Most:
 
 
 def nothing_fits(answer: Answer) -> tuple[Change, ...]:
-    """The smallest of each kind of change after which something fits, what changes the run least first: checkpointing, micro-batch, a
-    disk, adapters, a shorter row, more devices. Empty where none would help."""
+    """The smallest change of each kind after which something fits, in this order: checkpointing, micro-batch, a disk, adapters, a shorter
+    row, more devices. Empty where none would help."""
     question = answer.question
     proposals = [*_changes(question), _shorter(question), _more(question)]
     found = ((what, search(changed)) for what, changed in filter(None, proposals) if fits(changed))
@@ -53,7 +53,7 @@ def nothing_fits(answer: Answer) -> tuple[Change, ...]:
 
 
 def refusal(answer: Answer, changes: Sequence[Change]) -> PlanError:
-    """Nothing fits: one line with what comes nearest, and the changes that change least (nothing_fits)."""
+    """The error that nothing fits: one line with the nearest candidate, and the smallest changes (nothing_fits)."""
     near = [refused.best for refused in answer.refused if refused.best is not None]
     if not near:
         first = answer.refused[0]
@@ -118,7 +118,7 @@ def _shorter(question: Question) -> tuple[str, Question] | None:
 
 
 def _more(question: Question) -> tuple[str, Question] | None:
-    """As many devices more as it takes: up to eight in the one host, then twice as many hosts again and again."""
+    """More devices, as few as possible: up to eight in the one host, then twice as many hosts again and again."""
     cluster = question.cluster
     larger = [replace(cluster, per_node=n, found=False) for n in (2, 4, 8) if cluster.nodes == 1 and n > cluster.per_node]
     full = larger[-1] if larger else cluster
@@ -134,7 +134,7 @@ def _more(question: Question) -> tuple[str, Question] | None:
 
 
 def _of_length(question: Question, tokens: int) -> Question:
-    """With rows of this many tokens. A global batch said in tokens becomes one of as many samples, and rows are counted as full ones."""
+    """The question with rows of this many tokens. A global batch in tokens becomes one of as many samples; all rows count as full."""
     config, old = question.config, question.config.data.max_length
     batch = config.batch
     if batch.global_tokens is not None:
@@ -145,10 +145,10 @@ def _of_length(question: Question, tokens: int) -> Question:
 
 
 def _of_batch(question: Question, option: Option, micro: int) -> Question:
-    """With this micro-batch, as many at a step as the option has stages."""
+    """The question with this micro-batch, and with as many of them in a step as the option has stages."""
     try:
         stages = in_flight(option.strategy.mesh(question.cluster.world_size), option.strategy)
-    except PlanError:  # which the search says
+    except PlanError:  # which the search reports
         stages = 1
     batch = BatchConfig(micro_batch=micro, accumulation=stages)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
@@ -163,7 +163,7 @@ def _by_family(question: Question, most: Callable[[Sequence[Option]], Most | Non
 
 
 def _most(make: Callable[[int], Question], family: Sequence[Option], first: int, last: int, step: int) -> Most | None:
-    """The largest number with which a family fits."""
+    """The largest number with which a family fits; None where no number does."""
     number = _largest(lambda n: fits(make(n), family), first, last, step)
     found = () if number is None else search(make(number), family).ranked
     return Most(number, found[0]) if number is not None and found else None

@@ -22,9 +22,9 @@ TIE = 0.03  # predicted speeds that differ by less are the same: no prediction i
 
 @dataclass(frozen=True)
 class Question:
-    """The question: a config (its strategy may be auto; what the user left out of it is free), the cluster, and what is known.
-    `processes`: are there already, or were set, so each must have work. `deepspeed`: whether it is, or may be, installed.
-    `nvme`: a folder on a disk that ZeRO-3 may offload to, besides one that strategy auto names."""
+    """A config (its strategy may be auto; the search is free to choose what the user left out), the cluster, and the known sizes.
+    `processes`: their number is set, so each must have work. `deepspeed`: it is installed, or may be. `nvme`: a folder on a disk that
+    ZeRO-3 may offload to, besides the one that strategy auto names."""
 
     config: Config
     cluster: Cluster
@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `layout.config` is what to train with to get it, every choice written in."""
+    """`name`: short and unique in an answer (`fsdp2 × tp 2`); `layout.config`: the config that trains so, with every choice filled in."""
 
     name: str
     layout: Layout
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A family that is out, and why, with its number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's reason. `best`: its nearest candidate."""
+    """A refused family and its reason, with the number: `zero2`, `91.3 GB > 80.0 GB`, or the rule's. `best`: its nearest candidate."""
 
     name: str
     reason: str
@@ -62,9 +62,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """`ranked`: those that fit, then those that are tight, the one to take first; `refused`: families of which none does. `looked_at`:
-    layouts that were estimated; `probes`: candidates that ran for a few steps, by which all estimates are corrected. `tight`: the
-    fastest of all that are tight, where it is faster than what fits."""
+    """`ranked`: candidates that fit, then tight ones, the best first; `refused`: families of which none fits. `looked_at`: estimated
+    layouts; `probes`: candidates that ran for a few steps and correct all estimates. `tight`: the fastest tight candidate, where it is
+    faster than all that fit."""
 
     question: Question
     ranked: tuple[Candidate, ...]
@@ -75,7 +75,7 @@ class Answer:
 
 
 def why_not(estimate: Estimate) -> str:
-    """What of an estimate with the verdict `no` is too much: `91.3 GB > 80.0 GB`."""
+    """The part of an estimate with verdict `no` that is too large: `91.3 GB > 80.0 GB`."""
     needs, limit = estimate.memory.reserved, estimate.limit
     if needs > limit:
         return f"{gb(needs)} > {gb(limit)}"
@@ -87,18 +87,18 @@ def why_not(estimate: Estimate) -> str:
 
 
 def gb(bytes_: float) -> str:
-    """As device memory is sold: 10^9 bytes; what is small in 10^6."""
+    """Bytes as text, in units of 10^9 as device memory is sold; small numbers in 10^6."""
     return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
 
 
 def faster(estimate: Estimate, other: Estimate) -> bool:
-    """By more than no prediction is better than."""
+    """Whether an estimate is faster than another by more than the error of a prediction (TIE)."""
     return estimate.tokens_per_s * (1 - TIE) > other.tokens_per_s
 
 
 def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
-    """What fits before what is tight; the fastest first, of those as fast as it the simplest, of those the smallest. Where the memory
-    of a host is not known, what needs more than twice as much of it as another that is as fast comes behind that."""
+    """The candidates, those that fit before tight ones: the fastest first, of equally fast ones the simplest, of those the smallest. Where
+    the memory of a host is unknown, one that needs over twice as much of it as an equally fast one comes later."""
     for fits in (True, False):
         left = [c for c in candidates if (c.estimate.verdict == "fits") is fits]
         while left:
@@ -112,15 +112,14 @@ def in_order(candidates: list[Candidate]) -> Iterator[Candidate]:
 
 
 def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
-    """The answer with every estimate corrected (of a candidate that ran by its own factors, of the others by the mean of these) and
-    ranked anew; what does not fit any more is refused, and what fits now is not. One that failed is refused."""
+    """The answer with all estimates corrected (of a probe by its own factors, of the rest by their mean), ranked and refused anew. A probe
+    that failed is refused."""
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
     families = {refused.best.name: refused.name for refused in answer.refused if refused.best is not None}
-    known = [*answer.ranked, *(refused.best for refused in answer.refused if refused.best is not None)]
     ranked, refused = list[Candidate](), [r for r in answer.refused if r.best is None]
-    for candidate in known:
+    for candidate in (*answer.ranked, *(r.best for r in answer.refused if r.best is not None)):
         better = replace(candidate, estimate=corrected(candidate.estimate, own.get(candidate.name, common)))
         if candidate.name in failed:
             refused.append(Refused(candidate.name, failed[candidate.name], better))
@@ -140,14 +139,14 @@ class Factors(Frozen):
     parameters: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    live: float = Field(1.0, description="Of what lies on top of these three at the peak: activations, logits, buffers.")
-    reserved: float = Field(1.0, description="Of what the allocator keeps over what it hands out; on a GPU.")
-    seconds: float = Field(1.0, description="Of a step, the rollout's left out.")
+    live: float = Field(1.0, description="Of all on top of these three at the peak: activations, logits, buffers.")
+    reserved: float = Field(1.0, description="Of the allocator's surplus over what it hands out; on a GPU.")
+    seconds: float = Field(1.0, description="Of a step without its rollout.")
     traffic: float = 1.0
 
 
 class Probe(Frozen):
-    """One candidate that ran for a few steps. `measured` None: it failed, as `failed` says. `predicted`: before anything was corrected."""
+    """A candidate that ran for a few steps. `measured` None: it failed for the reason `failed`. `predicted`: without corrections."""
 
     name: str
     predicted: Estimate

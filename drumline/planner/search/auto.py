@@ -38,7 +38,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A heuristic that would make a run do worse, or not run: `says` what it would take, `reason` why not, with numbers."""
+    """A heuristic whose strategy is slower or does not fit: `says`: that strategy; `reason`: why not, with numbers."""
 
     heuristic: str
     says: str
@@ -81,28 +81,31 @@ def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
     """The answer with the strategy of the heuristic first, where `strategy: {kind: auto, by: rules}` sets one, and a line on it: a run
-    takes it whatever the others promise. Otherwise as it is."""
-    question, auto = answer.question, answer.question.config.strategy
+    takes it, however fast the rest. Otherwise the same answer."""
+    auto = answer.question.config.strategy
     if not isinstance(auto, AutoStrategy) or auto.by != "rules":
         return answer, ""
-    strategy, when = chosen_by(question, auto.guide)
-    name = describe(strategy, question.cluster.world_size).name
+    name, when, theirs = _proposed(answer, auto.guide)
     line = f"{name} by the heuristic `{auto.guide}` ({when}), as set"
-    theirs = next((c for c in answer.ranked if c.name == name), None) or look_at(question, strategy)
     if isinstance(theirs, Refused):
         return answer, f"{line}: {theirs.reason}"
     others = (candidate for candidate in answer.ranked if candidate.name != name)
     return replace(answer, ranked=(theirs, *others)), f"First: {line}"
 
 
+def _proposed(answer: Answer, heuristic: str) -> tuple[str, str, Candidate | Refused]:
+    """(name, condition, result) of the strategy of a heuristic: as ranked, where a probe may have corrected it, else the search's."""
+    strategy, when = chosen_by(answer.question, heuristic)
+    name = describe(strategy, answer.question.cluster.world_size).name
+    ranked = next((candidate for candidate in answer.ranked if candidate.name == name), None)
+    return name, when, ranked or look_at(answer.question, strategy)
+
+
 def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
-    """For each heuristic whose strategy does not fit, or is slower than the first plan by more than the error of a prediction."""
+    """The heuristics whose strategy does not fit, or is slower than the first plan by more than the error of a prediction."""
     found, question = list[Disagreement](), answer.question
-    known = {candidate.name: candidate for candidate in answer.ranked}  # as a probe has corrected it
     for heuristic in HEURISTICS:
-        strategy, when = chosen_by(question, heuristic)
-        name = describe(strategy, question.cluster.world_size).name
-        theirs = known.get(name) or look_at(question, strategy)
+        name, when, theirs = _proposed(answer, heuristic)
         says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
         if isinstance(theirs, Refused):
             found.append(Disagreement(heuristic, says, theirs.reason))
@@ -116,8 +119,8 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
 
 
 def choose(question: Question) -> tuple[Config, str | None]:
-    """The config with strategy, micro-batch and checkpointing written in, and why. Where rules and numbers refuse everything, the config
-    as it is: resolving it says which. Raises PlanError where nothing fits, with the smallest changes that would."""
+    """The config with strategy, micro-batch and checkpointing filled in, and why. Where the rules refuse everything, the same config:
+    resolving it reports the rule. Raises PlanError where nothing fits, with the smallest changes that would."""
     auto = question.config.strategy
     assert isinstance(auto, AutoStrategy)
     if auto.by == "rules":
@@ -131,7 +134,7 @@ def choose(question: Question) -> tuple[Config, str | None]:
 
 
 def with_little_room(answer: Answer) -> str:
-    """What is faster than all that fits and what is risked with it; nothing where there is none."""
+    """A line on the tight candidate that is faster than all that fit, and on its risk; empty where there is none."""
     found = answer.tight
     if found is None or answer.probes:  # these have corrected the others
         return ""
@@ -153,7 +156,7 @@ def _by_rules(question: Question, auto: AutoStrategy) -> tuple[Config, str]:
 
 
 def _written(config: Config, first: Candidate) -> Config:
-    """What was chosen; what would come out so anyway is left as the user has it."""
+    """The config with the first candidate's choices. A key that resolves to the same value anyway stays as the user set it."""
     layout, batch = first.layout, config.batch
     least = in_flight(layout.mesh, layout.strategy)
     if resolve_batch(config, layout.mesh.data_ranks, least)[0] != layout.batch:

@@ -1,4 +1,4 @@
-"""Out-of-memory fallbacks, which take the same steps with less memory: what a run that ran out of it may go on with. Pure.
+"""Out-of-memory fallbacks: plans that take the same steps with less memory, for a run that ran out of it. Pure.
 
 All of them keep the global batch, the ranks and the numbers (up to rounding): micro-batches made smaller with more accumulation, activation
 checkpointing, chunks of the cross-entropy, states sharded over the ranks there are, states kept on the host.
@@ -21,8 +21,8 @@ HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "fu
 
 
 def find_fallbacks(question: Question, plan: Plan, limit: int, below: int, baseline: Config) -> tuple[list[Candidate], Candidate | None]:
-    """(those that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which may
-    not fit). Near: few changes, then few seconds. Each is called by what differs in it from `baseline`, the human's config."""
+    """(candidates that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which
+    may not fit). Near: few changes, then few seconds. The name of each is its difference from `baseline`, the user's config."""
     found: list[tuple[int, Candidate]] = []
     for changes, config in _variants(plan, question.facts.batch_norms > 0):
         try:
@@ -37,7 +37,7 @@ def find_fallbacks(question: Question, plan: Plan, limit: int, below: int, basel
 
 
 def changed(old: Config, new: Config) -> str:
-    """What differs, as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}, memory: {activation_checkpointing: full}`."""
+    """The difference, as keys of the YAML: `batch: {micro_batch: 1, accumulation: 8}, memory: {activation_checkpointing: full}`."""
     sections = []
     for section in ("strategy", "batch", "eval", "memory", "algorithm"):
         before, after = getattr(old, section).model_dump(mode="json"), getattr(new, section).model_dump(mode="json")
@@ -54,7 +54,7 @@ def changed(old: Config, new: Config) -> str:
 
 
 def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
-    """(how much changes, config). `by_micro_batch`: the numbers hang on the micro-batch (batch norm), so it stays."""
+    """(number of changes, config). `by_micro_batch`: the results depend on the micro-batch (batch norm), so it stays."""
     config, batch = plan.config, plan.batch
     per_rank = batch.micro_batch * batch.accumulation
     micros = [m for m in range(batch.micro_batch, 0, -1) if per_rank % m == 0 and (m == batch.micro_batch or not by_micro_batch)]
@@ -63,8 +63,7 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
     if isinstance(algorithm, ChunkedSpec) and not algorithm.loss_chunk and algorithm.rollout is None:
         usual = type(algorithm).model_fields["loss_chunk"].default
         chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
-    several = plan.mesh.data_ranks * plan.mesh.cp > 1
-    spreads = [(0, config.strategy), *config.strategy.fallbacks(several, plan.device)]
+    spreads = [(0, config.strategy), *config.strategy.fallbacks(plan.mesh.data_ranks * plan.mesh.cp > 1, plan.device)]
     for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, spreads):
         fewer = micro < batch.micro_batch
         changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from drumline.core.batch import TOKENS_AT_ONCE, batches
 from drumline.core.config import Config
@@ -31,7 +32,7 @@ from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Ref
 
 @dataclass(frozen=True)
 class Option:
-    """One strategy. `family`: its name without numbers; `name`: with them; `simple`: less is simpler."""
+    """A strategy of the search space. `family`: its name without numbers; `name`: with them; `simple`: less is simpler."""
 
     family: str
     name: str
@@ -40,33 +41,23 @@ class Option:
 
 
 def search_space(given: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None = None) -> Iterator[Option]:
-    """Each strategy once by name. What `given` sets is kept in all options of its kind; strategies that are
-    looked at only by name (dp, local_sgd, diloco, tp, cp, pp, model_parallel) are there where it names them. `nvme`: a folder on a disk
-    that ZeRO-3 may offload to."""
-    seen = set[str]()
-    for strategy in _all(given, cluster, facts, nvme):
-        merged = _merge(given, strategy)
-        if merged is None:
-            continue
-        option = describe(merged, cluster.world_size)
-        if option.name not in seen:
-            seen.add(option.name)
-            yield option
+    """Each strategy once by name. All options of the kind of `given` keep what it sets; strategies that need to be named (dp, local_sgd,
+    diloco, tp, cp, pp, model_parallel) are there where it names them. `nvme`: a folder on a disk that ZeRO-3 may offload to."""
+    seen, space = set[str](), Space(cluster.nodes, cluster.per_node, facts.layers, nvme)
+    for strategy in chain(given.variants(), *(spec.candidates(space) for spec in kinds(StrategySpec).values())):
+        if (merged := _merge(given, strategy)) is not None:
+            option = describe(merged, cluster.world_size)
+            if option.name not in seen:
+                seen.add(option.name)
+                yield option
 
 
-def _all(given: StrategySpec, cluster: Cluster, facts: ModelFacts, nvme: str | None) -> Iterator[StrategySpec]:
-    yield from given.variants()
-    space = Space(cluster.nodes, cluster.per_node, facts.layers, nvme)
-    for spec in kinds(StrategySpec).values():
-        yield from spec.candidates(space)
-
-
-# What candidates choose; anything else that a user says of a strategy is laid over it.
+# Keys that candidates choose; whatever else a user sets of a strategy goes over them.
 _CHOSEN = ("tp", "cp", "pp", "replicate", "reshard_after_forward", "offload", "offload_optimizer", "offload_parameters")
 
 
 def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
-    """The strategy with what the user set for its kind; None where that is something else."""
+    """The strategy with what the user set for its kind; None where these contradict."""
     if strategy is given or strategy.kind != given.kind:
         return strategy
     fixed = {name: getattr(given, name) for name in given.model_fields_set - {"kind"}}
@@ -82,7 +73,7 @@ def _merge(given: StrategySpec, strategy: StrategySpec) -> StrategySpec | None:
 
 
 def describe(strategy: StrategySpec, world: int) -> Option:
-    """Its names: `fsdp2 grad-op × pp 4 interleaved × tp 2`, of family `fsdp2 × pp × tp`."""
+    """The option of a strategy, with its names: `fsdp2 grad-op × pp 4 interleaved × tp 2`, of family `fsdp2 × pp × tp`."""
     family, name, simple = strategy.names(world)
     return Option(family, name, strategy, simple)
 
@@ -104,7 +95,7 @@ class _Family:
 
 
 def search(question: Question, among: Iterable[Option] | None = None) -> Answer:
-    """The best few of each family, and of the others the reason. `among`: options to look at; None: all."""
+    """The best few of each family, or the reason why none fits. `among`: the options to estimate; None: all."""
     question = replace(question, config=question.config.strategy.adopted(question.config))
     look, families = _Look(question), dict[str, _Family]()
     for number, option in enumerate(options_of(question) if among is None else among):
@@ -139,21 +130,20 @@ def options_of(question: Question) -> Iterator[Option]:
 
 
 def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
-    """The best of one strategy."""
+    """The best candidate of one strategy, or why it is refused."""
     answer = search(question, [describe(strategy, question.cluster.world_size)])
     return answer.ranked[0] if answer.ranked else answer.refused[0]
 
 
 def fits(question: Question, among: Iterable[Option] | None = None) -> bool:
-    """Whether any option fits, looked at where it needs least: with most checkpointing and the smallest micro-batch. It ends with the
-    first that does."""
+    """Whether any option fits, each tried first with most checkpointing and the smallest micro-batch; ends with the first that does."""
     question = replace(question, config=question.config.strategy.adopted(question.config))
     look = _Look(question)
     return any(look.fits(option) for option in (options_of(question) if among is None else among))
 
 
 def evaluate(question: Question, config: Config, name: str) -> Candidate:
-    """One config, its strategy said, on the question's cluster. Raises PlanError where a rule or the arithmetic refuses it."""
+    """The candidate of one config with a set strategy on the question's cluster. Raises PlanError where a rule or a number refuses it."""
     plan = resolve(
         config,
         run_dir="",
@@ -226,8 +216,7 @@ class _Look:
 
     def layouts(self, option: Option, checkpointing: str) -> Iterator[Layout]:
         """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
-        question = self.question
-        strategy = option.strategy
+        question, strategy = self.question, option.strategy
         if strategy.package == "deepspeed" and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")
         if self.device == "cpu" and "cpu" in strategy.offloads() and strategy != question.config.strategy:
@@ -266,7 +255,7 @@ class _Look:
 
 
 def _candidate(question: Question, option: Option, layout: Layout, estimated: Estimate) -> Candidate:
-    """A layout with its batch written into its config. Raises PlanError where a DeepSpeed config of the user's own says otherwise."""
+    """A candidate whose config sets its batch. Raises PlanError where a DeepSpeed config of the user's own contradicts."""
     batch, given = layout.batch, layout.config.batch
     total = {} if given.global_samples or given.global_tokens else {"accumulation": batch.accumulation}
     config = layout.config.model_copy(update={"batch": given.model_copy(update={"micro_batch": batch.micro_batch, **total})})

@@ -171,14 +171,12 @@ class Untraceable(Exception):
 @dataclass(frozen=True)
 class Traced:
     """Bytes of one micro-batch of a model of `layers` blocks. `saved_at`, `peaks_at`: of activations, by place, as `Watch` has them;
-    `kept`: of activations between forward and backward. `gradients`: of weights, at the end of backward; `copies` of weights when the
-    objective begins, `copies_kept` when forward is through. `peak`: all that lives on top of what did before, in forward or backward."""
+    `copies`: of weights when the objective begins, `copies_kept` when forward is through. `peak`: all that lives on top of what did
+    before, in forward or backward."""
 
     layers: int
     saved_at: dict[str, int] = field(default_factory=dict)
     peaks_at: dict[str, int] = field(default_factory=dict)
-    kept: int = 0
-    gradients: int = 0
     copies: int = 0
     copies_kept: int = 0
     peak: int = 0
@@ -253,10 +251,9 @@ def _follow(engine: NativeEngine, blocks: list[nn.Module], batch: Any, objective
         with watch, engine.around(), engine.spread.micro_batch(last=True):
             with engine._autocast():
                 loss_sum, _ = engine.spread.module(batch, watch.objective(objective))
-            kept, copies_kept = watch.activations, watch.copies
+            copies_kept = watch.copies
             watch.at("-loss")
             loss_sum.backward()
-            gradients = watch.gradients
     except Exception as error:
         raise Untraceable(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}") from error
-    return Traced(len(blocks), watch.saved_at, watch.peaks_at, kept, gradients, watch.copies_at_loss, copies_kept, watch.peak - watch.base)
+    return Traced(len(blocks), watch.saved_at, watch.peaks_at, watch.copies_at_loss, copies_kept, watch.peak - watch.base)
