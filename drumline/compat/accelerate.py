@@ -6,7 +6,7 @@ Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`)
 from __future__ import annotations
 
 from drumline.compat.combine import low_precision, own_deepspeed_file
-from drumline.compat.deepspeed import STAGES, clip, device, put_offload
+from drumline.compat.deepspeed import EXPORT, STAGES, clip, device, put_offload
 from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, refuse
 from drumline.core.by_name import nearest
@@ -54,18 +54,13 @@ def combine(sheet: Sheet) -> None:
     if type_ and str(type_.value).upper() == "MULTI_CPU":
         sheet.put("run.device", "cpu", type_)
     if (old := taken.pop("parallelism_config", None)) is not None:
-        read_parallelism(sheet, prefixed(old, "parallelism_config_", PARALLELISM))
+        read(PARALLELISM, sheet, prefixed(old, "parallelism_config_", PARALLELISM), "parallelism_config")
     processes(sheet)
     low_precision(sheet)
 
 
-def read_parallelism(sheet: Sheet, olds: list[Old]) -> None:
-    """Keys of parallelism_config without their prefix."""
-    read(PARALLELISM, sheet, olds, "parallelism_config")
-
-
 def processes(sheet: Sheet) -> None:
-    """Processes of this machine. On several machines, one launcher a machine is what other launchers do, too."""
+    """Processes of this machine. Several machines need one launcher each, as under other launchers."""
     taken = sheet.taken
     machines = whole(taken["num_machines"]) if "num_machines" in taken else 1
     if (old := taken.get("num_processes")) is not None and whole(old) > 0:
@@ -149,15 +144,14 @@ def _wrap(sheet: Sheet, old: Old) -> None:
         sheet.put("strategy.wrap", name_list(old), old)
 
 
+PREFETCH = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0}
 FSDP: dict[str, Rule] = by_word(
     {
         "version sharding_strategy reshard_after_forward mixed_precision": later(),
         "cpu_offload offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
         "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _wrap,
         "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
-        "backward_prefetch": to(
-            "strategy.backward_prefetch", one_of({"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0})
-        ),
+        "backward_prefetch": to("strategy.backward_prefetch", one_of(PREFETCH)),
         "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
         "activation_checkpointing": switch("memory.activation_checkpointing", "full"),
         "activation_checkpointing_offload": only(why="inputs of blocks stay on the device", fix="set it to false"),
@@ -167,9 +161,7 @@ FSDP: dict[str, Rule] = by_word(
         "cpu_ram_efficient_loading": gone("each rank reads its own part of the weights"),
         "sync_module_states": gone("all ranks begin with the same weights"),
         "limit_all_gathers": gone("FSDP2 needs no rate limit"),
-        "mixed_precision_policy": only(
-            why="the types are set one by one", fix="say precision, strategy.param_dtype and strategy.reduce_dtype"
-        ),
+        "mixed_precision_policy": only(why="each type has a key", fix="set precision, strategy.param_dtype and strategy.reduce_dtype"),
         "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt": only(why=DEVICES, fix="remove it"),
     }
 )
@@ -219,7 +211,7 @@ DEEPSPEED: dict[str, Rule] = by_word(
         "gradient_accumulation_steps": to("batch.accumulation", whole),
         "gradient_clipping": to("optimizer.max_grad_norm", clip),
         "zero3_init_flag": gone("the model is built sharded wherever the strategy can"),
-        "zero3_save_16bit_model": gone("`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"),
+        "zero3_save_16bit_model": gone(EXPORT),
         "deepspeed_moe_layer_cls_names": to("strategy.options.zero_optimization.leaf_module.classes", name_list),
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": gone(
             "one launcher a machine starts the ranks; nothing goes over ssh"
@@ -277,9 +269,8 @@ def _gpus(sheet: Sheet, old: Old) -> None:
 
 def dynamo(sheet: Sheet, old: Old) -> None:
     """dynamo_config, or the older dynamo_backend."""
-    compile_blocks(
-        sheet, {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old}
-    )
+    inner = {each.key.removeprefix("dynamo_"): each for each in old.inside()} if isinstance(old.value, dict) else {"backend": old}
+    compile_blocks(sheet, inner)
 
 
 def compile_blocks(sheet: Sheet, inner: dict[str, Old]) -> None:

@@ -220,9 +220,7 @@ TABLE: dict[str, Rule] = by_word(
         "optim_args": only(why="no optimizer here takes others", fix="remove it"),
         "model_init_kwargs": only({}, why="values of the model's config go one by one", fix="write config_overrides: {key: value}"),
         "dataset_kwargs": only({}, why="each has a key of its own", fix="write it as a key under data"),
-        "validation_split_percentage": only(
-            0, why="rows are held out by number", fix="write data.holdout=N as an override, or a validation_file"
-        ),
+        "validation_split_percentage": only(0, why="rows are held out by number", fix="override data.holdout=N, or set validation_file"),
         "padding_free": gone("packing pads nothing"),
         "eval_packing": gone("as in training"),
         "activation_offloading": only(why="activations stay on the device", fix="use gradient_checkpointing: true"),
@@ -239,10 +237,8 @@ TABLE: dict[str, Rule] = by_word(
         "project trackio_space_id trackio_bucket_id trackio_static_space_id wandb_project wandb_entity wandb_run_name": gone(OUTSIDE),
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs use_reentrant": gone("blocks are run again without re-entering"),
         "bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend half_precision_backend": gone(AS_TRAINING),
-        "eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics batch_eval_metrics": gone(
-            SUMS
-        ),
-        "prediction_loss_only do_eval do_predict include_inputs_for_metrics": gone(SUMS),
+        "eval_delay eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics": gone(SUMS),
+        "batch_eval_metrics prediction_loss_only do_eval do_predict include_inputs_for_metrics": gone(SUMS),
         "overwrite_output_dir": gone("a run folder that is not empty is refused; --resume goes on with it"),
         "save_only_model save_on_each_node save_safetensors restore_callback_states_from_checkpoint": gone(WHOLE),
         "enable_jit_checkpoint": gone("SIGTERM saves, and --resume goes on"),

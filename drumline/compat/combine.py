@@ -1,4 +1,4 @@
-"""What old files say in several keys at once: precision, and a DeepSpeed JSON of the user's own."""
+"""The precision of an old file, which several keys set; the files that it names, and a DeepSpeed JSON among them."""
 
 from __future__ import annotations
 

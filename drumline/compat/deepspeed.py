@@ -160,6 +160,7 @@ SCHEDULER: dict[str, Rule] = by_word(
     }
 )
 
+EXPORT = "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
 ZERO_OPTION = option("zero_optimization")
 ZERO: dict[str, Rule] = by_word(
     {
@@ -170,9 +171,7 @@ ZERO: dict[str, Rule] = by_word(
         "zero_quantized_weights": to("strategy.zeropp.quantized_weights", flag),
         "zero_quantized_gradients": to("strategy.zeropp.quantized_gradients", flag),
         "zero_hpz_partition_size": to("strategy.zeropp.hierarchical_partition", whole),
-        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(
-            "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
-        ),
+        "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(EXPORT),
         "stage3_gather_fp16_weights_on_model_save": gone("`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"),
         "elastic_checkpoint": gone("every checkpoint is read on any number of devices"),
         "load_from_fp32_weights": gone("weights are kept in fp32 checkpoints always"),

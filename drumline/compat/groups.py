@@ -42,9 +42,8 @@ def _rate(sheet: Sheet) -> None:
         root = base is not None and "num_processes" in sheet.taken and sheet.taken["num_processes"].key == "num_gpus"
         sheet.put("optimizer.lr_scaling", "sqrt" if root else "linear", old["use_linear_scaling"])
         if root:
-            sheet.note(
-                old["use_linear_scaling"], "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
-            )
+            what = "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
+            sheet.note(old["use_linear_scaling"], what)
     used, other = (base or plain, plain) if scaled or plain is None else (plain, base)
     if used is not None:
         sheet.put("optimizer.lr", number(used), used)

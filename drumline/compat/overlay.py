@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.compat import accelerate as acc
-from drumline.compat import recognise
+from drumline.compat import recognise, rules
 from drumline.compat.combine import deepspeed_file, load_file, low_precision
 from drumline.compat.sheet import AUTO, Old, Sheet, Source, shown
 from drumline.core.yaml_lines import Place
@@ -17,7 +17,7 @@ from drumline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Overlay:
-    """Values, where each is said, and those (`weak`) that give way to the config without a word."""
+    """Values, where each is set, and those (`weak`) that yield to the config silently."""
 
     values: dict[str, Any]
     set_at: dict[Place, str]
@@ -87,7 +87,7 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
     elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
         acc.read_megatron(sheet, switch, read(MEGATRON))
     if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        acc.read_parallelism(sheet, [old for old in read(PARALLELISM) if old.value != "1"])
+        rules.read(acc.PARALLELISM, sheet, [old for old in read(PARALLELISM) if old.value != "1"], "parallelism_config")
     acc.compile_blocks(sheet, {old.key: old for old in read(DYNAMO)})
     sheet.taken |= {old.key: old for old in read({LAUNCHED: "mixed_precision"})}
     low_precision(sheet)
@@ -110,10 +110,10 @@ def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
 
 
 def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str]) -> dict[Place, str]:
-    """Set what the config leaves open. Returns where each value that was set is said.
+    """Set what the config leaves open. Returns the origin of each value that it sets.
 
-    Raises ConfigError where both speak and differ. Options of one and the same strategy are no contradiction: the config's stand,
-    since launchers hand on their defaults as if they had been asked for.
+    Raises ConfigError where both set a key differently. Options of the same strategy are no contradiction: the config's stay, since
+    launchers pass on their defaults as if the user had set them.
     """
     for name in ("strategy", "precision"):
         if isinstance(values.get(name), str):

@@ -52,7 +52,7 @@ def name_list(old: Old) -> list[str]:
 
 
 def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -> Convert:
-    """One word out of a table, in any case; `why_not` has words that others know, with the reason and the way out."""
+    """One word of a table, in any case; `why_not`: words that other tools know, with the reason and the fix."""
 
     def convert(old: Old) -> Any:
         word = "no" if old.value is False or old.value is None else str(old.value).lower()
@@ -75,7 +75,7 @@ def as_is(old: Old) -> Any:
 
 
 def to(dotted: str, convert: Convert = as_is) -> Rule:
-    """The value goes to a key of the new config; `auto` and nothing say nothing."""
+    """The value goes to a key of the new config; `auto` and null set nothing."""
 
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value not in AUTO:
@@ -90,11 +90,11 @@ def switch(dotted: str, value: Any) -> Rule:
 
 
 def nothing(sheet: Sheet, old: Old) -> None:
-    """The key says nothing that needs a word."""
+    """The key needs no translation and no note."""
 
 
 def later(name: str | None = None) -> Rule:
-    """The value waits, under the old key's own name or another, to be combined with others."""
+    """The value waits on the sheet, under the old key's name or `name`, until a group combines it with other keys."""
 
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in AUTO:
@@ -108,12 +108,12 @@ def later(name: str | None = None) -> Rule:
 
 
 def gone(why: str) -> Rule:
-    """The key has no meaning any more, and nothing is lost by that."""
+    """The key has no meaning any more, and the run loses nothing: a note tells `why`."""
     return lambda sheet, old: sheet.note(old, why)
 
 
 def only(*neutral: Any, why: str, fix: str) -> Rule:
-    """A key whose effect Drumline does not have: refused, unless its value says that the effect is not wanted."""
+    """A key whose effect Drumline does not have: an error, unless its value turns the effect off."""
 
     def rule(sheet: Sheet, old: Old) -> None:
         if old.value in (*AUTO, False, "", *neutral) or str(old.value).lower() in ("no", "none", "false"):
@@ -124,7 +124,7 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
 
 
 def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str) -> None:
-    """Let each old key do what the table says. Raises ConfigError for a key that is not in it, with the one that was probably meant."""
+    """Apply the table's rule to each old key. Raises ConfigError for a key that is not in it, with the nearest one that is."""
     for old in olds:
         rule = table.get(old.key)
         if rule is None:

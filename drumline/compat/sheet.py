@@ -10,7 +10,7 @@ from typing import Any
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
-AUTO = ("auto", None)  # values that say nothing
+AUTO = ("auto", None)  # values that set nothing
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Old:
 
 @dataclass
 class Sheet:
-    """The new config as it comes into being. `origins`: which old key a new value comes from; `taken`: old keys that wait to be
-    combined with others; `base`: the folder of the old file, `folder` of the new config, which paths are relative to."""
+    """The new config while rules write it. `origins`: the old key of each new value; `taken`: old keys that wait until a group combines
+    them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to."""
 
     base: Path
     folder: Path
@@ -62,10 +62,10 @@ class Sheet:
     origins: dict[Place, Old] = field(default_factory=dict)
     taken: dict[str, Old] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    resume: str | None = None  # what the old file says of going on
+    resume: str | None = None  # the checkpoint that the old file resumes from
 
     def put(self, dotted: str, value: Any, old: Old) -> None:
-        """Say a value of the new config. Raises ConfigError where another old key has said another."""
+        """Set a value of the new config. Raises ConfigError where another old key has set another."""
         *sections, last = place = tuple(dotted.split("."))
         inside = self.values
         for name in sections:
@@ -78,7 +78,7 @@ class Sheet:
             self.origins.setdefault(place[:length], old)
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """What is said so far."""
+        """The value that is set so far, else `default`."""
         inside: Any = self.values
         for name in dotted.split("."):
             if not isinstance(inside, dict) or name not in inside:
@@ -92,12 +92,12 @@ class Sheet:
         return {place: old.where for place, old in self.origins.items()}
 
     def note(self, old: Old, text: str) -> None:
-        """One line for a key that has no meaning any more, or another one."""
+        """Add a line for a key that has lost its meaning, or has another one here."""
         self.notes.append(f"{old.where}: {text}")
 
 
 def pop(sheet: Sheet, *names: str) -> dict[str, Old]:
-    """Those of the keys that wait, taken off the sheet."""
+    """Those of the keys that wait; the sheet loses them."""
     return {name: sheet.taken.pop(name) for name in names if name in sheet.taken}
 
 

@@ -1,4 +1,4 @@
-"""Which strategy training arguments ask for: distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage, ddp_… and degrees."""
+"""The strategy of training arguments: distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage, ddp_… and degrees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = {
 
 
 def choose(sheet: Sheet) -> None:
-    """distributed_strategy, and what fsdp, fsdp_config, deepspeed, zero_stage and ddp_… say besides. They must agree."""
+    """The strategy by distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage and ddp_…, which must agree."""
     old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
     named = old.pop("distributed_strategy", None)
     old = {name: each for name, each in old.items() if _is_on(sheet, each)}
@@ -56,7 +56,7 @@ def _is_on(sheet: Sheet, old: Old) -> bool:
 
 
 def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
-    """What asks for FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
+    """The keys that request FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
     on = old.get("fsdp")
     if on is not None and (on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")):
         return []
@@ -85,7 +85,7 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
                 keys["offload_params"] = True
             elif low not in ("auto_wrap", "true"):
                 what = f"no {word!r} here"
-                raise refuse(switch, what, f"there are {', '.join(n for n in acc.SHARDING if not n.isdigit())}, offload, auto_wrap")
+                raise refuse(switch, what, f"there are {', '.join(SHARDING)}, offload, auto_wrap")
     if keys:
         assert switch is not None
         acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])

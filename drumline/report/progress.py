@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live display on a terminal, one plain line an event elsewhere. It only repeats events."""
+"""The progress display of a run: live on a terminal, elsewhere one plain line an event. It only repeats events."""
 
 from __future__ import annotations
 
@@ -17,22 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from drumline.telemetry.events import (
-    Eval,
-    Event,
-    Export,
-    Fault,
-    Measured,
-    Nonfinite,
-    Preempt,
-    Reference,
-    Restore,
-    Rollout,
-    RunEnd,
-    RunStart,
-    Save,
-    Step,
-)  # fmt: skip
+from drumline.telemetry import events
 
 REFRESH_PER_SECOND = 4
 PLAIN_STEP_LINES = 20
@@ -41,16 +26,16 @@ SPARKS = "▁▂▃▄▅▆▇█"
 WIDEST = 100
 
 
-def spark(values: list[float], width: int = 24) -> str:
-    """The last values as a line of blocks, the lowest at the bottom."""
-    shown = values[-width:]
+def spark(values: list[float]) -> str:
+    """The last 24 values as a line of blocks, the lowest at the bottom."""
+    shown = values[-24:]
     low, high = min(shown), max(shown)
     return "".join(SPARKS[int((v - low) / (high - low) * (len(SPARKS) - 1))] if high > low else SPARKS[0] for v in shown)
 
 
-def trend(values: list[float], width: int = MEAN_STEPS) -> str:
-    """↓, ↑ or → (within 1%): the mean of the last values against that of as many before them; nothing where there are too few."""
-    width = min(width, len(values) // 2)
+def trend(values: list[float]) -> str:
+    """↓, ↑ or → (within 1%): the mean of the last MEAN_STEPS values against that of as many before; empty where there are too few."""
+    width = min(MEAN_STEPS, len(values) // 2)
     if width < 2:
         return ""
     before, after = _mean(values[-2 * width : -width]), _mean(values[-width:])
@@ -72,17 +57,17 @@ def size(bytes_: float) -> str:
 class Progress:
     """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
-    def __init__(self, console: Console, past: Iterable[Event] = ()) -> None:
+    def __init__(self, console: Console, past: Iterable[events.Event] = ()) -> None:
         """`past`: events of the run before this process, so that a resumed run still knows its first evaluation."""
         self.console = console
-        self.start: RunStart | None = None
-        self.step: Step | None = None
-        self.save: Save | None = None
-        self.export: Export | None = None
-        self.end: RunEnd | None = None
-        self.fault: Fault | None = None
+        self.start: events.RunStart | None = None
+        self.step: events.Step | None = None
+        self.save: events.Save | None = None
+        self.export: events.Export | None = None
+        self.end: events.RunEnd | None = None
+        self.fault: events.Fault | None = None
         self.measured = False
-        self.evals = [event for event in past if isinstance(event, Eval)]
+        self.evals = [event for event in past if isinstance(event, events.Eval)]
         self.losses: dict[int, float] = {}  # by step, finite ones only
         self.recent: deque[float] = deque(maxlen=20)
         self.sent: list[float] = []  # bytes, of the steps where they are known
@@ -103,11 +88,9 @@ class Progress:
             for line in self.summary():
                 self._say(line)
 
-    def on_event(self, event: Event) -> None:
-        """Take an event in; unknown kinds are left to others."""
-        handler = getattr(self, f"_on_{event.kind}", None)
-        if handler is not None:
-            handler(event)
+    def on_event(self, event: events.Event) -> None:
+        """Show an event; those without a handler are not for the display."""
+        getattr(self, f"_on_{event.kind}", lambda _: None)(event)
 
     def _say(self, line: str, style: str = "") -> None:
         # Files and pipes get one line an event; a terminal breaks long ones between words.
@@ -115,13 +98,13 @@ class Progress:
 
     # ------------------------------------------------------------------------------------------------------ one an event
 
-    def _on_run_start(self, event: RunStart) -> None:
+    def _on_run_start(self, event: events.RunStart) -> None:
         if not self.start:
             self._say(f"plan: {event.plan_line}")
             self.began = event.t
         self.start = event
 
-    def _on_step(self, event: Step) -> None:
+    def _on_step(self, event: events.Step) -> None:
         loss = event.loss
         if isinstance(loss, float | int):
             self.losses[event.step] = loss
@@ -140,11 +123,11 @@ class Progress:
                 + (f"  sent {size(event.sent_bytes)}" if event.sent_bytes else "")
             )
 
-    def _on_eval(self, event: Eval) -> None:
+    def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
         self._say(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
 
-    def _on_rollout(self, event: Rollout) -> None:
+    def _on_rollout(self, event: events.Rollout) -> None:
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
         self._say(
@@ -156,23 +139,21 @@ class Progress:
             lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
             self._say(f"reward {name} could not be had, and its episodes are left out: {lost}", "yellow")
 
-    def _on_reference(self, event: Reference) -> None:
+    def _on_reference(self, event: events.Reference) -> None:
         if not event.found:
             self._say(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
 
-    def _on_measured(self, event: Measured) -> None:
+    def _on_measured(self, event: events.Measured) -> None:
         memory, seconds = event.metrics.get("memory"), event.metrics.get("seconds", {})
         if self.measured or not memory:
             return
         self.measured = True
         off = f"off by more than 15%: {', '.join(event.warned)}" if event.warned else "as planned"
-        parts = [f"peak {size(memory['peak'])} a rank"]
-        if "total" in seconds:
-            parts.append(f"step {seconds['total']:.3g} s")
-        run_dir = shlex.quote(self._run_dir())
-        self._say(f"measured: {' · '.join(parts)} · {off} (drumline plan --check {run_dir})", "yellow" if event.warned else "")
+        step = f" · step {seconds['total']:.3g} s" if "total" in seconds else ""
+        check = f"drumline plan --check {shlex.quote(self._run_dir())}"
+        self._say(f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})", "yellow" if event.warned else "")
 
-    def _on_save(self, event: Save) -> None:
+    def _on_save(self, event: events.Save) -> None:
         if event.error:
             rest = "" if event.path else " — the run goes on"
             self._say(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
@@ -181,7 +162,7 @@ class Progress:
         if event.path:
             self.save = event
 
-    def _on_restore(self, event: Restore) -> None:
+    def _on_restore(self, event: events.Restore) -> None:
         for skipped in event.skipped:
             self._say(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
         where = f"from {event.path}" if event.path else "no checkpoint yet"
@@ -190,25 +171,25 @@ class Progress:
         self.losses = {step: loss for step, loss in self.losses.items() if step <= event.step}
         self.recent.clear()
 
-    def _on_nonfinite(self, event: Nonfinite) -> None:
+    def _on_nonfinite(self, event: events.Nonfinite) -> None:
         self._say(
             f"step {event.step}: loss {_number(event.loss)}, gradient norm {_number(event.grad_norm)} — {event.policy}"
             f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
             "yellow",
         )
 
-    def _on_fault(self, event: Fault) -> None:
-        # The launcher has told it at length; the display shows that the run waits for new ranks.
+    def _on_fault(self, event: events.Fault) -> None:
+        # The launcher has reported it at length; the display shows that the run waits for new ranks.
         self.fault = event
         self.restarts += event.action == "restart"
 
-    def _on_preempt(self, event: Preempt) -> None:
+    def _on_preempt(self, event: events.Preempt) -> None:
         self._say(f"{event.signal}: saved at step {event.step}")
 
-    def _on_export(self, event: Export) -> None:
+    def _on_export(self, event: events.Export) -> None:
         self.export = event
 
-    def _on_run_end(self, event: RunEnd) -> None:
+    def _on_run_end(self, event: events.RunEnd) -> None:
         self.end = event
 
     # ------------------------------------------------------------------------------------------------------ the pictures
@@ -218,11 +199,9 @@ class Progress:
         assert self.end is not None
         run_dir = self._run_dir()
         spent, run = self.end.goodput, shlex.quote(run_dir)
-        lines = ["", f"finished {self.end.step} steps in {duration(spent.get('elapsed', 0))}"]
-        if spent.get("productive"):
-            lines[-1] += f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps"
-        if self.restarts:
-            lines[-1] += f", after {self.restarts} restart" + "s" * (self.restarts > 1)
+        productive = f", {spent['productive'] / spent['elapsed']:.0%} of it in training steps" if spent.get("productive") else ""
+        restarts = f", after {self.restarts} restart" + "s" * (self.restarts > 1) if self.restarts else ""
+        lines = ["", f"finished {self.end.step} steps in {duration(spent.get('elapsed', 0))}{productive}{restarts}"]
         losses = list(self.losses.values())
         if len(losses) >= 2 * MEAN_STEPS:
             first, last = _mean(losses[:MEAN_STEPS]), _mean(losses[-MEAN_STEPS:])
@@ -244,7 +223,7 @@ class Progress:
         return lines
 
     def render(self) -> RenderableType:
-        """The live part: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
+        """The live display: bar, loss, speed, memory, last checkpoint, and what the run waits for."""
         width = min(self.console.width, WIDEST)
         if not self.start:
             return Text("starting the ranks …", style="dim")
@@ -263,34 +242,30 @@ class Progress:
         title = Text(f"drumline · {self.start.run_dir}", style="bold", overflow="ellipsis", no_wrap=True)
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim", width=width)
 
-    def _table(self, now: Step) -> Table:
+    def _table(self, now: events.Step) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
-        losses = list(self.losses.values())
-        if losses:
+        if losses := list(self.losses.values()):
             mean = f"mean of {MEAN_STEPS} {_mean(losses[-MEAN_STEPS:]):.4f}" if len(losses) >= MEAN_STEPS else ""
             table.add_row("loss", Text("  ".join(filter(None, [f"{losses[-1]:.4f} {trend(losses)}", mean, spark(losses)])), style="green"))
         if self.evals:
             table.add_row("held out", f"{_metrics(self.evals[-1])} (step {self.evals[-1].step})")
         mfu = f" · MFU {now.mfu:.1%}" if now.mfu else ""
         table.add_row("speed", f"{now.tokens_per_s:,.0f} tokens/s · {now.samples_per_s:.2f} samples/s{mfu}")
-        parts = [f"data {now.data_s:.2f} s", f"compute {now.compute_s:.2f} s"]
-        if now.comm_s is None:
-            parts[1] = f"compute and waiting for others {now.compute_s:.2f} s"
-        else:
-            parts.append(f"waiting for others {now.comm_s:.2f} s")
-        table.add_row("time", " · ".join(parts))
+        computed = "compute" if now.comm_s is not None else "compute and waiting for others"
+        waited = f" · waiting for others {now.comm_s:.2f} s" if now.comm_s is not None else ""
+        table.add_row("time", f"data {now.data_s:.2f} s · {computed} {now.compute_s:.2f} s{waited}")
         if self.sent:
             table.add_row("sent", f"{size(_mean(self.sent))} a rank and step")
         table.add_row("rate", f"lr {now.lr:.3g} · gradient norm {_number(now.grad_norm)}")
         table.add_row("memory", self._memory())
         if self.save:
-            ago, waited = duration(time.time() - self.save.t), self.save.blocked_seconds
-            table.add_row("saved", f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {waited:.2f} s")
+            ago, blocked = duration(time.time() - self.save.t), self.save.blocked_seconds
+            table.add_row("saved", f"step {self.save.step}, {ago} ago, {size(self.save.bytes)}, training waited {blocked:.2f} s")
         return table
 
     def _waiting(self, step: int, steps: int) -> Text | None:
-        """What happens while no step does."""
+        """A line on what the run does between steps; None while steps go on."""
         if self.fault:
             then = "starting again …" if self.fault.action == "restart" else self.fault.action
             return Text(f"rank {self.fault.rank}: {self.fault.error} after step {self.fault.step} — {then}", style="bold red")
@@ -318,14 +293,14 @@ class Progress:
 
 
 def _mean(values: list[float]) -> float:
-    """Single steps jump with what their few samples happen to be; a mean shows where they go."""
+    """The mean: single steps jump with their few samples, a mean shows the trend."""
     return math.fsum(values) / len(values)
 
 
-def _metrics(event: Eval) -> str:
+def _metrics(event: events.Eval) -> str:
     return " · ".join(f"{name} {_number(value)}" for name, value in event.metrics.items())
 
 
 def _number(value: Any, form: str = ".4g") -> str:
-    """A figure of an event: null is NaN there, and inf a string."""
+    """A number of an event as text: null is NaN there, and inf a string."""
     return "NaN" if value is None else format(value, form) if isinstance(value, float | int) else str(value)
