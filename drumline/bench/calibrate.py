@@ -1,4 +1,4 @@
-"""`drumline calibrate`: measure this machine once, by real ranks, and store it where planning finds it."""
+"""`drumline calibrate`: measure this machine once, by real ranks, and store the rates for the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drumline.core.files import write_whole
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import EnvironmentFault, Preempted, UserError, WorkerFailed
-from drumline.hardware.calibration import Calibration, Measured, hardware, place, read, software
+from drumline.hardware.calibration import Calibration, hardware, place, read, software
 from drumline.hardware.detect import Machine, cache_dir, detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import root_cause
@@ -30,7 +30,7 @@ DISK_BYTES = 2**29  # what the largest file of the measurement needs, and then s
 
 @dataclass(frozen=True)
 class Task:
-    """What the command asks its ranks: `folder` on the disk to measure, `out` where rank 0 writes."""
+    """The task of the ranks. `folder`: on the disk to measure; `out`: the file that rank 0 writes."""
 
     device: str
     bf16: bool
@@ -111,14 +111,14 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
             tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []
-            said_last = "" if cause.error else "".join(tail)
-            what = f"rank {cause.rank} {cause.message} {said_last}".rstrip()
+            last_line = "" if cause.error else "".join(tail)
+            what = f"rank {cause.rank} {cause.message} {last_line}".rstrip()
             raise WorkerFailed(what, where="calibrate", fix="fewer ranks with --nproc, or --quick")
         return read(Path(task.out))
 
 
 def write(calibration: Calibration, path: Path, *, measured: str, quick: bool) -> None:
-    """Whole or not at all. Raises EnvironmentFault where it cannot be written."""
+    """Write a calibration, whole or not at all. Raises EnvironmentFault where that fails."""
     collectives: dict[str, dict[str, Any]] = {}
     for (kind, ranks), line in sorted(calibration.collectives.items()):
         collectives.setdefault(kind, {})[str(ranks)] = vars(line)
@@ -146,7 +146,8 @@ def _require_space(folder: Path, bytes_: int, fix: str) -> None:
 
 
 def tables(measured: Calibration) -> list[Table]:
-    """What was measured, for people: products, then what moves bytes."""
+    """The tables of a calibration: products, then what moves bytes."""
+    by_ranks = sorted(((ranks, kind), line) for (kind, ranks), line in measured.collectives.items())
     products = Table("rows", "width", *measured.products, title="matrix products, GFLOP/s", box=box.SIMPLE)
     shapes = sorted({(p.rows, p.inner) for products in measured.products.values() for p in products})
     for rows, width in shapes:
@@ -155,12 +156,9 @@ def tables(measured: Calibration) -> list[Table]:
     moves = Table("what", "ranks", "latency, µs", "GB/s", title="bytes", box=box.SIMPLE)
     if measured.memory:
         moves.add_row("memory, copied", "", "", f"{measured.memory / 1e9:,.2f}")
-    for (kind, ranks), line in sorted(measured.collectives.items(), key=lambda item: (item[0][1], item[0][0])):
-        _row(moves, kind.replace("_", "-"), str(ranks), line)
-    for name, line in {**measured.host, **{f"disk {direction}": line for direction, line in measured.disk.items()}}.items():
-        _row(moves, name.replace("_", " "), "", line)
+    lines = [(kind.replace("_", "-"), str(ranks), line) for (ranks, kind), line in by_ranks]
+    lines += [(name.replace("_", " "), "", line) for name, line in measured.host.items()]
+    lines += [(f"disk {direction}", "", line) for direction, line in measured.disk.items()]
+    for name, group, line in lines:
+        moves.add_row(name, group, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")
     return [products, moves]
-
-
-def _row(table: Table, name: str, ranks: str, line: Measured) -> None:
-    table.add_row(name, ranks, f"{line.latency * 1e6:,.0f}", f"{line.bandwidth / 1e9:,.2f}")

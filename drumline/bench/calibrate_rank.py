@@ -24,6 +24,7 @@ from drumline.dist.start import Ranks, start, stop
 from drumline.hardware.calibration import Calibration, Measured, Product, line_through
 from drumline.telemetry.traffic import SentBytes
 
+Products = dict[str, tuple[Product, ...]]  # by precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 TIMEOUT, LIMIT = 60.0, {False: 900.0, True: 120.0}  # seconds that one collective, and the whole of a rank, may take
@@ -54,31 +55,22 @@ def main() -> None:
 
 
 def measure(task: Task, ranks: Ranks) -> Calibration:
-    """Everything, on every rank; only rank 0's answer is whole."""
+    """All rates, measured on every rank; only rank 0's are complete."""
     torch.backends.cuda.matmul.allow_tf32 = True  # precision.tf32's default
     if dist.is_initialized():
         dist.barrier()
     products, memory = multiply(task), copy_rate(task)
     host = to_and_from_host(task) if task.device == "cuda" else {}
-    disk = dict[str, Measured]()
-    if ranks.rank == 0:
-        disk = write_and_read(task)
+    disk = write_and_read(task) if ranks.rank == 0 else {}
     products, memory = _of_all(products, memory, min if task.device == "cuda" else sum)
-    lines = collectives(task, ranks)
-    return Calibration(
-        matmul={precision: rate_of_large(measured) for precision, measured in products.items()},
-        products=products,
-        memory=memory,
-        collectives=lines,
-        host=host,
-        disk=disk,
-    )
+    matmul = {precision: rate_of_large(measured) for precision, measured in products.items()}
+    return Calibration("", "", matmul, memory, collectives(task, ranks), host, disk, products)
 
 
 # ------------------------------------------------------------------------------------------------------------------- alone
 
 
-def multiply(task: Task) -> dict[str, tuple[Product, ...]]:
+def multiply(task: Task) -> Products:
     """FLOP/s of (rows × width) · (width × width), in each precision that the device has."""
     found = {}
     for precision, dtype in DTYPES.items():
@@ -156,8 +148,7 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
                 found[kind, size] = line_through(points)
         dist.barrier()
     if ranks.world_size > 1:
-        points = [_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes]
-        found["p2p", 2] = line_through(points)
+        found["p2p", 2] = line_through([_back_and_forth(bytes_, ranks.rank, task) for bytes_ in task.sizes])
     return found
 
 
@@ -203,10 +194,9 @@ def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
     return bytes_, min(times)
 
 
-def _of_all(
-    products: dict[str, tuple[Product, ...]], memory: float, how: Callable[[list[float]], float]
-) -> tuple[dict[str, tuple[Product, ...]], float]:
-    """What all ranks measured at the same time: of GPUs the slowest, which sets the pace of a step; of a processor the sum."""
+def _of_all(products: Products, memory: float, how: Callable[[list[float]], float]) -> tuple[Products, float]:
+    """The rates of all ranks together, which measured at the same time: `how` is min for GPUs, since the slowest sets the pace of a step,
+    and sum for a processor."""
     if not dist.is_initialized():
         return products, memory
     all_: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""How far two runs lie apart: their losses, gradient norms, and every tensor of their last checkpoints."""
+"""The difference of two runs: of their losses, gradient norms, and every tensor of their last checkpoints."""
 
 from __future__ import annotations
 
@@ -43,14 +43,12 @@ class Difference:
 
 
 def difference(run: Path, reference: Path) -> Difference:
-    """Of two finished runs of the same work. Raises CheckpointError where one of them has no whole checkpoint, or another set of tensors.
-
-    Checkpoints are read in portions: two models need not fit into memory.
-    """
+    """The difference of two finished runs of the same work. It reads checkpoints in portions: two models need not fit into memory.
+    Raises CheckpointError where one has no whole checkpoint, or another set of tensors."""
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
     partly: list[str] = []
     by_tensor, unfelt = _felt(list(_tensors(run, reference, partly)))
-    # Of the policy, and of another role that learns (value/model.…).
+    # Of the policy, and of another trainable model (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
     return Difference(
@@ -144,8 +142,7 @@ def _portions(shapes: dict[str, list[int]]) -> Iterator[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(_weight(name), []).append(name)
-    portion: list[str] = []
-    entries = 0
+    portion, entries = list[str](), 0
     for names in groups.values():
         size = sum(math.prod(shapes[name]) for name in names)
         if portion and entries + size > PORTION:

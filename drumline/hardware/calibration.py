@@ -1,5 +1,5 @@
-"""What `drumline calibrate` measured of this machine: a value, and its file, one for each kind of device and version of the software, below
-the cache folder."""
+"""The rates that `drumline calibrate` measured, and their file: one for each kind of device and version of the software, in the cache
+folder."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Measured:
     latency: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     bandwidth: Rate
 
+    def seconds(self, bytes_: float) -> float:
+        return self.latency + bytes_ / self.bandwidth
+
 
 def line_through(points: Sequence[tuple[float, float]]) -> Measured:
     """The line through (bytes, seconds) with the least squares of relative errors; neither its latency nor its bandwidth is negative."""
@@ -58,8 +61,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates as they were measured; empty where nothing was. `matmul`: precision → FLOP/s of large products; `products`: precision → the
-    shapes that were tried; `memory`: bytes/s that a device copies (read and write counted); `collectives`: (kind, ranks) → line, kind one
+    """Measured rates; empty: not measured. `matmul`: precision → FLOP/s of large products; `products`: precision → the
+    measured shapes; `memory`: bytes/s that a device copies (read and write counted); `collectives`: (kind, ranks) → line, kind one
     of all_reduce, all_gather, reduce_scatter, all_to_all, p2p, and bytes what a rank sends, as `telemetry.traffic` counts;
     `host`: to_device, to_host → line; `disk`: write, read → line."""
 
@@ -73,8 +76,8 @@ class Calibration:
     products: Mapping[str, tuple[Product, ...]] = field(default_factory=dict)
 
     def matmul_rate(self, precision: str, rows: int | None = None, width: int | None = None) -> float | None:
-        """FLOP/s at the measured shape nearest to (rows × width) · (width × width), by ratios; of large products where no shape is given;
-        None where that precision was not measured."""
+        """FLOP/s at the measured shape nearest by ratios to (rows × width) · (width × width); without a shape, of large products; None
+        where nothing of that precision was measured."""
         products = self.products.get(precision, ())
         if rows is None or width is None or not products:
             return self.matmul.get(precision)
@@ -85,13 +88,13 @@ class Calibration:
         return min(products, key=distance).rate
 
     def line(self, kind: str, ranks: int) -> Measured | None:
-        """Of a collective on one host, in the group nearest in size that was measured. A broadcast goes around as an all-gather does."""
+        """The line of a collective on one host, for the measured group nearest in size. A broadcast takes the steps of an all-gather."""
         kind = "all_gather" if kind == "broadcast" else kind
         sizes = [size for name, size in self.collectives if name == kind]
         return self.collectives[kind, min(sizes, key=lambda size: abs(math.log(size / ranks)))] if sizes else None
 
     def shared(self, processes: int) -> Calibration:
-        """What each of several processes has of a processor that was measured whole."""
+        """The rates of one of `processes` processes that share a processor, which was measured as a whole."""
         return replace(
             self,
             matmul={precision: rate / processes for precision, rate in self.matmul.items()},
@@ -131,7 +134,7 @@ def software(machine: Machine) -> str:
 
 
 def place(machine: Machine) -> Path:
-    """The file of this machine's measurements, be it there or not."""
+    """The path of this machine's calibration; the file need not exist."""
     kind, versions = hardware(machine), software(machine)
     key = hashlib.sha256(f"{kind}\n{versions}".encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
@@ -139,10 +142,7 @@ def place(machine: Machine) -> Path:
 
 
 def calibration_for(machine: Machine) -> Calibration | None:
-    """What `drumline calibrate` measured of machines like this one with this software; None where it did not run.
-
-    Raises EnvironmentFault for a damaged file.
-    """
+    """The calibration of machines like this one with this software; None without one. Raises EnvironmentFault for a damaged file."""
     path = place(machine)
     if not path.exists():
         return None
@@ -151,7 +151,7 @@ def calibration_for(machine: Machine) -> Calibration | None:
 
 
 def read(path: Path) -> Calibration:
-    """Raises EnvironmentFault for a file that is not there, cannot be read, or does not say what a calibration says."""
+    """The calibration of a file. Raises EnvironmentFault where it is missing, unreadable, or no calibration."""
     try:
         content = _File.model_validate_json(read_bytes(path, EnvironmentFault, "give the path of a file that `drumline calibrate` wrote"))
     except ValidationError as error:
@@ -166,7 +166,7 @@ def read(path: Path) -> Calibration:
 
 
 def processor_name() -> str:
-    """As the kernel names it; where it does not, as macOS, the architecture."""
+    """The processor's name by the kernel; where it gives none, as macOS, the architecture."""
     listing = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else []
-    return names[0].strip() if names else os.uname().machine
+    found = re.search(r"^model name\s*:\s*(.+)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
+    return found[1].strip() if found else os.uname().machine

@@ -17,7 +17,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 # What large products reach of the datasheet (bf16; S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS", 2025). The
 # 4090's 158.6 of 165.2 TFLOP/s are of fp16 (github.com/mli/transformers-benchmarks, issue 4); other GeForce cards are taken for like it.
 REACHED_A100, REACHED_H100, REACHED_MI300X, REACHED_4090 = 0.869, 0.803, 0.514, 0.96
-PCIE4, PCIE5 = ("pcie4", "pcie4"), ("pcie5", "pcie5")  # among the devices of a host, and to it
+PCIE4, PCIE5, C2C = ("pcie4", "pcie4"), ("pcie5", "pcie5"), ("nvlink5", "nvlink-c2c")  # among the devices of a host, and to it
 
 
 def _gpu(
@@ -50,9 +50,7 @@ DEVICES: dict[str, DeviceSpec] = {
         # As A100 and H100, with slower links or products for export.
         _gpu("a800-80g", 79.14, 2039, 312, 156, ("nvlink3-a800", "pcie4"), "NVIDIA A800 datasheet (2022), SXM", REACHED_A100),
         _gpu("h20", 95.0, 4000, 148, 74, ("nvlink4", "pcie5"), "NVIDIA H20 datasheet (2023), SXM, dense"),
-        _gpu(
-            "gb200", 184.0, 8000, 2500, 1250, ("nvlink5", "nvlink-c2c"), "NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity"
-        ),
+        _gpu("gb200", 184.0, 8000, 2500, 1250, C2C, "NVIDIA GB200 NVL72 datasheet (2024), a 72nd; halved for sparsity"),
         _gpu("v100-16g", 15.77, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
         _gpu("v100-32g", 31.74, 900, 125, 15.7, ("nvlink2", "pcie3"), "NVIDIA V100 datasheet (2020), SXM2"),
         _gpu("a6000", 44.43, 768, 154.8, 77.4, PCIE4, "NVIDIA RTX A6000 datasheet (2021); halved for sparsity"),
@@ -60,7 +58,7 @@ DEVICES: dict[str, DeviceSpec] = {
         _gpu("mi300x", 191.69, 5300, 1307.4, 653.7, ("infinity-fabric", "pcie5"), "AMD Instinct MI300X data sheet (2023)", REACHED_MI300X),
     )
 }
-CPU = "cpu"  # its rates depend on the machine: see plan.cluster
+CPU = "cpu"  # its rates depend on the machine: see planner.cluster
 
 # Step latencies are NCCL's own for a ring (src/graph/tuning.cc, hwLat, Simple): NVLink 3.4 µs, PCI 5.7, network 14.
 LINKS: dict[str, Link] = {

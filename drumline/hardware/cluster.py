@@ -1,4 +1,4 @@
-"""The devices that a run is planned for, and what joins them: found here, or said in the YAML. Pure."""
+"""The devices that a run is planned for, and the links between them: found here, or set in the YAML. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drumline.hardware.calibration import Calibration
+from drumline.hardware.calibration import Calibration, Measured
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "broadcast"]
 # What large matrix products reach of a datasheet's rate where nobody measured it: H100 SXM's 80.3%, in the middle of what was published
@@ -23,8 +23,8 @@ DISK = {"read": 6.5e9, "write": 3.5e9}
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device. `memory_bytes`: what torch sees of its memory; `bandwidth`: of that, bytes/s; `flops`: precision → dense FLOP/s by
-    its datasheet; `efficiency`: of these, what large matrix products reach; `intra`, `host_link`: usual links, by their catalog names."""
+    """A kind of device. `memory_bytes`: as torch reports it; `bandwidth`: of that memory, bytes/s; `flops`: precision → dense FLOP/s by its
+    datasheet; `efficiency`: the part that large matrix products reach; `intra`, `host_link`: usual links, by their catalog names."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -58,8 +58,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """nodes × per_node equal devices. `host_memory_bytes` of one host, None: not known. `found`: it is this machine; `notes`: what was
-    taken for granted, for the user."""
+    """nodes × per_node equal devices. `host_memory_bytes` of one host, None: not known. `found`: it is this machine; `notes`: assumptions,
+    for the user."""
 
     device: DeviceSpec
     per_node: int
@@ -87,15 +87,13 @@ class Cluster:
         """Seconds to copy bytes between one device and its host's pinned memory; 0 for a CPU, which is its host."""
         if self.device.kind == "cpu" or bytes_ <= 0:
             return 0.0
-        line = self.calibration.host.get(direction)
-        if line is None:
-            return self.host_link.latency + bytes_ / (HOST_EFFICIENCY * self.host_link.bandwidth)
-        return line.latency + bytes_ / line.bandwidth
+        usual = Measured(self.host_link.latency, HOST_EFFICIENCY * self.host_link.bandwidth)
+        return self.calibration.host.get(direction, usual).seconds(bytes_)
 
     def disk_seconds(self, direction: Literal["write", "read"], bytes_: float) -> float:
         """Seconds to write or read bytes of one host's disk, all its ranks' together."""
         line = self.calibration.disk.get(direction)
-        return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.latency + bytes_ / line.bandwidth
+        return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.seconds(bytes_)
 
     def collective_seconds(self, kind: Collective, bytes_sent: float, ranks: int, per_node: int | None = None) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.
@@ -113,7 +111,7 @@ class Cluster:
         if together >= ranks:
             line = self.calibration.line(kind, ranks)
             if line is not None:
-                return line.latency + bytes_sent / line.bandwidth
+                return line.seconds(bytes_sent)
             return BASE_LATENCY + steps * self.intra.latency + bytes_sent / self.intra.reached(ranks)
         if kind == "all_to_all":
             leaving = self.per_node * bytes_sent * (ranks - together) / (ranks - 1)

@@ -1,4 +1,4 @@
-"""What this machine has. torch is asked only where a GPU driver shows itself, so a laptop does not wait for it."""
+"""The devices, cores and memory of this machine. torch is imported only where there is a GPU driver, so a laptop does not wait for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
 
 
 def detect() -> Machine:
-    """Look at the machine; GPUs that CUDA_VISIBLE_DEVICES hides are not there."""
+    """This machine, without GPUs that CUDA_VISIBLE_DEVICES hides."""
     devices, bf16 = _gpus()
     groups = Groups.of_this_process()
     cores = min(usable_cores(), groups.cores())
@@ -95,7 +95,7 @@ class Groups:
         return min(limits)
 
     def oom_kills(self) -> int | None:
-        """Processes of this group that the kernel has killed for want of memory so far; None where nothing counts them."""
+        """Processes of this group that the kernel has killed so far because memory ran out; None where nothing counts them."""
         counts = []
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):
@@ -134,5 +134,5 @@ def free_bytes(path: Path) -> int:
 
 
 def cache_dir() -> Path:
-    """What may be thrown away and made again: XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
+    """The folder of files that can be deleted and made again: XDG_CACHE_HOME/drumline, by default ~/.cache/drumline."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline"

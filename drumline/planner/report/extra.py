@@ -168,8 +168,8 @@ def show_devices(console: Console) -> None:
     console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
-    for each in (*DEVICES.values(), *LINKS.values()):
-        console.print(f"  {each.name:<16} {each.source}", markup=False, soft_wrap=True)
+    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
+        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",
