@@ -73,11 +73,10 @@ def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
     """
     machine = detect()
     ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
-    if machine.devices and ranks > len(machine.devices):
-        raise UserError(f"{ranks} ranks on {len(machine.devices)} GPUs", where="--nproc", fix=f"at most {len(machine.devices)}")
-    most = max(machine.cores, MOST_CPU_RANKS)
-    if not machine.devices and ranks > most:  # which would share cores, and measure the scheduler
-        raise UserError(f"{ranks} ranks on {machine.cores} cores", where="--nproc", fix=f"at most {most}")
+    most = len(machine.devices) or max(machine.cores, MOST_CPU_RANKS)
+    if ranks > most:  # on a CPU they would share cores, and measure the scheduler
+        where = f"{len(machine.devices)} GPUs" if machine.devices else f"{machine.cores} cores"
+        raise UserError(f"{ranks} ranks on {where}", where="--nproc", fix=f"at most {most}")
     if out is not None and out.is_dir():
         raise UserError("is a folder, a file is wanted", where=f"--out {out}", fix=f"--out {out / 'measured.json'}")
     target = out or place(machine)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from drumline.compat.accelerate import TABLE as ACCELERATE
 from drumline.compat.accelerate import accelerate_file
 from drumline.compat.arguments import SECTIONS, TABLE, training_arguments
-from drumline.compat.combine import deepspeed_file
+from drumline.compat.deepspeed import deepspeed_file
 from drumline.compat.sheet import Sheet, Source, listed
 from drumline.core.config import Config
 from drumline.core.yaml_lines import Place

@@ -5,8 +5,7 @@ Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`)
 
 from __future__ import annotations
 
-from drumline.compat.combine import low_precision, own_deepspeed_file
-from drumline.compat.deepspeed import EXPORT, STAGES, clip, device, put_offload
+from drumline.compat.deepspeed import EXPORT, STAGES, clip, device, low_precision, own_deepspeed_file, put_offload
 from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, refuse
 from drumline.core.by_name import nearest

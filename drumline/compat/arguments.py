@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from drumline.compat import accelerate as acc
 from drumline.compat import groups
-from drumline.compat.combine import found, new_path
-from drumline.compat.deepspeed import clip, tracker
+from drumline.compat.deepspeed import clip, found, new_path, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline.compat.rules import Rule, flag, gone, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, refuse

@@ -5,11 +5,15 @@ Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zer
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from drumline.compat.rules import Rule, flag, gone, later, nothing, number, one_of, only, read, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, refuse
+from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, listed, pop, refuse
 from drumline.core.suggest import by_word
+from drumline.core.yaml_lines import read_yaml
+from drumline.errors import ConfigError
+from drumline.foreign import read_text
 
 STAGES = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "zero3"}
 WHAT = "a DeepSpeed config"
@@ -231,3 +235,62 @@ ENGINE_ONLY: dict[str, Rule] = by_word(
         "sparse_attention use_data_before_expert_parallelism timers tensor_parallel": ENGINE_OPTION,
     }
 )
+
+
+# ------------------------------------------------------------------------------------------- for all tools: precision and files
+
+PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16",
+              "bfloat16": "bf16"}  # fmt: skip
+
+
+def low_precision(sheet: Sheet) -> None:
+    """Set the precision of bf16, fp16 and mixed_precision, which may stand side by side. Raises ConfigError with both places where two
+    are on."""
+    kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "bf16", "fp16").items()]
+    if (old := sheet.taken.pop("mixed_precision", None)) is not None:
+        kinds.append((one_of(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old), old))
+    # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16 on.
+    on = [(kind, old) for kind, old in kinds if kind != "fp32"]
+    for kind, old in on:
+        if kind != on[0][0]:
+            raise contradiction(old, on[0][1])
+    if kinds:
+        sheet.put("precision.kind", *(on or kinds)[0])
+
+
+def deepspeed_file(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
+    """A DeepSpeed config that is a file by itself. Raises ConfigError by its line."""
+    deepspeed_config(sheet, olds, own_file)
+    low_precision(sheet)
+
+
+def own_deepspeed_file(sheet: Sheet, old: Old) -> None:
+    """A DeepSpeed JSON that an old file names: its stage is the strategy, and Drumline's engine reads the file itself."""
+    path = found(sheet.base, str(old.value))
+    deepspeed_config(sheet, load_file(path, old), own_file=new_path(sheet, path))
+
+
+def found(base: Path, name: str) -> Path:
+    """A file that an old one names: beside it, or from the current folder, as accelerate and transformers look for it."""
+    beside = base / Path(name).expanduser()
+    here = Path(name).expanduser()
+    return here if not beside.exists() and here.exists() else beside
+
+
+def new_path(sheet: Sheet, path: Path) -> str:
+    """A path as the new config writes it: relative to its folder, or absolute for what lies elsewhere."""
+    whole, folder = path.absolute(), sheet.folder.absolute()
+    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else str(whole)
+
+
+def load_file(path: Path, old: Old) -> list[Old]:
+    """The keys of a JSON or YAML file that an old one names."""
+    try:
+        # JSON may be indented with tabs, and YAML may not.
+        text = read_text(path, ConfigError).replace("\t", "  ")
+    except ConfigError as error:
+        raise refuse(old, f"{str(path)!r} cannot be read: {error.what}", "give the path of a JSON file, relative to this file") from None
+    values, lines = read_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError("holds no keys and values", where=str(path), fix='write {"key": value}')
+    return listed(values, Source(str(path), lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from drumline.compat.combine import PRECISIONS, found, new_path
+from drumline.compat.deepspeed import PRECISIONS, found, new_path
 from drumline.compat.rules import Rule, flag, later, name_list, number, one_of, to, whole
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
 from drumline.compat.strategy import choose

@@ -9,7 +9,7 @@ from typing import Any
 
 from drumline.compat import accelerate as acc
 from drumline.compat import recognise, rules
-from drumline.compat.combine import deepspeed_file, load_file, low_precision
+from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
 from drumline.compat.sheet import AUTO, Old, Sheet, Source, shown
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from drumline.compat import accelerate as acc
-from drumline.compat.combine import found, load_file, own_deepspeed_file
-from drumline.compat.deepspeed import STAGES, deepspeed_config
+from drumline.compat.deepspeed import STAGES, deepspeed_config, found, load_file, own_deepspeed_file
 from drumline.compat.rules import flag, name_list, number, one_of, whole
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse
 

@@ -65,12 +65,14 @@ def plan(options: Options) -> int:
         raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
     hosts = None if options.what_if is None else extra.parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
-    made = _request(loaded, aside)
+    with bars(aside) as on_progress:
+        made = ask(loaded, on_progress)
+    _print_notes((*loaded.notes, *made.notes), aside)
     question = made.question
     if options.most is not None:
         extra.report_most(question, options.most, console, options.top, options.as_json)
     elif hosts is not None:
-        if question.cluster.nodes == 1:  # else a note has said it
+        if question.cluster.nodes == 1:  # else it is among the notes
             _print_notes(network_assumed(question.config.cluster, max(hosts)), aside)
         extra.report_what_if(question, hosts, console, options.tokens, options.as_json)
     else:
@@ -120,20 +122,13 @@ def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progr
     return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 
-def _request(loaded: Loaded, aside: Console) -> PlanRequest:
-    with bars(aside) as on_progress:
-        made = ask(loaded, on_progress)
-    _print_notes((*loaded.notes, *made.notes), aside)
-    return made
-
-
 def _print_notes(notes: Iterable[str], aside: Console) -> None:
     for note in notes:
         aside.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
-    """Show an answer in the form that was chosen."""
+    """Show an answer as the options request it."""
     if options.figure is not None:
         from drumline.planner.report.picture import draw
 

@@ -13,7 +13,8 @@ from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import ask
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.flags import Flags, load_with_flags, mistakes_by_flag
-from drumline.planner.report.metrics import cost, full_config, hours
+from drumline.planner.report.table import cost, hours
+from drumline.planner.report.yaml_output import full_config
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
 from drumline.planner.search.search import search

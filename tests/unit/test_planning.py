@@ -21,7 +21,7 @@ from drumline.hardware.detect import Device, Machine
 from drumline.models.adapters import require_trainable
 from drumline.planner.question import ask
 from drumline.planner.report.flags import Flags, load_with_flags
-from drumline.planner.report.metrics import CATEGORIES
+from drumline.planner.report.table import CATEGORIES
 from drumline.planner.search.answer import Answer
 from drumline.planner.search.search import search
 from tests.harness import ROOT, write_config

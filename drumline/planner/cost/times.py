@@ -44,8 +44,8 @@ CLIPPED = 4 + 8  # the norm reads gradients, clipping reads and writes them
 
 
 def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume) -> Seconds:
-    """`volume`: of traffic.flows. What computing does not hide of communication is apart. Of a pipeline the slowest stage sets the
-    pace; what the others wait for it is in `bubble`."""
+    """Seconds of a step. `volume`: of traffic.flows; `communication` is the exposed one. Of a pipeline the slowest stage sets the pace; the
+    time that the other stages wait for it is in `bubble`."""
     parts = [_busy(layout, model, cluster) for _, model in layout.trainable(facts)]
     forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
     hidden = {"forward": forward, "backward": backward, "last": backward / layout.batch.accumulation}
@@ -93,8 +93,8 @@ def flops(facts: ModelFacts, checkpointing: str) -> tuple[float, float]:
 
 
 def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[str, float]) -> float:
-    """Seconds in which nothing is computed for the sake of communication: what lies beside nothing, what is longer than what it lies
-    beside, and of all that is beside something one call, before the first block can start or after the last has ended."""
+    """Seconds of exposed communication: all that nothing is computed beside, the surplus of what takes longer than the computing beside
+    it, and one call of each flow, before the first block can start or after the last has ended."""
     wires: dict[str, float] = {}
     exposed = 0.0
     for flow in flows:
@@ -107,7 +107,7 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
 
 
 def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
-    """How many ranks of a group share a host: neighbours in the mesh do, tensor parallel ones first."""
+    """The ranks of a group that share a host: neighbours in the mesh do, tensor parallel ones first."""
     mesh = layout.mesh
     strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
     stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
@@ -124,7 +124,7 @@ def _threads(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
 
 @lru_cache(maxsize=1024)
 def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int) -> float:
-    """FLOPs of the rank of a pipeline that has most, over the mean."""
+    """The largest FLOPs of a rank of the pipeline over the mean."""
     if not layers:
         return 1.0
     taken = [sum(stage_cost(facts, first, stop).flops for first, stop in layers[rank::ranks]) for rank in range(ranks)]
@@ -135,7 +135,7 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
 
 
 def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
-    """Bytes over the bandwidth of the memory where the step is taken."""
+    """Seconds of clipping and the update: bytes over the bandwidth of the memory that holds the optimizer's states."""
     options, trainable = layout.config.optimizer, _trainable_here(layout, facts)
     here = trainable * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
     if layout.device == "cpu" or layout.strategy.offloads()[0] == "none":
@@ -148,12 +148,9 @@ def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: f
     waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
     micro-batch too)."""
     optimizer, weights = layout.strategy.offloads()
-    if layout.device == "cpu" and optimizer != "nvme":
+    if optimizer == "none" or (layout.device == "cpu" and optimizer != "nvme"):
         return 0.0
-    trainable, rounds = _trainable_here(layout, facts), layout.batch.accumulation
-    low = 4 if layout.precision == "fp32" else 2
-    if optimizer == "none":
-        return 0.0
+    trainable, rounds, low = _trainable_here(layout, facts), layout.batch.accumulation, WIDTH[layout.precision]
     if layout.data_parallel == "fsdp2":
         strategy = cast(FSDP2Strategy, layout.strategy)
         up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
@@ -181,7 +178,7 @@ def _parts(layout: Layout) -> int:
 
 
 def _trainable_here(layout: Layout, facts: ModelFacts) -> float:
-    """Parameters that a rank steps, of all models that learn."""
+    """Parameters that a rank updates, of all trainable models."""
     return sum(model.trainable for _, model in layout.trainable(facts)) / _parts(layout)
 
 
@@ -193,8 +190,8 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
     the policy without its adapter)."""
     algorithm = layout.config.algorithm
     kind = algorithm.reference_of(layout.config)
-    live = [facts.roles[name] for name in ("reference",) if kind == "live" and name in facts.roles]
-    return (algorithm.extra_forwards + (kind == "adapter")) * forward_flops(facts) + sum(map(forward_flops, live))
+    reference = forward_flops(facts.roles["reference"]) if kind == "live" and "reference" in facts.roles else 0.0
+    return (algorithm.extra_forwards + (kind == "adapter")) * forward_flops(facts) + reference
 
 
 def forward_flops(facts: ModelFacts) -> float:
@@ -215,7 +212,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     generator, each = algorithm.generator, math.ceil(episodes / world)
     at_once = min(generator.batch, each)
     vllm, copied = isinstance(generator, VLLMGenerator), samples_copy(layout)
-    # Under autocast, the live model's weights are read in fp32; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
+    # Under autocast, sampling reads the policy's fp32 weights; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
     width = 2 if layout.precision != "fp32" and (vllm or copied or layout.data_parallel == "zero") else 4
     bandwidth = cluster.calibration.memory or cluster.device.bandwidth
     rate = cluster.rate(layout.precision, at_once, facts.hidden) or cluster.rate("fp32")
@@ -224,10 +221,8 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     if not vllm:  # which replays CUDA graphs
         token = max(token, STARTS[layout.precision][0] * facts.layers)
     answering = [forward_flops(model) for model in facts.roles.values()]
-    if algorithm.steps_in_turn > 1:  # else the step's own forward tells the old log-probabilities
-        answering.append(forward_flops(facts))
-    if layout.config.head == "valued":
-        answering.append(forward_flops(facts))
+    # The old log-probabilities, unless the step's own forward gives them; and values.
+    answering += [forward_flops(facts)] * ((algorithm.steps_in_turn > 1) + (layout.config.head == "valued"))
     scored = sum(answering) * episodes * layout.length / world / rate
     refreshed = copied or (isinstance(generator, VLLMGenerator) and generator.weights != "none")
     spread = refreshed and world > layout.mesh.replicate

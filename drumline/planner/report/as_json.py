@@ -7,16 +7,17 @@ from typing import Any
 
 from drumline.hardware.catalog import DEVICES, LINKS
 from drumline.hardware.cluster import DeviceSpec, Link
-from drumline.planner.report.metrics import chosen, cost, devices, hours
+from drumline.planner.report.table import cost, devices, hours
+from drumline.planner.report.yaml_output import chosen
 from drumline.planner.search.advice import Change
-from drumline.planner.search.answer import Answer, Candidate, Question, Refused
+from drumline.planner.search.answer import Answer, Candidate, Question
 from drumline.planner.search.auto import disagreements
 
 VERSION = 1
 
 
 def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
-    """Bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
+    """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
     question = answer.question
     return {
         "version": VERSION,
@@ -28,7 +29,9 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
             "data": None if question.data is None else question.data.model_dump(mode="json"),
         },
         "ranked": [candidate(question, c, tokens) for c in answer.ranked],
-        "refused": [_refused(question, r, tokens) for r in answer.refused],
+        "refused": [
+            {"name": r.name, "reason": r.reason, "best": candidate(question, r.best, tokens) if r.best else None} for r in answer.refused
+        ],
         "tight": candidate(question, answer.tight, tokens) if answer.tight and not answer.probes else None,
         "looked_at": answer.looked_at,
         "guides": [{"guide": d.heuristic, "says": d.says, "reason": d.reason} for d in disagreements(answer)],
@@ -38,7 +41,7 @@ def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Chang
 
 
 def candidate(question: Question, found: Candidate, tokens: float | None = None) -> dict[str, Any]:
-    """One way of spreading the run."""
+    """The numbers of one candidate."""
     layout, estimate = found.layout, found.estimate
     return {
         "name": found.name,
@@ -67,11 +70,6 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
     }
 
 
-def _refused(question: Question, refused: Refused, tokens: float | None) -> dict[str, Any]:
-    best = None if refused.best is None else candidate(question, refused.best, tokens)
-    return {"name": refused.name, "reason": refused.reason, "best": best}
-
-
 def _model(question: Question) -> dict[str, Any]:
     facts = question.facts
     return {
@@ -88,7 +86,7 @@ def _model(question: Question) -> dict[str, Any]:
 
 
 def catalog() -> dict[str, Any]:
-    """The devices and links that are known by name."""
+    """The devices and links of the catalog."""
     devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
     links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
     return {"version": VERSION, "devices": devices, "links": links}

@@ -13,7 +13,7 @@ from rich.table import Table
 from drumline.core.explain import plan_line
 from drumline.core.plan import Plan
 from drumline.errors import UserError
-from drumline.planner.report.metrics import grouped
+from drumline.planner.report.table import grouped
 from drumline.planner.search.answer import Factors, Probe
 from drumline.telemetry.events import Step, last_measurement, read
 from drumline.telemetry.truth import OFF, Measurement, Row, compare, notes

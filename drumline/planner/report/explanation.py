@@ -8,8 +8,7 @@ from drumline.core.explain import count
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.errors import UserError
-from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours
-from drumline.planner.report.table import number
+from drumline.planner.report.table import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours, number
 from drumline.planner.search.answer import Answer, Candidate, Question
 
 Row = tuple[str, str, str]  # what, how much, where it comes from

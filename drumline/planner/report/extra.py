@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -16,8 +16,8 @@ from drumline.core.facts import with_lora
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.planner.report.as_json import VERSION, candidate
-from drumline.planner.report.metrics import GB, grouped, hours, overrides
-from drumline.planner.report.table import main_cells, number, plain_table, show_headline
+from drumline.planner.report.table import GB, grouped, hours, main_cells, number, plain_table, show_headline
+from drumline.planner.report.yaml_output import overrides
 from drumline.planner.search.advice import Change, max_batch, max_length, what_if
 from drumline.planner.search.answer import Answer, Question
 from drumline.planner.search.auto import disagreements, with_little_room
@@ -122,7 +122,11 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
     """The first plan on each number of hosts, and what more devices gain."""
     answers = what_if(question, hosts)
     if as_json:
-        print(json.dumps({"version": VERSION, "what_if": [_what_if_json(answer, tokens) for answer in answers]}, indent=2))
+        found = []
+        for answer in answers:
+            cluster, best = answer.question.cluster, candidate(answer.question, answer.ranked[0], tokens) if answer.ranked else None
+            found.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
+        print(json.dumps({"version": VERSION, "what_if": found}, indent=2))
         return
     show_headline(answers[0].question, console)
     base = next((a for a in answers if a.ranked), None)
@@ -144,12 +148,6 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
     known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
     console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))
-
-
-def _what_if_json(answer: Answer, tokens: float | None) -> dict[str, Any]:
-    cluster = answer.question.cluster
-    best = candidate(answer.question, answer.ranked[0], tokens) if answer.ranked else None
-    return {"nodes": cluster.nodes, "devices": cluster.world_size, "best": best}
 
 
 # --------------------------------------------------------------------------------------------------------------- devices

@@ -11,8 +11,7 @@ from typing import Any
 
 from drumline.core.estimate import FITS, TIGHT
 from drumline.errors import EnvironmentFault, UserError
-from drumline.planner.report.metrics import CATEGORIES, GB, gradients_at_peak
-from drumline.planner.report.table import headline, main_cells, number
+from drumline.planner.report.table import CATEGORIES, GB, gradients_at_peak, headline, main_cells, number
 from drumline.planner.search.answer import Answer, Candidate
 
 KINDS = (".png", ".svg", ".html")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -11,11 +11,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from drumline.core.estimate import HostMemory
+from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import count
-from drumline.planner.report.metrics import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, grouped, hours, mesh_degrees
 from drumline.planner.search.answer import Answer, Candidate, Question
 
+GB = 1e9
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 
@@ -173,6 +175,44 @@ def _seconds(ranked: Sequence[Candidate]) -> Group:
     columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
     columns.append(("sent\nGB", [number(c.estimate.traffic.total / GB) for c in ranked]))
     return Group("seconds of a step, and what a device sends in it", tuple(columns))
+
+
+def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
+    """Of the run: of `tokens` trained on where given, else of its steps; None where neither is known."""
+    estimate, steps = candidate.estimate, candidate.layout.steps
+    if tokens is not None:
+        return tokens / estimate.tokens_per_s / 3600
+    return None if steps is None else steps * estimate.seconds.total / 3600
+
+
+def cost(question: Question, candidate: Candidate, tokens: float | None = None) -> float | None:
+    """Of the run, in the currency of the price; None where price or length of the run is not known."""
+    price, time = question.cluster.price_per_device_hour, hours(candidate, tokens)
+    return None if price is None or time is None else price * time * devices(candidate)
+
+
+def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Reason → all that have it, in their order."""
+    found: dict[str, list[str]] = {}
+    for reason, name in pairs:
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def devices(candidate: Candidate) -> int:
+    return candidate.layout.mesh.world_size * candidate.layout.devices_per_rank
+
+
+def gradients_at_peak(memory: Memory) -> int:
+    """Bytes of gradients at the peak: before backward's end not all exist. `memory.gradients` counts all."""
+    rest = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
+    return min(memory.gradients, max(0, memory.peak - rest))
+
+
+def mesh_degrees(candidate: Candidate) -> str:
+    """The degrees that are not 1: `shard 4 · tp 2`."""
+    degrees = [f"{name} {size}" for name, size in candidate.layout.mesh.model_dump().items() if size > 1]
+    return " · ".join(degrees) or "1"
 
 
 def number(value: float | None) -> str:

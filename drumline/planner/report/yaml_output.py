@@ -12,13 +12,15 @@ from drumline import __version__
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import Config
 from drumline.core.estimate import FITS
+from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
-from drumline.planner.report.metrics import GB, full_config, overrides
-from drumline.planner.report.table import number
+from drumline.planner.report.table import GB, number
 from drumline.planner.search.answer import Answer, Candidate
 from drumline.planner.search.auto import with_little_room
 
+# Sections that a layout sets. What else is in a candidate's config is the user's own.
+CHOSEN = ("strategy", "batch", "memory", "precision", "compile")
 SCHEMA = "drumline.schema.json"
 # Sections in their order, and what stands above them.
 SECTIONS = {
@@ -82,6 +84,38 @@ def file(answer: Answer, name: str) -> str:
             comment = wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False) if about else []
             lines += ["", *(f"# {line}" for line in comment), write_yaml({section: _short(values[section])}).rstrip()]
     return "\n".join(lines) + "\n"
+
+
+def chosen(candidate: Candidate) -> dict[str, Any]:
+    """The sections of a YAML that set this layout, defaults left out."""
+    layout, strategy = candidate.layout, candidate.layout.strategy
+    values: dict[str, Any] = {"strategy": {"kind": strategy.kind, **strategy.model_dump(mode="json", exclude_defaults=True)}}
+    batch = layout.batch
+    values["batch"] = {"global_samples": batch.global_samples, "micro_batch": batch.micro_batch}
+    for name in ("memory", "precision", "compile"):
+        if section := getattr(candidate.config, name).model_dump(mode="json", exclude_defaults=True):
+            values[name] = section
+    return values
+
+
+def full_config(config: Config, candidate: Candidate) -> dict[str, Any]:
+    """The planned config with this layout: all that the user set, and the layout's sections over it."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    made = {key: value for key, value in values.items() if key not in CHOSEN} | chosen(candidate)
+    return {key: value for key, value in made.items() if value not in ({}, None)}
+
+
+def overrides(config: Config, candidate: Candidate) -> list[str]:
+    """The overrides with which the planned config trains as this candidate does."""
+    batch, checkpointing = candidate.layout.batch, candidate.layout.activation_checkpointing
+    made = ["strategy=" + flow(chosen(candidate)["strategy"])]
+    if checkpointing != config.memory.activation_checkpointing:
+        made.append(f"memory.activation_checkpointing={checkpointing}")
+    for key in ("global_samples", "micro_batch", "accumulation"):
+        given = getattr(config.batch, key)
+        if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
+            made.append(f"batch.{key}={getattr(batch, key)}")
+    return made
 
 
 def _to_begin_with(config: Config) -> dict[str, Any]:
