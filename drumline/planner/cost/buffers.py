@@ -47,7 +47,7 @@ def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations 
 
 
 def stepping(layout: Layout, here: Sizes) -> float:
-    """Of an optimizer that is not fused, over fp32 weights that learn: on a GPU all at once (foreach), on a CPU one by one."""
+    """Of an optimizer that is not fused, over trainable fp32 weights: on a GPU all at once (foreach), on a CPU one by one."""
     options, sharded = layout.config.optimizer, layout.data_parallel == "fsdp2" or layout.mesh.tp > 1
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
@@ -59,8 +59,8 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
     """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     here, strategy, copies_by = rank_params(facts, mine, layout.mesh.tp), layout.strategy, layout.strategy.copies()
     gradients, always, last, average, step = FULL * here.trainable, 0.0, 0.0, 0.0, stepping(layout, here)
-    # Autocast keeps what it makes of weights of linear layers until they have been used backward; recomputing ones until a block's end.
-    # Those that do not learn lie in the low type already; packed ones are unpacked for as long as they are used.
+    # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
+    # Frozen weights are in the low type already; packed ones are unpacked while they are used.
     low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
     copies = LOW * rank_params(facts, Part(mine.stages, False, False), layout.mesh.tp).trainable if low else 0
     largest, recomputes = largest_block(facts, mine, layout.mesh.tp), layout.activation_checkpointing != "none"
@@ -82,20 +82,19 @@ def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | N
         forward = max(0, made - through)
     if layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1 and layout.batch.accumulation > 1:
         through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
-    # What comes in where a gradient is there already is a tensor of its own until it is added. Averaging weights, local SGD and DiLoCo
-    # take no more than gradients did, which are gone by then.
-    block = one if packed else 0.0  # a weight that is unpacked is there while it is used; of a block's no more than all
-    return Buffers(always, forward, through, block, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
+    # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
+    # more than gradients did, which are gone by then. Unpacked weights of a block exist while they are used: no more than all.
+    return Buffers(always, forward, through, one if packed else 0.0, 0.0, backward + FULL * here.largest, 0.0, last, step, average)
 
 
 def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
-    """The root's weights stay whole from forward on; of the blocks the one that runs, and those on their way (fully_shard of torch)."""
+    """The root's weights stay gathered from forward on; of the blocks the running one, and the prefetched ones (fully_shard of torch)."""
     options = cast(FSDP2Strategy, layout.strategy)
     tp, shards, kind = layout.mesh.tp, shards_of(layout), kind_of(layout)
     width, reduced = (LOW if kind == "low" else FULL), (FULL if options.reduce_dtype == "fp32" else LOW)
     root, block = ends(facts, mine, tp), largest_block(facts, mine, tp)
     whole = rank_params(facts, mine, tp)
-    frozen = min(width, WIDTH[layout.precision])  # of an entry that does not learn
+    frozen = min(width, WIDTH[layout.precision])  # of a frozen entry
     gathered = width * (root.entries - root.low) + frozen * root.low
     behind = options.prefetch if options.backward_prefetch is None else options.backward_prefetch
     resharded = options.reshard_after_forward

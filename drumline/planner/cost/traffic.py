@@ -11,7 +11,7 @@ from drumline.core.facts import ModelFacts, Weight
 from drumline.core.model import Head
 from drumline.core.plan import Layout
 from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Beside, Kind, RankParams, Volume, rank_params, tp_ranks, weights_of
+from drumline.planner.cost.volume import WIDTH, Beside, Kind, Volume, cut_weights, tp_ranks, weights_of
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, REUSE, user_config
 from drumline.strategies.zero.spec import Zero, Zero3Strategy
@@ -50,7 +50,7 @@ def _of_model(volume: Volume, layout: Layout, facts: ModelFacts, head: Head, ste
         return
     wrap = getattr(strategy, "wrap", None)
     for tp_rank, part in tp_ranks(facts, mesh.tp):
-        has = rank_params(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap and tuple(wrap))
+        has = cut_weights(facts, mesh.pp > 1, mesh.tp, tp_rank, shards_of(layout), wrap and tuple(wrap))
         volume.part = part / mesh.pp  # all stages together, dealt to their ranks
         if layout.data_parallel == "fsdp2":
             fsdp2(volume, layout, facts, has)
@@ -110,13 +110,13 @@ def _powersgd(weight: Weight, rank: int) -> int:
     return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
 
 
-def averaged(volume: Volume, layout: Layout, mine: RankParams) -> None:
+def averaged(volume: Volume, layout: Layout, mine: Counter[str]) -> None:
     """Copies of parts: gradients in flat buckets, with a flag for each."""
-    entries = mine.trainable + mine.tensors
+    entries = mine["trainable"] + mine["tensors"]
     volume.add("all_reduce", 4 * entries, layout.mesh.data_ranks * layout.mesh.cp, "gradients", math.ceil(4 * entries / BUCKET))
 
 
-def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: RankParams) -> None:
+def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: Counter[str]) -> None:
     """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that for
     each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are micro-batches,
     whatever the schedule. Shards are filled up to equal size; gradients are reduced in fp32 unless the user says otherwise."""
@@ -124,7 +124,7 @@ def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: RankParams) -
     rounds, piped = layout.batch.accumulation, layout.mesh.pp > 1
     width = WIDTH[strategy.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
     spared = width - min(width, WIDTH[layout.precision])  # bytes of a frozen entry
-    units, root = (width * all_ - spared * low for all_, low in ((mine.units, mine.units_low), (mine.root, mine.root_low)))
+    units, root = (width * all_ - spared * low for all_, low in ((mine["units"], mine["units_low"]), (mine["root"], mine["root_low"])))
     if strategy.reshard_after_forward:
         forward, backward = (rounds, 1) if piped else (rounds, rounds)
     else:
@@ -134,7 +134,7 @@ def fsdp2(volume: Volume, layout: Layout, facts: ModelFacts, mine: RankParams) -
     volume.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
     volume.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
     reductions = rounds if strategy.sync_each_micro_batch and not piped else 1
-    reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine.units_trainable + mine.root_trainable)
+    reduced = reductions * WIDTH[strategy.reduce_dtype] * (mine["units_trainable"] + mine["root_trainable"])
     beside: Beside = "backward" if reductions == rounds else "last"
     volume.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
     volume.add("all_reduce", reduced, strategy.replicate, "replicate", reductions * (blocks + 1), beside)
@@ -164,12 +164,12 @@ def batch_norms(volume: Volume, layout: Layout, facts: ModelFacts) -> None:
     volume.add("all_reduce", 4 * rounds * 2 * channels, ranks, "gradients", calls)
 
 
-def norm(volume: Volume, layout: Layout, mine: RankParams) -> None:
+def norm(volume: Volume, layout: Layout, mine: Counter[str]) -> None:
     """A number for each axis along which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
-    for there in (mine.is_cut, mine.is_whole):
+    for there in (mine["cut"], mine["uncut"]):
         if there:
             volume.add("all_reduce", NUMBER, shards_of(layout), "shard")
-    if mine.is_cut:
+    if mine["cut"]:
         volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
     volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
 
@@ -177,7 +177,7 @@ def norm(volume: Volume, layout: Layout, mine: RankParams) -> None:
 # ----------------- the model itself spread: activations of tensor and context parallelism, hidden states between stages
 
 
-def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams) -> None:
+def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
     """Hidden states to the next stage and their gradients to the one before, for each micro-batch, whatever the schedule. Weights that both
     ends hold exchange gradients."""
     if layout.mesh.pp == 1 or layout.pipeline is None:
@@ -188,7 +188,7 @@ def pipeline(volume: Volume, layout: Layout, facts: ModelFacts, has: RankParams)
     boundaries = layout.mesh.pp * layout.pipeline.stages_per_rank - 1
     ranks, messages = layout.mesh.pp, 2 * layout.batch.accumulation * boundaries
     volume.add("p2p", messages * message, ranks, "pp", messages)
-    volume.add("p2p", 4 * has.tied / shards_of(layout), ranks, "pp", 2)
+    volume.add("p2p", 4 * has["tied"] / shards_of(layout), ranks, "pp", 2)
 
 
 @lru_cache(maxsize=1024)

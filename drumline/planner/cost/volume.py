@@ -74,31 +74,15 @@ def cut_dimension(weight: Weight) -> int | None:
     return 1 if weight.style in COLUMNS_CUT and len(weight.shape) > 1 else None
 
 
-@dataclass(frozen=True)
-class RankParams:
-    """What one rank has of a part of a model, in entries. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of
-    the rest; `…_trainable`: of these, of trainable weights, `…_low`: of frozen ones of two dimensions and more. `trainable`: without
-    FSDP2's cut; `tied`: of these, what lies on both ends. `tensors`: trainable weights; `is_cut`, `is_whole`: tensor parallelism cuts
-    some of them, and not others."""
-
-    units: int = 0
-    root: int = 0
-    units_trainable: int = 0
-    root_trainable: int = 0
-    units_low: int = 0
-    root_low: int = 0
-    trainable: int = 0
-    tensors: int = 0
-    tied: int = 0
-    is_cut: bool = False
-    is_whole: bool = False
-
-
 @lru_cache(maxsize=4096)
-def rank_params(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> RankParams:
-    """Of rank `rank` of `tp`; `staged`: of all stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves;
-    None: the model's own blocks."""
-    sums, cuts = Counter[str](), set[bool]()
+def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int, wrap: tuple[str, ...] | None) -> Counter[str]:
+    """Entries of the model on rank `rank` of `tp`. `units`, `root`: FSDP2's shards, filled up, of what is gathered by blocks and of the
+    rest; `…_trainable`: of these, of trainable weights, `…_low`: of frozen ones of two dimensions and more. `trainable`: without FSDP2's
+    cut; `tied`: of these, on both ends. And numbers of trainable weights: `tensors`; `cut`, `uncut` by tensor parallelism.
+
+    `staged`: of all stages of a pipeline together. `wrap`: classes whose modules FSDP2 gathers by themselves; None: the model's own
+    blocks."""
+    sums = Counter[str]()
     for weight, number in weights_of(facts, staged):
         shape = list(weight.shape)
         if tp > 1 and (cut := cut_dimension(weight)) is not None:
@@ -112,10 +96,10 @@ def rank_params(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
             sums["trainable"] += number * whole
             sums["tensors"] += number
             sums["tied"] += number * whole if weight.place == "both" else 0
-            cuts.add(tp > 1 and cut_dimension(weight) is not None)
+            sums["cut" if tp > 1 and cut_dimension(weight) is not None else "uncut"] += 1
         elif len(shape) >= 2:
             sums["units_low" if is_unit else "root_low"] += number * part
-    return RankParams(**sums, is_cut=True in cuts, is_whole=False in cuts)
+    return sums
 
 
 @lru_cache(maxsize=4096)

@@ -94,8 +94,8 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     chunk = getattr(layout.config.algorithm, "loss_chunk", None)
     sources = {
         "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
-        "gradients": _shared(memory.gradients, facts.trainable, 4, "that learn", layout) + yet,
-        "optimizer": _shared(memory.optimizer, facts.trainable, moments, "that learn", layout),
+        "gradients": _shared(memory.gradients, facts.trainable, 4, "trainable", layout) + yet,
+        "optimizer": _shared(memory.optimizer, facts.trainable, moments, "trainable", layout),
         "activations": _activations(memory.activations, tokens, facts, layout),
         "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
         "buffers": "gathered weights, buckets, copies of a step",
@@ -171,7 +171,7 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
     texts = {
         "compute": f"{flops / 1e15:.3g} PFLOP on {number_} devices: {reached / 1e12:.3g} TFLOP/s each"
         + (f", {reached / peak:.0%} of the datasheet{measured}" if peak else ""),
-        "communication": "what computing does not hide",
+        "communication": "exposed: nothing is computed meanwhile",
         "bubble": "devices of the pipeline that wait",
         "optimizer": "clipping and the update",
         "offload": "copies to the host and back, and the update there",

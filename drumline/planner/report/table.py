@@ -24,7 +24,7 @@ VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 @dataclass(frozen=True)
 class Group:
-    """Columns that stand together: heads with one cell a row each. `about` says what they are, and their unit."""
+    """Columns that stay together: heads with one cell a row each. `about`: what they are, and their unit."""
 
     about: str
     columns: tuple[tuple[str, Sequence[str | Text]], ...]
@@ -55,21 +55,21 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
 
 
 def show_headline(question: Question, console: Console) -> None:
-    """On one line where there is room, else on three."""
+    """Print the headline on one line where there is room, else on three."""
     about = headline(question)
     console.print((" · " if len(" · ".join(about)) <= console.width else "\n").join(about), style="bold", markup=False, end="\n\n")
 
 
 def headline(question: Question) -> tuple[str, str, str]:
-    """Model, task and cluster."""
+    """The model, the task and the cluster as text."""
     facts, cluster, config = question.facts, question.cluster, question.config
-    learns = "" if facts.trainable == facts.parameters else f", {count(facts.trainable)} learn"
+    trainable = "" if facts.trainable == facts.parameters else f", {count(facts.trainable)} trainable"
     name = (config.model.id or "written out").removeprefix("package:").rstrip("/").rpartition("/")[2]
     hosts = f"{cluster.nodes} × " if cluster.nodes > 1 else ""
     links = cluster.intra.name + (f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else "")
     where = f"{hosts}{cluster.per_node} × {cluster.device.name} of {cluster.device.memory_bytes / GB:.1f} GB ({links})"
     rows = f"{config.algorithm.kind}, rows of {config.data.max_length} tokens" if not config.images_alone else config.algorithm.kind
-    return f"{name} ({count(facts.parameters)} parameters{learns})", rows, where
+    return f"{name} ({count(facts.parameters)} parameters{trainable})", rows, where
 
 
 Column = tuple[str, Sequence[str | Text]]
@@ -113,7 +113,7 @@ def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None
 
 
 def main_cells(candidate: Candidate) -> dict[str, str]:
-    """Head → cell of what matters most."""
+    """Head → cell of the main columns."""
     estimate = candidate.estimate
     return {
         "verdict": estimate.verdict,
@@ -170,7 +170,7 @@ def _host(ranked: Sequence[Candidate]) -> Group:
 
 
 def _seconds(ranked: Sequence[Candidate]) -> Group:
-    """Kinds of time that nobody spends are left out; bytes beside them."""
+    """Seconds by category, without those that are 0 everywhere; and bytes."""
     spent = [part for part in SECONDS if any(getattr(c.estimate.seconds, part) for c in ranked)]
     columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
     columns.append(("sent\nGB", [number(c.estimate.traffic.total / GB) for c in ranked]))
@@ -229,7 +229,7 @@ def number(value: float | None) -> str:
 def plain_table(
     console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), spare: Sequence[int] = ()
 ) -> Table:
-    """A table in the same dress. `left`: columns of words; `spare`: those that go first where the terminal is narrow, in that order."""
+    """A table in the same style. `left`: columns of words; `spare`: those to drop where the terminal is narrow, in that order."""
     for dropped in range(len(spare) + 1):
         table = _empty()
         kept = [index for index in range(len(heads)) if index not in spare[:dropped]]

@@ -1,4 +1,4 @@
-"""What to write and type to train by a candidate: lines for a YAML, a command, and the whole file of `drumline init`. Pure."""
+"""The YAML and the command that train by a candidate, and the whole file of `drumline init`. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECTIONS = {
     "strategy": "{why}",
     "memory": "Activations: full keeps a block's input and computes the block again in backward; selective keeps more.",
     "batch": "Of an optimizer step: global_samples = micro_batch × accumulation × data ranks.",
-    "precision": "What is computed in; weights that learn stay fp32.",
+    "precision": "The type to compute in; trainable weights stay fp32.",
     "optimizer": "A usual rate to begin with; look at the first losses.",
     "schedule": None,
     "checkpoint": "The newest two are kept, and the best; `drumline train FILE --resume` goes on from the newest.",
@@ -51,7 +51,7 @@ def to_use(config: Config, candidate: Candidate, path: Path | None, given: Itera
 
 
 def why(answer: Answer) -> str:
-    """The first of an answer in a sentence, and the second."""
+    """The first candidate of an answer in a sentence, and the second."""
     first, *next_ones = answer.ranked
     estimate = first.estimate
     share = f"needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB a device"
@@ -119,7 +119,7 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
 
 
 def _to_begin_with(config: Config) -> dict[str, Any]:
-    """Sections that a new run should not leave to the defaults."""
+    """Sections that a new run should set."""
     # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
     rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
     return {

@@ -35,7 +35,7 @@ _ATEN = torch.ops.aten
 @contextlib.contextmanager
 def faked(packs: bool) -> Iterator[FakeTensorMode]:
     """Within, what is computed has shapes and no values. `packs`: rows hold several documents, so attention gets a mask; otherwise
-    transformers finds none needed, as it does in a run (told that it is traced, it would make one)."""
+    transformers finds none needed, as it does in a run (if it knew of the tracing, it would make one)."""
     from drumline.vendor.transformers import masking_utils
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -49,7 +49,7 @@ def faked(packs: bool) -> Iterator[FakeTensorMode]:
 
 
 class _Answers(TorchDispatchMode):
-    """What hangs on values: every number is 1, a condition holds if `yes`, and of entries that are picked by a condition all are."""
+    """Answers that depend on values: every number is 1, a condition holds if `yes`, and a selection by a condition takes all entries."""
 
     def __init__(self, yes: bool) -> None:
         super().__init__()
