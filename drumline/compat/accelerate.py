@@ -109,7 +109,7 @@ def read_fsdp(sheet: Sheet, olds: list[Old]) -> None:
 
 
 def sharding(sheet: Sheet, section: Old) -> None:
-    """Two keys say how far to shard: FSDP1's sharding_strategy, and reshard_after_forward, which FSDP1 gives the same names."""
+    """Set how far to shard, by two keys: FSDP1's sharding_strategy, and reshard_after_forward, which has the same names in FSDP1."""
     answers: dict[str, tuple[Old, tuple[str, bool | None, bool]]] = {}
     version = sheet.taken.pop("version", None)
     for name in ("sharding_strategy", "reshard_after_forward"):

@@ -42,7 +42,7 @@ def _resume(sheet: Sheet, old: Old) -> None:
 
 
 def _steps(old: Old) -> int | None:
-    """max_steps: -1 is Hugging Face's way to say: by epochs."""
+    """max_steps; None for -1, with which Hugging Face counts by epochs."""
     return whole(old) if whole(old) > 0 else None
 
 
@@ -59,7 +59,7 @@ def _hub(sheet: Sheet, old: Old) -> None:
 
 
 def _batch(sheet: Sheet, old: Old) -> None:
-    """Where launchers are used, guides hand it to each process's loader."""
+    """batch_size: guides to launchers give it to the loader of each process."""
     if old.value not in AUTO:
         sheet.put("batch.micro_batch", whole(old), old)
         sheet.note(old, "taken for the samples of one device, as guides for launchers mean it; of all devices it is global_batch_size")

@@ -88,7 +88,7 @@ def device(old: Old) -> dict[str, Any]:
 
 
 def _offload(sheet: Sheet, kind: str) -> None:
-    """Where state is kept, of a DeepSpeed config of strategy `kind`."""
+    """Set where DeepSpeed keeps its states, for strategy `kind`."""
     for name in ("offload_optimizer", "offload_parameters"):
         if (old := sheet.taken.pop(name, None)) is not None:
             made = {"kind": "cpu" if flag(old) else "none"} if old.key.startswith("cpu_offload") else device(old)
@@ -118,7 +118,7 @@ def _typed(section: str, kinds: dict[str, str], params: dict[str, Rule]) -> Rule
 
 
 def _enabled(then: Rule) -> Rule:
-    """What happens if a section {enabled: true, …} is on."""
+    """A rule for a section {enabled: true, …}, applied where it is on."""
 
     def rule(sheet: Sheet, old: Old) -> None:
         if any(inner.key == "enabled" and inner.value not in AUTO and flag(inner) for inner in old.inside()):
@@ -128,7 +128,7 @@ def _enabled(then: Rule) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    """One more of the trackers."""
+    """A rule that adds a tracker."""
     return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
 
 

@@ -249,7 +249,7 @@ def defaults(sheet: Sheet, old: Old) -> None:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """What a field of DPO may be."""
+    """The values of a field of DPO."""
     dpo = find(AlgorithmSpec, "dpo")
     assert dpo is not None
     return get_args(dpo.model_fields[field].annotation)

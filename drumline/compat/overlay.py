@@ -68,7 +68,7 @@ DYNAMO = _variables("ACCELERATE_DYNAMO", "backend mode")
 
 
 def from_environment(environ: Mapping[str, str]) -> Overlay | None:
-    """What `accelerate launch` says; None where it has not started this process. Raises ConfigError by the variable."""
+    """The strategy of `accelerate launch`; None where it has not started this process. Raises ConfigError by the variable."""
     if LAUNCHED not in environ:
         return None
     source, sheet = Source("accelerate launch"), Sheet(Path(), Path())

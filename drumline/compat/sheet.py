@@ -27,7 +27,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Old:
-    """One key of an old file. `key` is the name that the tables know, `place` where it is written."""
+    """A key of an old file. `key`: its name in the tables; `place`: where it stands in the file."""
 
     key: str
     value: Any
@@ -88,7 +88,7 @@ class Sheet:
 
     @property
     def set_at(self) -> dict[Place, str]:
-        """Where each new value stands in the old file."""
+        """The place in the old file of each new value."""
         return {place: old.where for place, old in self.origins.items()}
 
     def note(self, old: Old, text: str) -> None:

@@ -16,7 +16,7 @@ HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: the name its driver gives, and its memory in bytes."""
+    """An accelerator: the name by its driver, and its memory in bytes."""
 
     name: str
     memory_bytes: int
@@ -24,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """One host. `cores` and `memory_bytes` are what this process may use: its affinity and control groups are taken into account."""
+    """A host. `cores` and `memory_bytes` are what this process may use, by its affinity and its control groups."""
 
     devices: list[Device]
     cores: int

@@ -102,7 +102,7 @@ def _require_id(config: Config, path: str | None) -> None:
 
 
 def _with_batch(question: Question) -> Question:
-    """With a global batch to begin with, where none was given: BATCH samples, or a multiple of the devices."""
+    """The question with a global batch of BATCH samples, or the next multiple of the devices, where the config sets none."""
     if question.config.batch.model_fields_set:
         return question
     devices = question.cluster.world_size
@@ -239,7 +239,7 @@ def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> L
 
 
 def fitted(config: Config, looked: Looked | None, positions: int | None) -> Config:
-    """With a length that the rows fit in, where none was given, rows held out, and intervals at which is saved and evaluated."""
+    """The config with a length that the rows fit in, where none was given, a holdout, and when to save and evaluate."""
     data: dict[str, Any] = {} if config.data.eval else {"holdout": FEW}
     every = {"every": MOST_HELD}
     if looked is not None:
@@ -311,7 +311,7 @@ def _sizes(config: Config, model: Found) -> Any:
 
 
 def _length(config: Config, looked: Looked, positions: int | None) -> int:
-    """The longest row, up to a multiple of STEP, and that of a usual pack where this gives packs enough; as long as the model goes."""
+    """The longest row rounded up to a multiple of STEP, PACK where that gives enough packs; at most what the model takes."""
     length = STEP * -(-max(looked.lengths) // STEP)
     packs = sum(looked.lengths) * (2 if looked.more else 1) / PACK
     if config.packs and packs >= 4 * (config.batch.global_samples or 32):

@@ -59,15 +59,15 @@ class Choice:
         return write_yaml(self.config)
 
     def hours(self, tokens: float | None = None) -> float | None:
-        """Of the run, or of `tokens` trained on; None where neither is known."""
+        """Hours of the run, or for `tokens`; None where neither is known."""
         return hours(self.candidate, tokens)
 
     def cost(self, tokens: float | None = None) -> float | None:
-        """Of those hours, at the price of a device; None where there is no price."""
+        """The price of those hours on all devices; None where there is no price."""
         return cost(self.answer.question, self.candidate, tokens)
 
     def explain(self) -> str:
-        """Memory and time by category, in words."""
+        """The explanation of memory and time by category."""
         return explain(self.answer, self.candidate.name)
 
 

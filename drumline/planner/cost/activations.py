@@ -98,7 +98,7 @@ def kind_of(layout: Layout) -> Kind:
 
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:
-    """Of a rank of the layout, as operators are counted; core.estimate.Activations says of what."""
+    """The activations of a rank of the layout, counted operator by operator."""
     adapter = isinstance(layout.config.adapter, LoRAConfig)
     # A mask of the whole length, where rows hold several documents or padding counts; the ring makes none, and all heads of keys.
     mask = layout.length * layout.mesh.cp if layout.config.packs or facts.bidirectional else 0
@@ -119,7 +119,8 @@ class Attention(NamedTuple):
 
 
 def _score_bytes(layout: Layout, facts: ModelFacts) -> float:
-    """With dropout, torch has no tiles on a CPU: softmax, mask and their product are kept, in fp32 (sdp_utils_cpp.cpp of torch)."""
+    """Bytes of each attention score. With dropout, torch has no tiles on a CPU: it keeps softmax, mask and their product in fp32
+    (sdp_utils_cpp.cpp of torch)."""
     width, attention_ = 4 if layout.precision == "fp32" else 2, layout.config.model.attention
     if attention_ != "eager" and not (attention_ == "auto" and facts.keeps_scores):
         return 12 if facts.drops_scores and layout.device == "cpu" else 0

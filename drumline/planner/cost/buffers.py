@@ -47,7 +47,7 @@ def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations 
 
 
 def stepping(layout: Layout, here: Sizes) -> float:
-    """Of an optimizer that is not fused, over trainable fp32 weights: on a GPU all at once (foreach), on a CPU one by one."""
+    """Bytes of a step that is not fused, over trainable fp32 weights: on a GPU all at once (foreach), on a CPU one by one."""
     options, sharded = layout.config.optimizer, layout.data_parallel == "fsdp2" or layout.mesh.tp > 1
     if options.fused and (options.kind == "adamw" or not sharded):
         return 0.0
@@ -56,7 +56,7 @@ def stepping(layout: Layout, here: Sizes) -> float:
 
 
 def _copies(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None) -> Buffers:
-    """One process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
+    """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     here, strategy, copies_by = rank_params(facts, mine, layout.mesh.tp), layout.strategy, layout.strategy.copies()
     gradients, always, last, average, step = FULL * here.trainable, 0.0, 0.0, 0.0, stepping(layout, here)
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.

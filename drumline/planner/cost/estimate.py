@@ -1,4 +1,4 @@
-"""What the planner says of one layout. Pure.
+"""The estimate of one layout. Pure.
 
 layout, facts, cluster ──▶ memory.memory ──▶ Memory ──▶ host.host_memory ──▶ HostMemory
                        ──▶ traffic.flows ──▶ Traffic ──▶ times.seconds ──▶ Seconds
@@ -16,7 +16,7 @@ from drumline.planner.cost.traffic import flows
 
 
 def estimate(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Estimate:
-    """`activations` None: by formula (forecast.activations)."""
+    """The estimate of a layout. `activations` None: by formula (cost.activations)."""
     volume, needs = flows(layout, facts), memory(layout, facts, cluster, activations)
     taken = seconds(layout, facts, cluster, volume)
     rate = layout.tokens_per_step / taken.total

@@ -39,7 +39,7 @@ def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Act
 
 
 def _sampler(layout: Layout, cluster: Cluster) -> int:
-    """What a vLLM engine in each rank keeps for itself from the first rollout on (rl.colocated): its share of the GPU."""
+    """Bytes that a vLLM engine in each rank keeps from the first rollout on (rl.colocated): its share of the GPU."""
     generator = getattr(layout.config.algorithm, "generator", None)
     if not isinstance(generator, VLLMGenerator) or generator.url is not None or layout.device == "cpu":
         return 0
@@ -86,7 +86,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
 
 
 def overhead_of(layout: Layout) -> int:
-    """On a GPU: the context, and a communicator for all ranks and for each axis of the mesh."""
+    """Bytes on a GPU of the context, and of a communicator for all ranks and for each axis of the mesh."""
     if layout.device != "cuda":
         return 0
     mesh = layout.mesh
@@ -151,12 +151,12 @@ def _phases(
 
 
 def _tokens(layout: Layout) -> float:
-    """Of one micro-batch on one device."""
+    """Tokens of one micro-batch on one device."""
     return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
 
 
 def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations) -> tuple[float, float, float]:
-    """In the loss, in its backward, and behind that."""
+    """Bytes of the head in the loss, in its backward, and after that."""
     algorithm = layout.config.algorithm
     head = [w for w in facts.end_weights if w.place in ("after", "both") and len(w.shape) == 2 and w.shape[0] == facts.vocab_size]
     rows = math.ceil(facts.vocab_size / layout.mesh.tp)
@@ -250,7 +250,7 @@ def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
 
 
 def _pinned(layout: Layout, facts: ModelFacts) -> int:
-    """What DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
+    """Bytes that DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
     optimizer, parameters = layout.strategy.offloads()
     cut = flattened(facts, layout.mesh.world_size)
     if optimizer == "none" and parameters == "none":

@@ -74,7 +74,7 @@ def sizes(weights: Iterable[Weight], tp: int, shards: int, number: int = 1) -> S
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank of a pipeline (or the only one) has of a model: blocks [first, stop) of each of its stages, by their number among
+    """The part of a model on a rank of a pipeline (or on the only rank): blocks [first, stop) of each of its stages, by their number among
     `ModelFacts.block_weights`, and which ends."""
 
     stages: tuple[tuple[int, int], ...]
@@ -154,7 +154,7 @@ class State:
         return self.host_parameters + self.host_gradients + self.host_optimizer
 
     def here(self) -> State:
-        """Where device and host are one."""
+        """The same where device and host share one memory."""
         return State(self.parameters + self.host_parameters, self.gradients + self.host_gradients, self.optimizer + self.host_optimizer)
 
 

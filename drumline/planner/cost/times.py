@@ -84,7 +84,7 @@ def _busy(layout: Layout, facts: ModelFacts, cluster: Cluster) -> tuple[float, f
 
 @lru_cache(maxsize=1024)
 def flops(facts: ModelFacts, checkpointing: str) -> tuple[float, float]:
-    """Of a token: forward, and backward with what is computed again: blocks whole (full), or every second product and no attention
+    """FLOPs of a token: forward, and backward with the recomputation: of blocks (full), or of every second product without attention
     (selective)."""
     forward, attention = forward_flops(facts), facts.layers * facts.attention_flops / 3
     blocks = max(0.0, forward - attention - 2 * facts.head_parameters)
@@ -195,7 +195,7 @@ def scoring_flops(layout: Layout, facts: ModelFacts) -> float:
 
 
 def forward_flops(facts: ModelFacts) -> float:
-    """Of a token: 2 for each parameter that takes part in a product, where 6 are counted (4 of a frozen one), a third of attention's."""
+    """FLOPs of a token in forward: 2 for each parameter of a product, which counts 6 in all (4 if frozen), and a third of attention's."""
     attention = facts.layers * facts.attention_flops
     return (facts.flops_per_token - attention) * (2 * facts.parameters) / (6 * facts.trainable + 4 * facts.frozen) + attention / 3
 

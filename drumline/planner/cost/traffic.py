@@ -279,7 +279,7 @@ def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> No
 
 
 def _answers(volume: Volume, layout: Layout, tokens: float, head: Head) -> None:
-    """What an objective asks of whole sequences: bytes for each token, and sums."""
+    """The outputs that an objective needs of unsharded sequences: bytes for each token, and sums."""
     ranks, rounds = layout.mesh.cp, layout.batch.accumulation
     if head == "text":
         volume.add("all_reduce", 4 * layout.rows * rounds, ranks, "cp", rounds)  # at least: one class

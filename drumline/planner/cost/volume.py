@@ -62,7 +62,7 @@ class Volume:
 
 
 def share(length: int, ranks: int, rank: int) -> int:
-    """Of `length` rows, those on a rank, as DTensor's Shard deals them: the last ones have fewer."""
+    """The rows of a rank, out of `length`, as DTensor's Shard splits them: the last ranks have fewer."""
     each = -(-length // ranks)
     return max(0, min(each, length - rank * each))
 

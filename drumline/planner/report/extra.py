@@ -41,7 +41,7 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
 
 
 def show_heuristics(answer: Answer, console: Console) -> None:
-    """Where the usual heuristics would do worse, each with its number."""
+    """The usual heuristics that would do worse, each with its number."""
     by_reason = grouped((each.reason, f"{each.heuristic}: {each.says}") for each in disagreements(answer))
     if by_reason:
         console.print("Heuristics that the numbers disagree with:", style="bold")

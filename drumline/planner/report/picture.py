@@ -1,4 +1,4 @@
-"""The answer as a picture: memory by category with the device's limit, and time against memory with the Pareto front."""
+"""The answer as a figure: memory by category with the device's limit, and time against memory with the Pareto front."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOW = 4  # times the slowest that fits: what does not fit and takes longer woul
 
 @dataclass(frozen=True)
 class Shown:
-    """What is drawn: candidates that fit or are tight in the order of the answer, then those that come nearest; how many are left out."""
+    """The candidates to draw: `fit` or tight ones in the answer's order, `refused` the nearest first; `left_out`: the number of others."""
 
     fit: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
@@ -56,7 +56,7 @@ def draw(answer: Answer, path: Path) -> None:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats in both memory and time, from the least memory to the least time."""
+    """The candidates that no other one beats in both memory and time, from the least memory to the least time."""
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.estimate.memory.reserved, -c.estimate.tokens_per_s)):
         if not best or candidate.estimate.tokens_per_s > best[-1].estimate.tokens_per_s:

@@ -178,7 +178,7 @@ def _seconds(ranked: Sequence[Candidate]) -> Group:
 
 
 def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
-    """Of the run: of `tokens` trained on where given, else of its steps; None where neither is known."""
+    """Hours of the run: for `tokens` where given, else for its steps; None where neither is known."""
     estimate, steps = candidate.estimate, candidate.layout.steps
     if tokens is not None:
         return tokens / estimate.tokens_per_s / 3600
@@ -186,7 +186,7 @@ def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
 
 
 def cost(question: Question, candidate: Candidate, tokens: float | None = None) -> float | None:
-    """Of the run, in the currency of the price; None where price or length of the run is not known."""
+    """The cost of the run in the currency of the price; None where price or length of the run is not known."""
     price, time = question.cluster.price_per_device_hour, hours(candidate, tokens)
     return None if price is None or time is None else price * time * devices(candidate)
 

@@ -73,7 +73,7 @@ HEURISTICS: dict[str, tuple[Rung, ...]] = {
 
 
 def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
-    """Its strategy (on one device plain data parallel is single), and the line of it that holds."""
+    """The strategy of a heuristic (DDP on one device is single), and the condition that holds."""
     row = next(row for row in HEURISTICS[heuristic] if row.holds(question))
     alone = question.cluster.world_size == 1 and row.strategy is DDP
     return (SingleStrategy() if alone else row.strategy), row.when

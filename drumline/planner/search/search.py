@@ -215,7 +215,7 @@ class _Look:
                     return
 
     def layouts(self, option: Option, checkpointing: str) -> Iterator[Layout]:
-        """With each micro-batch that is open, the smallest first. Raises PlanError where rules or numbers refuse all."""
+        """A layout for each possible micro-batch, the smallest first. Raises PlanError where rules or numbers refuse all."""
         question, strategy = self.question, option.strategy
         if strategy.package == "deepspeed" and not question.deepspeed:
             raise PlanError("deepspeed is not installed", fix="pip install deepspeed ninja")

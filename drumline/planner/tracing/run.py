@@ -137,7 +137,7 @@ class Watch(LiveBytes):
         return {id(part.untyped_storage()) for part in plain_parts(tensor)}
 
     def _bytes(self, table: Tags) -> int:
-        """Of those storages that still live (another may have come to the same address)."""
+        """The bytes of the storages that still exist (another may have come to the same address)."""
         return sum(self._sizes.get(key, 0) for key, reference in table.items() if self._references.get(key) is reference)
 
     def _note(self) -> None:

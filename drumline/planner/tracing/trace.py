@@ -35,8 +35,8 @@ LONGEST_PATTERN = 8  # kinds of layers that repeat (five local ones, then a glob
 
 
 def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> Activations | None:
-    """Bytes that live beside weights, gradients and moments while a micro-batch of `layout` runs, by running it without memory at two
-    numbers of layers and going on from there in a line. Kept on disk by everything that it hangs on.
+    """Bytes besides weights, gradients and moments while a micro-batch of `layout` runs: traced without memory at two numbers of layers,
+    and extended along a line. The result is kept on disk, by all that it depends on.
 
     On the CPU whatever the device: bf16 by the CPU's autocast, attention by its flash kernel, as a GPU's saves its result and one number a
     row. FSDP2 and ZeRO are traced as one process with weights in the type that they are gathered in (what they gather is no activation);
@@ -59,7 +59,7 @@ def trace(config: Config, model_path: str | None, layout: Layout, facts: ModelFa
 
 
 def question_of(config: Config, model_path: str | None, layout: Layout, facts: ModelFacts) -> dict[str, Any]:
-    """All that a trace hangs on, as JSON. `layers`: the two numbers of layers."""
+    """All that a trace depends on, as JSON. `layers`: the two numbers of layers."""
     if facts.vision_language:
         raise Untraceable("it sees images of many sizes")
     if layout.engine == "pipeline" and layout.mesh.tp * layout.mesh.cp > 1:
@@ -113,7 +113,7 @@ def _layers(kinds: list[str], layers: int) -> tuple[int, int]:
 
 
 def _key(question: dict[str, Any]) -> str:
-    """Of the question's content; where things lie on disk does not matter, nor what a run does besides learning."""
+    """The key of a question by its content, without paths on disk and without what does not change the training step."""
     config = question["plan"]["config"]
     matters = {name: config[name] for name in ("model", "adapter", "algorithm", "precision", "memory")}
     plan = {**question["plan"], "config": {**matters, "packing": config["data"]["packing"]}, "model_path": None, "batch": None}
@@ -152,7 +152,7 @@ def _activations(question: dict[str, Any], layout: Layout) -> Activations:
 
 
 def traces(question: dict[str, Any]) -> Iterator[Traced]:
-    """At each of the question's numbers of layers."""
+    """The traces at each of the question's numbers of layers."""
     plan = Plan.model_validate(question["plan"])
     for layers in question["layers"]:
         model = plan.config.model
@@ -162,7 +162,7 @@ def traces(question: dict[str, Any]) -> Iterator[Traced]:
 
 
 def in_child(question: dict[str, Any]) -> list[Traced]:
-    """In a process of its own: this one may be a rank of a process group that is real."""
+    """The traces, made in a process of their own: this one may be a rank of a real process group."""
     code, out, err = run_module("drumline.planner.tracing.trace", json.dumps(question, default=str), CHILD_SECONDS)
     if code is None:
         raise Untraceable(f"no answer within {CHILD_SECONDS} s")
@@ -180,7 +180,7 @@ def _child() -> None:
     from drumline.parallel import context_parallel
     from drumline.vendor.torch import FakeStore
 
-    context_parallel._same_in_parts = lambda *_: True  # a proof needs ranks that answer; a run asks for it
+    context_parallel._same_in_parts = lambda *_: True  # a proof needs ranks that answer; a run makes it
     question = json.load(sys.stdin)
     world_size = Plan.model_validate(question["plan"]).mesh.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
