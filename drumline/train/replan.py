@@ -20,9 +20,8 @@ from drumline.models import load as models
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.question import Found, assemble
-from drumline.planner.search.advice import nothing_fits
+from drumline.planner.search.advice import changed, find_fallbacks, nothing_fits
 from drumline.planner.search.answer import Candidate, Question
-from drumline.planner.search.fallbacks import changed, find_fallbacks
 from drumline.planner.search.search import search
 from drumline.telemetry.events import EventLog, Replan
 from drumline.train.setup import predict

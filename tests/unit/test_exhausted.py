@@ -14,7 +14,7 @@ from drumline.core.mesh import Mesh
 from drumline.core.out_of_memory import Exhausted, correction, limit, misestimate, verdict
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
-from drumline.planner.search.fallbacks import changed
+from drumline.planner.search.advice import changed
 from drumline.train.exhausted import Watched, doing, is_out_of_memory, reported_by_cuda
 from tests.unit.test_loop import plan
 
