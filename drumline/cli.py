@@ -160,7 +160,7 @@ def init(
     from drumline.planner.init import Answers
     from drumline.planner.init import init as run
 
-    raise typer.Exit(run(config, Answers(model, algorithm, data, cluster, adapter, length, batch), yes))
+    raise typer.Exit(run(config, Answers(model, cluster, length, adapter, batch, algorithm, data=data), yes))
 
 
 @app.command()

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,10 @@ TASKS, HUB = "tasks:", "hub:"
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers, each None where it was not given. `data`: a file, a folder of save_to_disk, hub:OWNER/NAME, tasks:NAME,NAME or
-    digits; `adapter`: full, lora or qlora; `length` in tokens."""
+class Answers(Flags):
+    """The answers; None: not given. `data`: a file, a folder of save_to_disk, hub:OWNER/NAME, tasks:NAME,NAME or digits."""
 
-    model: str | None = None
-    algorithm: str | None = None
     data: str | None = None
-    cluster: str | None = None
-    adapter: str | None = None
-    length: int | None = None
-    batch: int | None = None
 
 
 # Field of Answers → its default, and the question.
@@ -148,7 +141,7 @@ def _line(text: str) -> str:
     try:
         return input("     > ").strip()
     except EOFError:
-        flags = " ".join(f"--{f.name} …" for f in fields(Answers))
+        flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
         raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
 
 
@@ -178,7 +171,8 @@ def _config(answers: Answers, path: Path) -> Config:
     if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
         raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}")
     cluster = None if answers.cluster in (None, "here") else answers.cluster
-    flags = Flags(answers.model or usual["model"], cluster, answers.length, answers.adapter or "full", answers.batch, algorithm)
+    model, adapter = answers.model or usual["model"], answers.adapter or "full"
+    flags = replace(answers, model=model, cluster=cluster, adapter=adapter, algorithm=algorithm)
     source = json.dumps(source_of(answers.data or usual["data"], path))
     given = {override: flag for override, flag in flags.overrides().items() if override != "adapter=none"}
     with mistakes_by_flag(given):
