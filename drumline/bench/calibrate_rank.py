@@ -40,7 +40,7 @@ def main() -> None:
 
     with recording():
         task = Task(**json.loads(Path(sys.argv[1]).read_text()))
-        # A rank that hangs in a call of C ends here, whatever the others do.
+        # A rank that hangs in a call of C ends here, whatever the other ranks do.
         faulthandler.dump_traceback_later(LIMIT[task.quick], exit=True)
         ranks = start(task.device, "nccl" if task.device == "cuda" else "gloo", TIMEOUT)
         try:
@@ -114,7 +114,7 @@ def to_and_from_host(task: Task) -> dict[str, Measured]:
 
 
 def write_and_read(task: Task) -> dict[str, Measured]:
-    """Lines of a file written until it is on the disk, and read again after the kernel has let go of it."""
+    """Lines of a file written until it is on the disk, and read again after the kernel has dropped it from its cache."""
     points: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
     for size in (MIB, 16 * MIB, (32 if task.quick else 256) * MIB):
         data = os.urandom(MIB) * (size // MIB)
@@ -153,7 +153,7 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
 
 
 def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """A call on tensors of so many bytes on the larger side."""
+    """A collective on tensors of `bytes_` bytes on the larger side."""
     whole = torch.zeros(bytes_ // 4 // size * size, device=device)
     part, other = torch.zeros(len(whole) // size, device=device), torch.zeros_like(whole)
     return {
@@ -180,7 +180,7 @@ def _sent(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float
 
 
 def _back_and_forth(bytes_: int, rank: int, task: Task) -> tuple[float, float]:
-    """(bytes, seconds of one way between ranks 0 and 1); the others only meet at the barrier."""
+    """(bytes, seconds of one way between ranks 0 and 1); all other ranks wait at the barrier."""
     tensor, times = torch.zeros(bytes_ // 4, device=task.device), [1.0]
     if rank < 2:
         times = []

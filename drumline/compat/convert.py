@@ -23,7 +23,7 @@ class Converted:
 
 
 def convert(old: Path, new: Path | None = None) -> Converted:
-    """Translate `old` for a config at `new` (None: beside it). Raises ConfigError, also where the result would not load."""
+    """The new YAML of `old`, for a config at `new` (None: beside it). Raises ConfigError, also where the result would not load."""
     draft = drafted(read_text(old), str(old), old.parent, folder=new.parent if new else old.parent)
     if not draft.old:
         raise ConfigError("is no config of accelerate, DeepSpeed or transformers", where=str(old), fix="Drumline's own need no conversion")

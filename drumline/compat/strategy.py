@@ -83,10 +83,7 @@ def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
             elif low == "offload":
                 keys["offload_params"] = True
             elif low not in ("auto_wrap", "true"):
-                what = f"no {word!r} here"
-                raise refuse(switch, what, f"there are {', '.join(SHARDING)}, offload, auto_wrap")
-    if keys:
-        assert switch is not None
+                raise refuse(switch, f"no {word!r} here", f"there are {', '.join(SHARDING)}, offload, auto_wrap")
         acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])
     for name in ("fsdp", "fsdp_config"):
         section = old.get(name)

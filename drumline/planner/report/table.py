@@ -22,12 +22,15 @@ SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # 
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
+Column = tuple[str, Sequence[str | Text]]  # a head, and one cell a row
+
+
 @dataclass(frozen=True)
 class Group:
     """Columns that stay together: heads with one cell a row each. `about`: what they are, and their unit."""
 
     about: str
-    columns: tuple[tuple[str, Sequence[str | Text]], ...]
+    columns: tuple[Column, ...]
 
 
 def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
@@ -72,14 +75,11 @@ def headline(question: Question) -> tuple[str, str, str]:
     return f"{name} ({count(facts.parameters)} parameters{trainable})", rows, where
 
 
-Column = tuple[str, Sequence[str | Text]]
-
-
 def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
     """As few tables as the width allows, each with the rows' numbers; the first one with their names, the others where there is room."""
     name = ("strategy", [c.name for c in ranked])
     shared: list[list[Group]] = [[]]
-    for group in groups(question, ranked, tokens):
+    for group in (_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)):
         if shared[-1] and not _fits(_table(len(ranked), name, [*shared[-1], group]), console):
             shared.append([])
         shared[-1].append(group)
@@ -105,11 +105,6 @@ def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
     for row in range(rows):
         table.add_row(str(row + 1), *(cells[row] for _, cells in columns))
     return table
-
-
-def groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[Group]:
-    """All columns, in the order in which they matter."""
-    return [_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)]
 
 
 def main_cells(candidate: Candidate) -> dict[str, str]:
