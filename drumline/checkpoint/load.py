@@ -59,6 +59,11 @@ def pointed(root: Path, pointer: Literal["latest", "best"]) -> Path | None:
     return path if step_of(name) is not None and path.is_dir() else None
 
 
+def best_or_latest(root: Path) -> Path | None:
+    """The best checkpoint of a run, else the newest one; None where nothing was saved."""
+    return pointed(root, "best") or pointed(root, "latest")
+
+
 def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     """The manifest of a checkpoint whose files are all there, plain and of the right size, without any shard more.
 

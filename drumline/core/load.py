@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from drumline.core.config import Config
 from drumline.core.mistakes import Origins, check_numbers, first_mistake
+from drumline.core.redact import plain
 from drumline.core.secret import withhold
 from drumline.core.suggest import kinds_at
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
@@ -282,6 +283,17 @@ def differences(old: Config, new: Config) -> list[Difference]:
             free = any(key == name or key.startswith(name + ".") for name in may)
             found.append(Difference(key, before.get(key), after.get(key), not free))
     return found
+
+
+def allowed(key: str, allow: tuple[str, ...]) -> bool:
+    """Whether `--allow` names a key, a section that it is in, or all."""
+    return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
+
+
+def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The differences that matter and that nobody has allowed: in a line, and their keys."""
+    found = [d for d in differences(old, new) if d.matters and not allowed(d.key, allow)]
+    return "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in found), [d.key for d in found]
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from drumline.core.plan import BatchPlan
+from drumline.data.samples import indexed
 from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
 
@@ -23,7 +24,7 @@ def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int
     ranks = size // (batch.micro_batch * batch.accumulation)
     # All samples count alike, so they are dealt in order.
     mine = assign(np.ones(size, np.int64), ranks, batch.accumulation, batch.micro_batch)[data_rank]
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if indexed(dataset):
         if not len(dataset):
             raise DataError("the dataset has no samples", where="batches")
         order = GlobalOrder(len(dataset), seed or 0, seed is not None)
@@ -56,8 +57,7 @@ def _passes(dataset: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 def held_out(dataset: Any, micro_batch: int, data_rank: int, data_ranks: int) -> Iterator[tuple[list[Any], bool]]:
     """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it."""
-    rows = [dataset[i] for i in range(len(dataset))] if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") else dataset
-    rows, first = iter(rows), None
+    rows, first = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset), None
     while taken := list(islice(rows, micro_batch * data_ranks)):
         first = first or taken[:1]
         mine = taken[data_rank * micro_batch : (data_rank + 1) * micro_batch]

@@ -18,6 +18,11 @@ from drumline.errors import DataError
 from drumline.vendor.torch import tree_map_only
 
 
+def indexed(dataset: object) -> bool:
+    """Whether a dataset has a length and is read by index; others can only be gone through."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
 class Samples:
     """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike when they are dealt to ranks."""
 
@@ -39,7 +44,7 @@ def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
     parts = []
     for source in sources:
         found: Any = source.rows(base_dir)
-        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        if not indexed(found):
             if not hasattr(found, "__iter__"):
                 fix = "return a dataset with __len__ and __getitem__, a list, or an iterator"
                 raise DataError(f"gives {type(found).__name__}, not samples", where=describe(source), fix=fix)

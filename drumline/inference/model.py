@@ -33,7 +33,7 @@ def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: b
 
 def _own(folder: Path, trusted: bool) -> Model | None:
     """The module of the user's own that a run folder is about; None for anything else."""
-    from drumline.checkpoint.load import pointed
+    from drumline.checkpoint.load import best_or_latest
     from drumline.core.plan import Plan
     from drumline.models.own import read_module
 
@@ -45,7 +45,7 @@ def _own(folder: Path, trusted: bool) -> Model | None:
     if not trusted and ":" in (plan.config.model.builder or ""):
         fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
         raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
-    checkpoint = pointed(root, "best") or pointed(root, "latest")
+    checkpoint = best_or_latest(root)
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(folder))
     return Model(LoadedModel(read_module(plan, checkpoint), None, str(checkpoint)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from drumline.checkpoint.load import load, pointed
+from drumline.checkpoint.load import best_or_latest, load, pointed
 from drumline.core.by_name import find_function
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
@@ -45,7 +45,7 @@ def export_weights(plan: Plan, which: str) -> Path:
 
     run_dir = Path(plan.run_dir)
     root, folder = run_dir / "checkpoints", run_dir / "export"
-    checkpoint = (pointed(root, "best") if which == "best" else None) or pointed(root, "latest")
+    checkpoint = best_or_latest(root) if which == "best" else pointed(root, "latest")
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(run_dir))
     folder.mkdir(exist_ok=True)

@@ -121,8 +121,8 @@ class OpenEngine(Engine, Protocol):
         """Accumulate the gradients of Σ loss_sum / denominator over all ranks."""
         ...
 
-    def divide(self, by: float) -> None:
-        """Divide the gradients of the global batch; before `grad_norm`."""
+    def divide(self, by: torch.Tensor) -> None:
+        """Divide the gradients of the global batch by a scalar of the device; before `grad_norm`."""
         ...
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:

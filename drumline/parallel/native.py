@@ -126,9 +126,9 @@ class NativeEngine(ForwardEngine):
         # Gradients are averaged over ranks; a sum over ranks is wanted, and scaling the loss gives it without a second pass.
         (loss_sum * (self.averaged_over / denominator * self.loss_scale.value)).backward()
 
-    def divide(self, by: float) -> None:
+    def divide(self, by: torch.Tensor) -> None:
         if gradients := [local(g) for g in self._gradients()]:
-            foreach_mul_(gradients, 1.0 / by)
+            foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def grad_norm(self) -> torch.Tensor:
         gradients = self._gradients()

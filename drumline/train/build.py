@@ -34,6 +34,7 @@ from drumline.telemetry.traffic import Traffic
 from drumline.train.first_pass import with_first_pass
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
+from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from drumline.train.streams import build_streams, fixed_width
 
@@ -75,6 +76,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
     gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
+    saved = state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1
     traffic = Traffic(config.strategy.step_kind, device)
     return Loop(
         plan=plan,
@@ -83,7 +85,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         rollouts=rollouts,
         stream=training,
         held_out=held_out,
-        checkpointer=checkpointer,
+        saver=Saver(plan, engine, state, checkpointer, emit, gather, stop_flag, saved),
         emit=emit,
         gather=gather,
         stop_flag=stop_flag,
@@ -94,7 +96,6 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         random_stream=plan.mesh.stream(ranks.rank),
         measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic),
         seen_step=max(series(past, "loss"), default=0),
-        saved_step=state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1,
     )
 
 

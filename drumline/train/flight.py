@@ -20,7 +20,7 @@ class Flight:
     position: int
     sample_ids: Ints  # of the global batch, without fillers
     tokens: int
-    denominator: float
+    denominator: float  # of the loss; 0: what the sum `weight` turns out to be
     lr: float
     began: float  # unix, with waiting for data
     data_s: float  # that this rank waited for data
@@ -47,7 +47,7 @@ class Flight:
 
     @property
     def loss(self) -> float:
-        return self.total["loss"] / self.denominator
+        return self.total["loss"] / (self.denominator or self.total["weight"] or 1.0)
 
     @property
     def grad_norm(self) -> float:

@@ -6,32 +6,29 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from drumline.algorithms.base import Algorithm
-from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.core.plan import Plan
 from drumline.core.schedule import learning_rate
 from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.errors import ConfigError, NotSaved, Preempted, TrainingStopped
+from drumline.errors import ConfigError, Preempted, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
-from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
+from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Step
 from drumline.telemetry.measure import Measure
 from drumline.train.flight import Flight
-from drumline.train.state import Goodput, Patience, TrainState, fallback_folder
+from drumline.train.saving import Saver
+from drumline.train.state import MAX_RESCALES, Goodput, TrainState
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
-
-# A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
-MAX_RESCALES = 20
 
 
 @dataclass
@@ -43,7 +40,7 @@ class Loop:
     algorithm: Algorithm
     stream: Iterable[GlobalBatch]
     held_out: Callable[[], Iterable[GlobalBatch]] | None
-    checkpointer: Checkpointer
+    saver: Saver
     emit: Emit
     gather: Gather
     stop_flag: StopFlag
@@ -53,9 +50,6 @@ class Loop:
     measure: Measure
     random_stream: tuple[int, ...] = (0,)
     seen_step: int = 0
-    saved_step: int = -1
-    failed_saves: int = 0  # in a row
-    retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
     retries: bool = False  # all ranks know that it is time
     stop: int = 0  # the signal that some rank was asked to stop by; all ranks know it after the same step
     flight: Flight | None = None
@@ -70,7 +64,7 @@ class Loop:
         try:
             self._run()
         except TrainingStopped:
-            self._report_saves(self.checkpointer.wait())
+            self.saver.report(self.saver.checkpointer.wait())
             raise
         finally:
             if self.rollouts is not None:
@@ -96,7 +90,7 @@ class Loop:
                 if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
                 rested = self.state.step
-            self._report_saves(self.checkpointer.poll())
+            self.saver.report(self.saver.checkpointer.poll())
         self._land()
         if not config.eval.every or (self.state.step % config.eval.every and self.evaluated_step != self.state.step):
             self.evaluate()
@@ -116,7 +110,7 @@ class Loop:
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
         comm_s = math.nan if waited is None else waited
-        shared = float(self.stop_flag.requested), self.retry_at, data_s, comm_s, float(self.memory_bytes())
+        shared = float(self.stop_flag.requested), self.saver.retry_at, data_s, comm_s, float(self.memory_bytes())
         gathered = self.gather.start(sums, *shared)
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
@@ -133,7 +127,7 @@ class Loop:
         ids = batch.sample_ids[batch.sample_ids >= 0]
         flight = Flight(gathered, step + 1, batch.position, ids, int(tokens), denominator, lr, started - data_s, data_s)
         whole = not self.measure.traffic.due(step) or flight.finite
-        copies = self.checkpointer.staging.bytes_
+        copies = self.saver.checkpointer.staging.bytes_
         flight.sent, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
         self._land()
         self.flight = flight
@@ -252,21 +246,7 @@ class Loop:
         self._land()
         self.retries = False
         with self.goodput.spend("save"):
-            self._report_saves(self.checkpointer.wait())
-            self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), self.metric)
-        self.saved_step = self.state.step
-
-    def _dump(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
-        data = self.plan.data
-        return {
-            "trainer": asdict(self.state),
-            "engine": self.engine.state(),
-            "config": self.plan.config.model_dump(mode="json"),
-            "world_size": self.gather.world_size,
-            "global_samples": self.plan.batch.global_samples,
-            "data": data.identity.model_dump() if data and data.identity else None,
-        }
+            self.saver.save(self.metric)
 
     def _heed(self) -> None:
         """Ask, between two steps, whether any rank was asked to stop: then all save at this same step and leave."""
@@ -282,60 +262,10 @@ class Loop:
             raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
 
     def _save_last(self) -> None:
-        """Leave the run with these very weights on disk, trying again while patience lasts. Raises NotSaved."""
         self._land()
-        if not self.plan.saves:
-            return
-        # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
-        self._report_saves(self.checkpointer.wait())
-        patience = Patience(self.plan.config, self.stop_flag)
-        self.failed_saves = 0
-        while self.saved_step != self.state.step:
-            self.save()
-            results = self.checkpointer.wait()
-            self._report_saves(results)
-            if self.saved_step != self.state.step:
-                _, (over,) = self.gather({}, float(patience.over))
-                if any(over):
-                    self._give_up(f"{results[-1].error}; tried for {patience.waited:.0f} s")
-                time.sleep(max(1.0, results[-1].seconds))
-
-    def _give_up(self, error: str) -> NoReturn:
-        """Try the other disk, and leave. Raises NotSaved."""
-        what, fix = f"the last checkpoint could not be written: {error}", "free some space; --resume goes on from the newest checkpoint"
-        folder = fallback_folder(self.plan.config, self.plan.run_dir)
-        if folder is not None:
-            result, whole = self.checkpointer.rescue(folder, self.state.step, self.engine.tensors(), self._dump(), self.metric)
-            if result.path is None:
-                what += f"; nor in checkpoint.fallback_dir: {result.error}"
-            elif whole:
-                what, fix = f"{what}; it lies in {result.path}", f"free some space, and go on with --resume {result.path}"
-            else:
-                what = f"{what}; its weights alone lie in {result.path}"
-                fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"
-        raise NotSaved(what, where=self.plan.run_dir, fix=fix)
-
-    def _report_saves(self, results: list[SaveResult]) -> None:
-        for result in results:
-            if result.path is not None:
-                self.failed_saves, self.retry_at = 0, math.inf
-            else:
-                if result.step == self.saved_step:
-                    self.saved_step = -1
-                self.failed_saves += 1
-                # Looking for room costs nothing; what broke off in the middle of writing is tried ever less often.
-                self.retry_at = result.step + (2**self.failed_saves if result.begun else 0)
-                if self.failed_saves > 1 and not result.begun:
-                    continue  # it was said
-            event = Save(
-                step=result.step,
-                path=str(result.path) if result.path else None,
-                seconds=result.seconds,
-                bytes=result.bytes,
-                blocked_seconds=result.blocked_seconds,
-                error=result.error,
-            )
-            self.emit(event)
+        if self.plan.saves:
+            with self.goodput.spend("save"):
+                self.saver.save_last(self.metric)
 
 
 def _due(every: int | None, before: int, now: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import nn
 
 from drumline.checkpoint.load import newest, read_state
 from drumline.core.config import Config
-from drumline.core.load import differences
+from drumline.core.load import refused
 from drumline.core.plan import Plan
-from drumline.core.redact import plain
 from drumline.core.resolve import resolve
-from drumline.errors import CheckpointError, DrumlineError, EnvironmentFault, UserError
+from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, TrainingStopped, UserError
 from drumline.hardware.detect import detect
 from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.engine import OpenEngine
+from drumline.telemetry.events import Emit, Nonfinite
+from drumline.train.flight import Flight
+from drumline.train.state import MAX_RESCALES, TrainState
 
 MAIN = ""  # the name of the one model of a session
 # Options of a session → where the YAML has them.
@@ -87,13 +89,10 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
         raise EnvironmentFault("the run folder is not empty", where=str(run_dir), fix=fix)
     path = newest(checkpoints, verify=False, alone=True).path if resume is True else Path(str(resume)) if resume else None
     if path is not None:
-        state = read_state(path)
-        changed = [d for d in differences(Config.model_validate(state["config"]), plan.config) if d.matters]
-        refused = [d for d in changed if "all" not in allow and not any(f"{d.key}.".startswith(f"{name}.") for name in allow)]
-        if refused:
-            what = "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in refused)
-            fix = f"take it back, or accept it with allow={tuple(d.key for d in refused)}"
-            raise CheckpointError(f"the session differs in what the run depends on: {what}", where=str(path), fix=fix)
+        changes, keys = refused(Config.model_validate(read_state(path)["config"]), plan.config, allow)
+        if keys:
+            fix = f"take it back, or accept it with allow={tuple(keys)}"
+            raise CheckpointError(f"the session differs in what the run depends on: {changes}", where=str(path), fix=fix)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         plan.save(run_dir / "plan.json")
@@ -155,14 +154,14 @@ def require_several(plan: Plan, models: int) -> None:
     """Raises UserError where a strategy takes one model alone."""
     if models == 1:
         return
-    strategy = plan.config.strategy
+    strategy, compression = plan.config.strategy, plan.config.strategy.copies().compression.kind
     reasons = {
         "ZeRO takes one model: DeepSpeed's engine owns backward and step": plan.engine == "deepspeed",
-        "compression goes with one model: DDP, whose buckets it works on, wants to see each backward": compresses(strategy),
+        "compression goes with one model: DDP, whose buckets it works on, wants to see each backward": compression != "none",
         "several models reduce after each micro-batch": getattr(strategy, "sync_each_micro_batch", True) is False,
     }
-    for reason, refused in reasons.items():
-        if refused:
+    for reason, holds in reasons.items():
+        if holds:
             raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
 
 
@@ -176,9 +175,24 @@ def notes_of(plan: Plan, model: nn.Module) -> list[str]:
     ]
 
 
-def compresses(strategy: Any) -> bool:
-    compression = getattr(strategy, "compression", None)
-    return compression is not None and compression.kind != "none"
+def judge(plan: Plan, state: TrainState, flight: Flight, rescale: bool, emit: Emit) -> None:
+    """Count steps that are not finite. Raises TrainingStopped where one is one too many. `rescale`: fp16's scale was too large."""
+    state.skips = 0 if flight.finite else state.skips + 1
+    if flight.finite:
+        return
+    health, loss, norm = plan.config.health, flight.loss, flight.grad_norm
+    policy = "rescale" if rescale else health.on_nan
+    emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=norm, sample_ids=[]))
+    if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
+        what = f"loss {loss:g}, gradient norm {norm:g} at step {flight.step}"
+        raise TrainingStopped(what, where="on_nan", fix='look at the samples, lower the rate, or pass over it: on_nan="skip"')
+
+
+def scalar(value: Any, device: str) -> torch.Tensor:
+    """fp64 on the device; of a number without the host waiting for a copy."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64, non_blocking=True)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def restarted() -> bool:
@@ -192,7 +206,22 @@ def one_line(kind: type[BaseException], error: BaseException, trace: Any) -> Non
         sys.__excepthook__(kind, error, trace)
         return
     from drumline.dist.start import leave_process
+
+    with speaking(error):
+        tell(error)
+        leave_process(error.rank_code or error.exit_code)
+
+
+def tell(error: BaseException) -> None:
+    """Print an error, and note it for the launcher; once."""
     from drumline.train.failure import note
 
-    note(error)
-    leave_process(error.rank_code or error.exit_code)
+    with speaking(error):
+        note(error)
+
+
+def speaking(error: BaseException) -> AbstractContextManager[None]:
+    """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
+    from drumline.launchers.environment import first_speaks
+
+    return first_speaks() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()

@@ -31,7 +31,7 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Each event of the run so far, in order, as `drumline.telemetry.events` has them."""
+        """Each event of the run so far, in order, in a list that is read anew at each call, as `drumline.telemetry.events` has them."""
         return [event.values() for event in self._read()]
 
     @property
@@ -51,10 +51,9 @@ class Run:
     @property
     def best(self) -> Path | None:
         """The best checkpoint by `eval.metric`, else the newest one; None where nothing was saved."""
-        from drumline.checkpoint.load import pointed
+        from drumline.checkpoint.load import best_or_latest
 
-        root = self.dir / "checkpoints"
-        return pointed(root, "best") or pointed(root, "latest")
+        return best_or_latest(self.dir / "checkpoints")
 
     @property
     def export(self) -> Path | None:

@@ -21,10 +21,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,14 +42,15 @@ from drumline.models.blocks import Units
 from drumline.models.tape import Build
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.strategies.build import build_module
-from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Save, Step
+from drumline.telemetry.events import Emit, Eval, Preempt, Step
 from drumline.train.build import Start
 from drumline.train.entry import Speaker, run_start, silent
-from drumline.train.own import MAIN, Engines, Model, claim, notes_of, one_line, plan_of, require_several, restarted
+from drumline.train.flight import Flight
+from drumline.train.own import MAIN, Engines, Model, claim, judge, notes_of, one_line, plan_of, require_several, restarted, scalar, tell
+from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from drumline.vendor.torch import tree_map_only
 
-MAX_RESCALES = 20  # as the YAML's loop has it
 Pair = tuple[Build, MakeOptimizer]
 
 
@@ -89,9 +90,10 @@ class Session:
         self._sums: dict[str, list[torch.Tensor]] = {}
         self._stepped: set[str] = set()
         self._signal = 0
-        self.losses, self.grad_norms = dict[str, float](), dict[str, float]()  # of the last step of each model, over all ranks
+        self._flights: dict[str, Flight] = {}  # of each model's last step, whose numbers may be on their way to the host
+        self._counts: dict[str, bool] = {}  # whether that step's weight is what the samples of its global batch weigh
+        self._losses, self._grad_norms = dict[str, float](), dict[str, float]()
         self.metric: float | None = None
-        self._saved = -1
 
     # ---------------------------------------------------------------------------------------------------- start and end
 
@@ -124,14 +126,12 @@ class Session:
         try:
             if error is None and self._models:
                 self._save_last()
-        except NotSaved as failure:
+        except (NotSaved, TrainingStopped) as failure:
             error = failure
             raise
         finally:
-            from drumline.train.failure import note
-
             if isinstance(error, Exception):
-                note(error)
+                tell(error)
             for contexts in self._open.values():
                 contexts.close()
             self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
@@ -165,10 +165,11 @@ class Session:
         for note in [n for model in self._models.values() for n in notes_of(self.plan, model.module)] if self.is_first else ():
             print(note, file=sys.stderr)
         config = self.plan.config.checkpoint
-        self.checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
+        checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
         self._logged = (self.steps, time.time(), self._state.tokens)
-        self._saved = self._state.step if found and found.path else -1
+        saved, again = self._state.step if found and found.path else -1, ("resume=True", "resume={!r}")
+        self.saver = Saver(self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag, saved, again)
         made = {name: (model, model.engine.optimizer) for name, model in self._models.items()}
         return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
 
@@ -199,6 +200,17 @@ class Session:
         """A dictionary of the user's own, saved with each checkpoint and restored with it; values that JSON has."""
         return self._state.stream
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of the last step of each model, over all ranks. Waits for the device, and so does `grad_norms`."""
+        self._land()
+        return self._losses
+
+    @property
+    def grad_norms(self) -> dict[str, float]:
+        self._land()
+        return self._grad_norms
+
     def batches(
         self, dataset: Any, collate: Callable[[list[Any]], Any], *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
     ) -> Iterator[Any]:
@@ -218,7 +230,7 @@ class Session:
             seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank))
             micro_batches = next(rows, None)
             if micro_batches is None:
-                return
+                break
             self._sums, self._stepped = {}, set()
             end = self.position + batch.global_samples
             self._epoch = end / len(dataset) if hasattr(dataset, "__len__") else 0.0
@@ -239,6 +251,8 @@ class Session:
                 raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
             self._state.step, self._state.position = self.steps + (not self._stepped), end
             self._stop_if_asked()
+        self._land()
+        self._stop_if_asked()
 
     def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN) -> None:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
@@ -250,8 +264,7 @@ class Session:
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
         for parameter, gradient in other_grads:
             parameter.grad = gradient
-        sums = torch.stack([torch.as_tensor(value, device=self.device).detach().double() for value in (loss_sum, weight)])
-        self._sums.setdefault(of, []).append(sums)
+        self._sums.setdefault(of, []).append(torch.stack([scalar(value, self.device) for value in (loss_sum, weight)]))
 
     def step(self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN) -> bool:
         """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
@@ -266,35 +279,32 @@ class Session:
         self._open[of].close()
         loss_sum, weight = torch.stack(self._sums[of]).sum(0)
         total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested))
-        sums, (signals,) = total.read()
-        self._signal = self._signal or int(max(signals))
-        whole = sums["weight"] if sums["weight"] > 0 else 1.0
-        if whole != self.plan.batch.global_samples:
-            engine.divide(whole / self.plan.batch.global_samples)
+        whole = total["weight"]
+        engine.divide(torch.where(whole > 0, whole, 1.0) / self.plan.batch.global_samples)
         engine.max_grad_norm = max_grad_norm
         norm = engine.grad_norm()
-        self.losses[of], self.grad_norms[of] = sums["loss"] / whole, float(norm)
-        finite = math.isfinite(self.losses[of]) and math.isfinite(self.grad_norms[of])
-        engine.step(lr, norm, torch.tensor(finite, device=norm.device))
+        engine.step(lr, norm, torch.isfinite(total["loss"]) & torch.isfinite(norm))
+        total.fetch(norm)
         self.metric = None
         if not self._stepped:
             self._state.step, self._state.position = self.steps + 1, end
-            self._state.tokens += int(sums["weight"])
+        flight = Flight(total, self.steps, end, np.empty(0, np.int64), 0, 0.0, lr or 0.0, time.time(), 0.0)
+        self._land(of)
+        self._flights[of] = flight
+        self._counts[of] = not self._stepped
         self._stepped.add(of)
-        self._judge(finite, engine.rescales() and math.isfinite(self.losses[of]), of)
         return True
 
-    def _judge(self, finite: bool, rescale: bool, of: str) -> None:
-        """Raises TrainingStopped where a step that is not finite is one too many."""
-        health, state = self.plan.config.health, self._state
-        state.skips = 0 if finite else state.skips + 1
-        if finite:
-            return
-        policy, loss, norm = "rescale" if rescale else health.on_nan, self.losses[of], self.grad_norms[of]
-        self.emit(Nonfinite(step=self.steps, policy=policy, loss=loss, grad_norm=norm, sample_ids=[]))
-        if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
-            what = f"loss {loss:g}, gradient norm {norm:g} at step {self.steps}"
-            raise TrainingStopped(what, where="on_nan", fix='look at the samples, lower the rate, or pass over it: on_nan="skip"')
+    def _land(self, of: str | None = None) -> None:
+        """Read the numbers of steps in flight (`of`: of one model's), and act on them. Raises TrainingStopped where a step that is not
+        finite is one too many. All ranks come here after the same steps."""
+        for name in [*self._flights] if of is None else [of] * (of in self._flights):
+            flight = self._flights.pop(name)
+            self._signal = self._signal or int(max(flight.by_rank[0]))
+            self._losses[name], self._grad_norms[name] = flight.loss, flight.grad_norm
+            if self._counts[name]:
+                self._state.tokens += int(flight.total["weight"])
+            judge(self.plan, self._state, flight, self._models[name].engine.rescales() and math.isfinite(flight.loss), self.emit)
 
     def evaluate(
         self, dataset: Any, collate: Callable[[list[Any]], Any], measure: Callable[..., Any], micro_batch: int | None = None
@@ -323,6 +333,7 @@ class Session:
     def log(self, **metrics: Any) -> None:
         """An event of this step, on rank 0 a line as well: the loss and the gradient norm of all ranks (of several models under NAME_loss),
         and `metrics`, numbers as this rank has them."""
+        self._land()
         scalars: dict[str, float] = {}
         for name in self._stepped:
             prefix = f"{name}_" if name else ""
@@ -354,27 +365,13 @@ class Session:
             raise UserError(
                 "save in the middle of a global batch", where="session.save", fix="call it after the last s.step() of the batch"
             )
-        self._report(self.checkpointer.wait())
-        dump = {
-            "trainer": asdict(self._state), "engine": self.engines.state(), "config": self.plan.config.model_dump(mode="json"),
-            "world_size": self.ranks.world_size, "global_samples": self.plan.batch.global_samples, "data": None,
-        }  # fmt: skip
-        self.checkpointer.save(self.steps, self.engines.tensors(), dump, self.metric)
-        self._saved = self.steps
+        self._land()
+        self.saver.save(self.metric)
 
     def _save_last(self) -> None:
-        if self._saved != self.steps and self.steps:
-            self.save()
-        results = self.checkpointer.wait()
-        self._report(results)
-        if results and results[-1].path is None:
-            fix = "free some space; resume=True goes on from the newest checkpoint"
-            raise NotSaved(f"the last checkpoint could not be written: {results[-1].error}", where=self.plan.run_dir, fix=fix)
-
-    def _report(self, results: list[Any]) -> None:
-        for r in results:
-            path, bytes_ = str(r.path) if r.path else None, r.bytes
-            self.emit(Save(step=r.step, path=path, seconds=r.seconds, bytes=bytes_, blocked_seconds=r.blocked_seconds, error=r.error))
+        self._land()
+        if self.steps:
+            self.saver.save_last(self.metric)
 
     def _stop_if_asked(self) -> None:
         if self._signal:

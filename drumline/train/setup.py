@@ -11,9 +11,8 @@ from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
-from drumline.core.load import Loaded, differences, to_yaml
+from drumline.core.load import Loaded, allowed, refused, to_yaml
 from drumline.core.plan import DataIdentity, DataPlan, Plan
-from drumline.core.redact import plain
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
 from drumline.data.identity import describe, prompt_columns, what_changed
@@ -217,13 +216,10 @@ def _named(path: Path) -> Path:
 def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
     """Raises CheckpointError where a checkpoint was made with another config or other data, as far as nobody has allowed it."""
     state = read_state(path)
-    refused = [d for d in differences(Config.model_validate(state["config"]), plan.config) if d.matters and not _allowed(d.key, allow)]
-    if refused:
-        raise CheckpointError(
-            "the config differs in what the run depends on: " + "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in refused),
-            where=str(path),
-            fix=f"take the change back, or accept it with --allow {','.join(d.key for d in refused)}",
-        )
+    changes, keys = refused(Config.model_validate(state["config"]), plan.config, allow)
+    if keys:
+        fix = f"take the change back, or accept it with --allow {','.join(keys)}"
+        raise CheckpointError(f"the config differs in what the run depends on: {changes}", where=str(path), fix=fix)
     now = plan.data.identity if plan.data else None
     if now is None:
         return
@@ -231,15 +227,11 @@ def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
         _note(f"{path} does not say what data it was trained on: whether these have changed since is not known")
         return
     changed = what_changed(DataIdentity.model_validate(state["data"]), now)
-    if changed and not (_allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
+    if changed and not (allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
         fix = "bring the old data back, or accept the new with --allow data: some samples may come twice and others never"
         raise CheckpointError(f"the training data changed since this checkpoint: {changed}", where=str(path), fix=fix)
     if changed:
         _note(f"the training data changed since {path}: {changed}; some samples may come twice and others never")
-
-
-def _allowed(key: str, allow: tuple[str, ...]) -> bool:
-    return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
 
 
 def _note(line: str) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 from drumline.core.config import Config
 from drumline.core.signals import StopFlag
 
+# A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
+MAX_RESCALES = 20
+
 
 @dataclass
 class TrainState:

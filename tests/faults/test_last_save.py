@@ -57,7 +57,7 @@ def saved(said: list[dict[str, Any]]) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_periodic_save_that_found_no_room_is_made_up_for(disk: Path, asynchronous: bool) -> None:
     built, said = loop(disk, held_out=False, checkpoint={"every": 3, "wait_seconds": 5})
-    built.checkpointer = Checkpointer(disk / "checkpoints", 2, False, "min", asynchronous)
+    built.saver.checkpointer = Checkpointer(disk / "checkpoints", 2, False, "min", asynchronous)
     after(built, 3, lambda: fill(disk))
     after(built, 5, lambda: (disk / "ballast").unlink())
     built.run()

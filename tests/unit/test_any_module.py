@@ -154,7 +154,7 @@ def by_hand(engine: OpenEngine) -> float:
     for index, (inputs, targets) in enumerate(batches()):
         with engine.micro_batch(last=index == 1):
             engine.backward(nn.functional.cross_entropy(engine.call(inputs), targets, reduction="sum"), 2.0)
-    engine.divide(4.0)
+    engine.divide(torch.tensor(4.0))
     norm = engine.grad_norm()
     engine.step(None, norm, norm.isfinite())
     return float(norm)

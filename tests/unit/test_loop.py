@@ -29,6 +29,7 @@ from drumline.telemetry.events import Event
 from drumline.telemetry.measure import Measure
 from drumline.telemetry.traffic import Traffic
 from drumline.train.loop import Loop
+from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
 from tests.fake_engine import FakeEngine
 
@@ -66,18 +67,20 @@ def loop(
     def emit(event: Event) -> None:
         said.append(event.values())
 
+    checkpointer = Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False)
+    state, flag = TrainState(), Flag()
     built = Loop(
         plan=made,
         engine=engine,
         algorithm=NextToken(0, answers=False),
         stream=(batch(s) for s in steps),
         held_out=(lambda: iter([batch(0)])) if held_out else None,
-        checkpointer=Checkpointer(tmp_path / "checkpoints", keep=2, keep_best=False, mode="min", asynchronous=False),
+        saver=Saver(made, engine, state, checkpointer, emit, gather, flag),
         emit=emit,
         gather=gather,
-        stop_flag=Flag(),
+        stop_flag=flag,
         memory_bytes=lambda: 7,
-        state=TrainState(),
+        state=state,
         goodput=Goodput(time.time()),
         measure=Measure(made, engine.memory_stats, gather, emit, Traffic(lambda step: "whole", "cpu")),
     )

@@ -15,7 +15,9 @@ from torch import nn
 import drumline
 from drumline.core.plan import BatchPlan
 from drumline.data.own import global_batches, held_out
+from drumline.dist.reduce import Gather, Gathered
 from drumline.errors import DataError, EnvironmentFault, PlanError, TrainingStopped, UserError
+from tests.harness import events
 
 
 class Endless:
@@ -146,6 +148,46 @@ def test_a_global_batch_whose_gradients_are_left(tmp_path: Path) -> None:
         model, _ = s.prepare(build, sgd)
         for batch in s.batches(ROWS, collate, steps=2):
             s.backward(*loss_of(model, batch))
+
+
+def test_a_step_is_read_when_the_next_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step waits for its own numbers where they are not asked for; what is logged is."""
+    order: list[str] = []
+    start, read = Gather.start, Gathered.read
+
+    def started(self: Gather, sums: Any, *more: float) -> Gathered:
+        order.append("start")
+        found, number = start(self, sums, *more), order.count("start")
+
+        def noted() -> Any:
+            order.append(f"read {number}")
+            return read(found)
+
+        monkeypatch.setattr(found, "read", noted)
+        return found
+
+    monkeypatch.setattr(Gather, "start", started)
+    with session(tmp_path) as s:
+        model, _ = s.prepare(build, sgd)
+        order.clear()
+        for batch in s.batches(ROWS, collate, steps=4):
+            s.backward(*loss_of(model, batch))
+            if s.step() and s.steps == 3:
+                s.log()
+        assert order == ["start", "start", "read 1", "start", "read 2", "read 3", "start", "read 4"]
+        assert s.losses[""] > 0
+
+
+def test_the_last_save_waits_for_room(tmp_path: Path) -> None:
+    with session(tmp_path, asynchronous=False) as s:
+        model, _ = s.prepare(build, sgd)
+        for batch in s.batches(ROWS, collate, steps=1):
+            s.backward(*loss_of(model, batch))
+            s.step()
+        lacks = iter(["no space"])
+        s.saver.checkpointer._lacking = lambda _: next(lacks, None)
+    saves = events(tmp_path / "run", "save")
+    assert [save["error"] is None for save in saves] == [False, True]
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])

@@ -158,9 +158,9 @@ class DeepSpeedEngine(ForwardEngine):
         # DeepSpeed averages over ranks and, with this option, divides by nothing else.
         self.engine.backward(loss_sum * (self.data_ranks / denominator), scale_wrt_gas=False)
 
-    def divide(self, by: float) -> None:
-        # As a loss scale that is taken back; ZeRO 1 in bf16 has none.
-        self.divisor = by
+    def divide(self, by: torch.Tensor) -> None:
+        # As a loss scale that is taken back, which is a number of the host; ZeRO 1 in bf16 has none.
+        self.divisor = float(by)
         for gradients in getattr(self.zero, "fp32_groups_gradients_flat", ()):
             gradients.div_(by)
             self.divisor = 1.0

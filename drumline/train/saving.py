@@ -1,0 +1,109 @@
+"""The checkpoints of a run, whoever drives its loop: what is in one, what is said of it, and how long the last one is tried again."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from drumline.checkpoint.save import Checkpointer, SaveResult
+from drumline.core.plan import Plan
+from drumline.core.signals import StopFlag
+from drumline.dist.reduce import Gather
+from drumline.errors import NotSaved
+from drumline.telemetry.events import Emit, Save
+from drumline.train.state import Patience, TrainState, fallback_folder
+
+
+class Saved(Protocol):
+    """The part of an engine that a checkpoint is made of."""
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+    def state(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class Saver:
+    """`saved_step`: whose checkpoint is written or on its way (-1: none). `resume`: how one goes on from the newest checkpoint, and from a
+    folder."""
+
+    plan: Plan
+    engine: Saved
+    state: TrainState
+    checkpointer: Checkpointer
+    emit: Emit
+    gather: Gather
+    stop_flag: StopFlag
+    saved_step: int = -1
+    resume: tuple[str, str] = ("--resume", "--resume {}")
+    failed: int = 0  # in a row
+    retry_at: float = math.inf  # the step from which on a failed save is tried again; all ranks come to the same
+
+    def save(self, metric: float | None) -> None:
+        """Hand the state to the checkpointer. `metric`: of these very weights. Collective."""
+        self.report(self.checkpointer.wait())
+        self.checkpointer.save(self.state.step, self.engine.tensors(), self._dump(), metric)
+        self.saved_step = self.state.step
+
+    def save_last(self, metric: float | None) -> None:
+        """Leave the run with these very weights on disk, trying again while patience lasts. Collective. Raises NotSaved."""
+        # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
+        self.report(self.checkpointer.wait())
+        patience = Patience(self.plan.config, self.stop_flag)
+        self.failed = 0
+        while self.saved_step != self.state.step:
+            self.save(metric)
+            results = self.checkpointer.wait()
+            self.report(results)
+            if self.saved_step != self.state.step:
+                _, (over,) = self.gather({}, float(patience.over))
+                if any(over):
+                    self._give_up(f"{results[-1].error}; tried for {patience.waited:.0f} s", metric)
+                time.sleep(max(1.0, results[-1].seconds))
+
+    def report(self, results: list[SaveResult]) -> None:
+        for result in results:
+            if result.path is not None:
+                self.failed, self.retry_at = 0, math.inf
+            else:
+                if result.step == self.saved_step:
+                    self.saved_step = -1
+                self.failed += 1
+                # Looking for room costs nothing; what broke off in the middle of writing is tried ever less often.
+                self.retry_at = result.step + (2**self.failed if result.begun else 0)
+                if self.failed > 1 and not result.begun:
+                    continue  # it was said
+            path = str(result.path) if result.path else None
+            spent: dict[str, Any] = {"seconds": result.seconds, "blocked_seconds": result.blocked_seconds}
+            self.emit(Save(step=result.step, path=path, bytes=result.bytes, error=result.error, **spent))
+
+    def _dump(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        data = self.plan.data
+        return {
+            "trainer": asdict(self.state),
+            "engine": self.engine.state(),
+            "config": self.plan.config.model_dump(mode="json"),
+            "world_size": self.gather.world_size,
+            "global_samples": self.plan.batch.global_samples,
+            "data": data.identity.model_dump() if data and data.identity else None,
+        }
+
+    def _give_up(self, error: str, metric: float | None) -> NoReturn:
+        """Try the other disk, and leave. Raises NotSaved."""
+        newest, named = self.resume
+        what, fix = f"the last checkpoint could not be written: {error}", f"free some space; {newest} goes on from the newest checkpoint"
+        folder = fallback_folder(self.plan.config, self.plan.run_dir)
+        if folder is not None:
+            result, whole = self.checkpointer.rescue(folder, self.state.step, self.engine.tensors(), self._dump(), metric)
+            if result.path is None:
+                what += f"; nor in checkpoint.fallback_dir: {result.error}"
+            elif whole:
+                what, fix = f"{what}; it lies in {result.path}", f"free some space, and go on with {named.format(result.path)}"
+            else:
+                what = f"{what}; its weights alone lie in {result.path}"
+                fix = f"free some space, and move that folder to {self.plan.run_dir}/checkpoints to export it"
+        raise NotSaved(what, where=self.plan.run_dir, fix=fix)
