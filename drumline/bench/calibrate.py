@@ -66,11 +66,9 @@ def group_sizes(world: int) -> list[int]:
 
 
 def calibrate(quick: bool, nproc: int | None, out: Path | None) -> int:
-    """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight.
-
-    Raises UserError for more ranks than GPUs or cores or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed
-    where a rank fails.
-    """
+    """Measure, print, store. `nproc`: ranks, by default one for each GPU, else one for each core, at least two and at most eight. Raises
+    UserError for more ranks than GPUs or cores or a folder as `out`, EnvironmentFault where files cannot be written, WorkerFailed where a
+    rank fails."""
     machine = detect()
     ranks = nproc or len(machine.devices) or max(2, min(machine.cores, MOST_CPU_RANKS))
     most = len(machine.devices) or max(machine.cores, MOST_CPU_RANKS)

@@ -57,10 +57,8 @@ def _holds_arguments(name: str, section: Any) -> bool:
 
 
 def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path) -> Sheet | None:
-    """A sheet with the values of an old file in Drumline's words; None where it is none. Raises ConfigError by the old file's line.
-
-    Files that it names are looked for from `base` and from the current folder; the new paths are relative to `folder`.
-    """
+    """A sheet with the values of an old file in Drumline's words; None where it is none. Raises ConfigError by the old file's line. Files
+    that it names are looked for from `base` and from the current folder; the new paths are relative to `folder`."""
     kind = recognise(values)
     if kind is None:
         return None

@@ -20,11 +20,8 @@ WHAT = "a DeepSpeed config"
 
 
 def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
-    """Put a whole DeepSpeed config on the sheet.
-
-    `own_file`: its path, where Drumline's engine is to read it itself; then only what the plan must know is taken out of it.
-    Without one, whatever has no word in Drumline goes to strategy.options.
-    """
+    """Put a whole DeepSpeed config on the sheet. `own_file`: its path, where Drumline's engine is to read it itself; then only what the
+    plan must know is taken out of it. Without one, whatever has no word in Drumline goes to strategy.options."""
     aside = Sheet(sheet.base, sheet.folder) if own_file else sheet
     zero = next((old for old in olds if old.key == "zero_optimization"), None)
     inside = zero.inside() if zero else []

@@ -110,11 +110,9 @@ def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:
 
 
 def lay(values: dict[str, Any], overlay: Overlay, where: Callable[[Place], str]) -> dict[Place, str]:
-    """Set what the config leaves open. Returns the origin of each value that it sets.
-
-    Raises ConfigError where both set a key differently. Options of the same strategy are no contradiction: the config's stay, since
-    launchers pass on their defaults as if the user had set them.
-    """
+    """Set what the config leaves open. Returns the origin of each value that it sets. Raises ConfigError where both set a key differently.
+    Options of the same strategy are no contradiction: the config's stay, since launchers pass on their defaults as if the user had set
+    them."""
     for name in ("strategy", "precision"):
         if isinstance(values.get(name), str):
             values[name] = {"kind": values[name]}

@@ -160,9 +160,8 @@ def read(path: Path) -> Calibration:
         what = first["msg"][0].lower() + first["msg"][1:]
         fix = "remove it, and run `drumline calibrate` again"
         raise EnvironmentFault("is no calibration: " + (f"{inside}: " if inside else "") + what, where=str(path), fix=fix) from None
-    same = {name: value for name, value in content if name in Calibration.__dataclass_fields__}
     collectives = {(kind, ranks): line for kind, lines in content.collectives.items() for ranks, line in lines.items()}
-    return Calibration(**{**same, "collectives": collectives})
+    return Calibration(**{name: getattr(content, name) for name in Calibration.__dataclass_fields__} | {"collectives": collectives})
 
 
 def processor_name() -> str:

@@ -66,9 +66,7 @@ def _gpus() -> tuple[list[Device], bool]:
 @dataclass(frozen=True)
 class Groups:
     """The control groups that a process is in, version 1 or 2: a limit holds for a group and all below it, so the smallest one counts.
-
-    `root` is where they are mounted, `listing` is the text of /proc/self/cgroup: lines of id:controllers:path.
-    """
+    `root` is where they are mounted, `listing` is the text of /proc/self/cgroup: lines of id:controllers:path."""
 
     root: Path
     listing: str

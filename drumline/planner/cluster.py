@@ -21,11 +21,9 @@ STAND_IN = "3090"
 
 
 def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int, calibration: Calibration | None = None) -> Cluster:
-    """The cluster of the YAML. `processes`: ranks of this machine, where it is the one to plan for; `calibration`: of this machine.
-
-    A calibration counts where the device is the one that is here, on any number of hosts; a file that the YAML names goes before it.
-    Raises EnvironmentFault where that file is damaged or missing.
-    """
+    """The cluster of the YAML. `processes`: ranks of this machine, where it is the one to plan for; `calibration`: of this machine. A
+    calibration counts where the device is the one that is here, on any number of hosts; a file that the YAML names goes before it. Raises
+    EnvironmentFault where that file is damaged or missing."""
     if described is None:
         return found(machine, processes, calibration)
     ranks = described.per_node or processes

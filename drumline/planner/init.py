@@ -51,10 +51,8 @@ QUESTIONS = {
 
 
 def init(path: Path, answers: Answers, yes: bool) -> int:
-    """`drumline init`. `yes`: no question is shown; what was not given has its default. Returns the exit code.
-
-    Raises EnvironmentFault for a file that is there already, UserError for an answer that cannot be, or a plan that nothing fits.
-    """
+    """`drumline init`. `yes`: no question is shown; what was not given has its default. Returns the exit code. Raises EnvironmentFault for
+    a file that is there already, UserError for an answer that cannot be, or a plan that nothing fits."""
     if path.exists():
         raise EnvironmentFault("is there already, and is not overwritten", where=str(path), fix="name another: drumline init NEW.yaml")
     if not path.absolute().parent.is_dir():

@@ -135,16 +135,15 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
         cluster = answer.question.cluster
         near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
         first = answer.ranked[0] if answer.ranked else near
-        cells = [main_cells(first)[head] for head in SHOWN] if first else ["no", "–", "–"]
-        bring = ["–", "–", "–"]
+        cells, gain = [main_cells(first)[head] for head in SHOWN] if first else ["no", "–", "–"], ["–", "–", "–"]
         if answer.ranked and first and base:
             speed = first.estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
             each = speed * base.question.cluster.world_size / cluster.world_size
             time = number(hours(first, tokens) if tokens or first.layout.steps else hours(first, 1e9))
-            bring = [f"{speed:.2f}", f"{each:.0%}", time]
+            gain = [f"{speed:.2f}", f"{each:.0%}", time]
         else:
             cells[2] = "–"
-        rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *bring])
+        rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *gain])
     known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
     console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))

@@ -20,6 +20,9 @@ OVERRIDE = re.compile(r"[\w.]+=")
 FLAGS = "flags"  # the name of a config that was not read from a file
 WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
 IMAGES = "algorithm={kind: classify, modality: image}"
+# Flag → key, in the order in which they override.
+KEYS = {"model": "model.id", "cluster": "cluster", "length": "data.max_length", "adapter": "adapter", "batch": "batch.global_samples",
+        "algorithm": "algorithm", "precision": "precision", "price": "cluster.price_per_device_hour"}  # fmt: skip
 ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
 
 
@@ -40,18 +43,10 @@ class Flags:
         """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
         if self.adapter is not None and self.adapter not in ADAPTERS:
             raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
+        model = self.model and json.dumps(hub_id(self.model))
         cluster = None if self.cluster is None else _cluster(self.cluster)
-        given = [
-            ("model.id", self.model and json.dumps(hub_id(self.model)), f"--model {self.model}"),
-            ("cluster", cluster, f"--cluster {self.cluster}"),
-            ("data.max_length", self.length, f"--length {self.length}"),
-            ("adapter", self.adapter and ADAPTERS[self.adapter], f"--adapter {self.adapter}"),
-            ("batch.global_samples", self.batch, f"--batch {self.batch}"),
-            ("algorithm", self.algorithm, f"--algorithm {self.algorithm}"),
-            ("precision", self.precision, f"--precision {self.precision}"),
-            ("cluster.price_per_device_hour", self.price, f"--price {self.price}"),
-        ]
-        return {f"{key}={value}": typed for key, value, typed in given if value is not None}
+        values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
+        return {f"{key}={values[name]}": f"--{name} {getattr(self, name)}" for name, key in KEYS.items() if values[name] is not None}
 
 
 @contextmanager

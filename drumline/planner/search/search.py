@@ -184,11 +184,9 @@ class _Look:
                         family.nearest = option, layout, estimated
             except PlanError as error:
                 refusal = refusal or error
-        if found:
-            return self._best(found)
-        if refusal is not None and family.nearest is None:
+        if not found and refusal is not None and family.nearest is None:
             raise refusal
-        return None
+        return self._best(found) if found else None
 
     def fits(self, option: Option) -> bool:
         """Whether any micro-batch fits under some checkpointing."""
@@ -228,16 +226,16 @@ class _Look:
         config = self.config.model_copy(update={"strategy": strategy, "memory": memory})
         case = Case(config, strategy.mesh(world), self.device, self.precision, question.facts)
         require(case, question.roles, question.data)
-        refusal, any_ = None, False
+        refusal, is_refused = None, True
         for batch in batches(config, case.mesh.data_ranks, question.cluster.world_size, in_flight(case.mesh, strategy)):
             try:
                 layout = lay_out(case, batch, question.roles, question.data, question.cluster.per_node)
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            any_ = True
+            is_refused = False
             yield layout
-        if refusal is not None and not any_:
+        if refusal is not None and is_refused:
             raise refusal
 
     def _best(self, found: list[tuple[Layout, Estimate]]) -> tuple[Layout, Estimate]:
