@@ -156,6 +156,9 @@ def _zero(layout: Layout, facts: ModelFacts) -> Buffers:
     return Buffers(always, 0.0, 0.0, 0.0, taken, width * cut.largest + (sent if full else 0), 0.0, sent + accumulated, flat)
 
 
+# ----------------------------------------------------------------------------------------- auxiliary models and sampling
+
+
 @dataclass(frozen=True)
 class Auxiliary:
     """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
@@ -168,18 +171,17 @@ class Auxiliary:
 
 
 def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
+    """The auxiliary models and the sampling of stage `rank` of the pipeline."""
     parameters = gradients = optimizer = 0
     reference = layout.config.algorithm.reference_of(layout.config)
     for name, role in layout.roles.items():
-        sizes = facts.roles.get(name)
-        if sizes is None:
+        if (sizes := facts.roles.get(name)) is None:
             continue
-        own = layout.of_role(name)
-        mine = part_of(sizes, role.layers, layout.mesh.pp, rank)
+        own, mine = layout.of_role(name), part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.trainable:
             state = state_of(own, sizes, mine)
             parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
-        # A reference that answers before all is gone by the first gradients, which take as much.
+        # A reference that answers before the first step is gone by the first gradients, which take as much.
         elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
             parameters += _frozen(layout, own, sizes, mine)
     copy = (FULL if layout.precision == "fp32" else LOW) * facts.parameters if samples_copy(layout) else 0
@@ -187,7 +189,7 @@ def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
-    """Weights of a model that only answers: what is multiplied lies in the type that it computes in (see strategies.build._frozen)."""
+    """Bytes of a frozen model's weights: matrices are in the type that it computes in (see strategies.build._frozen)."""
     shards = shards_of(own)
     has = rank_params(sizes, mine, own.mesh.tp, shards)
     if own.data_parallel == "fsdp2" and own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":

@@ -212,13 +212,14 @@ def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, numbe
     return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
 
 
+# -------------------------------------------------------------------------------------------------------------- the host
+
 WINDOW = 2**30  # most of a file that is read through while weights are loaded; pages that can be given back
 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
     """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
-    ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
-    zero, process = layout.data_parallel == "zero", PROCESS
+    ranks, zero = max(1, min(cluster.per_node, layout.mesh.world_size)), layout.data_parallel == "zero"
     state = state_of(layout, facts, part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0))
     if layout.device == "cpu":
         between, train = state.device, peak
@@ -229,10 +230,10 @@ def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) 
     # Rank 0 builds the whole model in fp32, adapters merged. What native engines held is gone by then; DeepSpeed keeps it.
     left = between if zero else 0
     return HostMemory(
-        load=ranks * (loading + process) + min(WINDOW, weights),
-        train=ranks * (train + process),
-        save=ranks * (between + process + _saved(layout, facts)),
-        export=0 if layout.config.checkpoint.export == "none" else ranks * (left + process) + weights,
+        load=ranks * (loading + PROCESS) + min(WINDOW, weights),
+        train=ranks * (train + PROCESS),
+        save=ranks * (between + PROCESS + _saved(layout, facts)),
+        export=0 if layout.config.checkpoint.export == "none" else ranks * (left + PROCESS) + weights,
     )
 
 

@@ -130,6 +130,8 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused), probes=probes)
 
 
+# ---------------------------------------------------------------------------------------------- probes: a few real steps
+
 STATES = ("parameters", "gradients", "optimizer")
 
 
