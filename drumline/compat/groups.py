@@ -22,7 +22,7 @@ NO_SCHEDULES = {
 
 def combine(sheet: Sheet) -> None:
     """Every group in turn. What waits afterwards is accelerate's."""
-    for group in (_preferences, _rate, _betas, _warmup, _dtype, _saving, _evaluation, _data, choose, _batch_norm, _adapter):
+    for group in (_preferences, _rate, _betas, _warmup, _dtype, _intervals, _data, choose, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
@@ -104,29 +104,23 @@ def step_count(old: Old) -> int:
     return whole(old)
 
 
-def _times(sheet: Sheet, strategy: Old | None, every: Old | None, dotted: str, what: str, default_every: int | None) -> None:
-    """A strategy of no, steps, epoch or best, and a number of steps → `every`."""
-    kind = one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
-    if strategy is not None and kind in ("epoch", "best"):
-        better = " and after a better evaluation" if kind == "best" else ""
-        sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
-    if kind != "steps":
-        if every is not None and strategy is not None:
-            sheet.note(every, f"without effect: {strategy.key} is {kind}")
-    elif every is not None:
-        sheet.put(dotted, step_count(every), every)
-    elif strategy is not None and default_every:
-        sheet.put(dotted, default_every, strategy)
-
-
-def _saving(sheet: Sheet) -> None:
-    old = pop(sheet, "save_strategy", "save_steps")
-    _times(sheet, old.get("save_strategy"), old.get("save_steps"), "checkpoint.every", "saved", 500)
-
-
-def _evaluation(sheet: Sheet) -> None:
-    old = pop(sheet, "eval_strategy", "eval_steps")
-    _times(sheet, old.get("eval_strategy"), old.get("eval_steps"), "eval.every", "evaluated", sheet.get("run.log_every", 500))
+def _intervals(sheet: Sheet) -> None:
+    """When to save and to evaluate: a strategy of no, steps, epoch or best, and a number of steps → `every`."""
+    evaluation = ("eval", "eval.every", "evaluated", sheet.get("run.log_every", 500))
+    for prefix, dotted, what, default in (("save", "checkpoint.every", "saved", 500), evaluation):
+        old = pop(sheet, f"{prefix}_strategy", f"{prefix}_steps")
+        strategy, every = old.get(f"{prefix}_strategy"), old.get(f"{prefix}_steps")
+        kind = one_of({name: name for name in ("no", "steps", "epoch", "best")})(strategy) if strategy else "steps"
+        if strategy is not None and kind in ("epoch", "best"):
+            better = " and after a better evaluation" if kind == "best" else ""
+            sheet.note(strategy, f"{what} each N steps: {dotted}. Without it, at the end{better}")
+        if kind != "steps":
+            if every is not None and strategy is not None:
+                sheet.note(every, f"without effect: {strategy.key} is {kind}")
+        elif every is not None:
+            sheet.put(dotted, step_count(every), every)
+        elif strategy is not None and default:
+            sheet.put(dotted, default, strategy)
 
 
 COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion": "completion_column", "messages": "messages_column"}
