@@ -1,7 +1,7 @@
 """Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words.
 
 Tables say what each key becomes (`accelerate`, `deepspeed`, `arguments`), `rules` do it, and `groups` puts together what stands
-in several keys. Nothing is dropped in silence: a key without a meaning gets a note, one whose effect cannot be had is an error.
+in several keys. Nothing is dropped silently: a key without a meaning gets a note, one whose effect Drumline lacks is an error.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def sharding(sheet: Sheet, section: Old) -> None:
             answers[name] = (old, one_of(SHARDING)(old))
     first, *rest = answers.values() or [(section, ("fsdp2", True, False))]
     for other, means in rest:
-        # FSDP2 reads reshard_after_forward, FSDP1 the other one; only the one that is read may be told apart by its default.
+        # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy; the one that is not read may keep its default.
         if means[:2] != first[1][:2] and not (version and str(version.value) == "1" and means[1] is True):
             raise refuse(other, f"{other.value!r}, but {first[0].where} is {first[0].value!r}", "keep one of them")
     old, (kind, reshard, hybrid) = first

@@ -1,4 +1,4 @@
-"""What training arguments say in several keys at once: losses of pairs, rate, warm-up, when to save, data, adapters; and their defaults."""
+"""Training arguments that belong together: losses of pairs, rate, warm-up, when to save, data, adapters; and their defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def combine(sheet: Sheet) -> None:
 
 
 def _rate(sheet: Sheet) -> None:
-    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is said. Beside
+    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is set. Beside
     num_gpus guides mean × √devices by it."""
     old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
@@ -80,7 +80,7 @@ def _warmup(sheet: Sheet) -> None:
 
 
 def _dtype(sheet: Sheet) -> None:
-    """torch_dtype is what weights are held in, there. Here they are held in fp32; where nothing else is said it gives the precision."""
+    """The precision by torch_dtype, where nothing else sets it. It is the type of the weights there; here these are fp32."""
     old = sheet.taken.pop("dtype", None)
     if old is None or str(old.value) == "auto":
         return
@@ -249,7 +249,7 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(dpo.model_fields[field].annotation)
 
 
-# A loss of theirs → the kind of algorithm. All but two are losses of DPO, under the names that it has them by.
+# Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.
 LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*_choices("loss"), "sft"), "dpo")}
 PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
 PREFERENCES: dict[str, Rule] = by_word(
@@ -268,7 +268,7 @@ PREFERENCES: dict[str, Rule] = by_word(
 
 
 def _preferences(sheet: Sheet) -> None:
-    """loss_type and loss_weights, or pref_loss, say the algorithm; the weight of the likelihood has several names."""
+    """The algorithm by loss_type and loss_weights, or pref_loss; and the weight of the likelihood, which has two names."""
     old = pop(sheet, "loss_type", "pref_loss", "loss_weights", "cpo_alpha", "pref_ftx")
     kind = old.get("loss_type") or old.get("pref_loss")
     if kind is not None and "pref_loss" in old and kind is not old["pref_loss"]:

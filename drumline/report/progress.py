@@ -58,7 +58,7 @@ class Progress:
     """A consumer of events; use it as a context manager. `on_event` may be called from another thread."""
 
     def __init__(self, console: Console, past: Iterable[events.Event] = ()) -> None:
-        """`past`: events of the run before this process, so that a resumed run still knows its first evaluation."""
+        """`past`: events of the run before this process, so that a resumed run knows its first evaluation."""
         self.console = console
         self.start: events.RunStart | None = None
         self.step: events.Step | None = None

@@ -38,7 +38,7 @@ class Buffers:
 
 
 def buffers_of(layout: Layout, facts: ModelFacts, mine: Part, kept: Activations | None = None) -> Buffers:
-    """`kept`: what a trace knows of the copies that autocast makes, which hangs on the model's own code."""
+    """The buffers of a rank. `kept`: a trace knows the copies that autocast makes, which depend on the model's own code."""
     if layout.data_parallel == "zero":
         return _zero(layout, facts)
     if layout.data_parallel == "fsdp2":
@@ -106,9 +106,9 @@ def _fsdp2(layout: Layout, facts: ModelFacts, mine: Part) -> Buffers:
         gathered += width * (others - others_low) + frozen * others_low
         running, begun, returning = one, 0, one
     waits = not options.sync_each_micro_batch or layout.engine == "pipeline"
-    several = layout.batch.accumulation > 1 or layout.engine == "pipeline"
-    unreduced = reduced * whole.trainable if waits and several else 0
-    # Unsharded gradients; what those of the block before were put into to be reduced, which is still on its way, and the result.
+    accumulates = layout.batch.accumulation > 1 or layout.engine == "pipeline"
+    unreduced = reduced * whole.trainable if waits and accumulates else 0
+    # Unsharded gradients; the buffer in which those of the block before are being reduced, and the result.
     reduction, second = float(width * block.trainable), float(reduced * block.trainable + FULL * math.ceil(block.trainable / shards))
     if unreduced:
         reduction, second = (width + 2 * reduced + width) * block.trainable + FULL * math.ceil(block.trainable / shards), 0.0
@@ -204,7 +204,7 @@ def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
 
 
 def samples_copy(layout: Layout) -> bool:
-    """Whether rollouts are sampled from a model of their own (rl.build): where the one that learns is spread, and where its weights
+    """Whether rollouts are sampled from a copy of the policy (rl.build): where the policy is sharded, and where its weights
     are fp32 and continuous batching, which knows no autocast, shall compute in less."""
     algorithm, mesh = layout.config.algorithm.rollout, layout.mesh
     if algorithm is None or isinstance(algorithm.generator, VLLMGenerator):

@@ -245,7 +245,7 @@ def tensor(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> Non
 
 def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float) -> None:
     """The loss over a head that is cut by rows: of each token that carries one its largest logit, its number (cross-entropy), that of the
-    target with the sum, and the entropy where it is asked for; and of all tokens what comes back to the hidden states."""
+    target with the sum, and the entropy where the objective needs it; and of all tokens what comes back to the hidden states."""
     real = max(0.0, layout.tokens_per_row - 1) * layout.rows * layout.batch.accumulation / layout.mesh.cp
     algorithm = layout.config.algorithm
     each = 4 + 8 + 8 * ("cross_entropy" in algorithm.head_outputs) + 4 * ("entropy" in algorithm.head_outputs)

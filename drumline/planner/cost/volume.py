@@ -44,7 +44,7 @@ SHARES: dict[Kind, Callable[[float, int], float]] = {
 
 @dataclass
 class Volume:
-    """`part`: of the ranks, those that the calls which follow are of; `axis`, `calls` and `beside`: see Flow."""
+    """All flows of a step. `part`: the share of the ranks that makes the next calls; `axis`, `calls` and `beside`: see Flow."""
 
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
@@ -104,8 +104,8 @@ def cut_weights(facts: ModelFacts, staged: bool, tp: int, rank: int, shards: int
 
 @lru_cache(maxsize=4096)
 def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, int], ...]:
-    """The weights of a model, and how many equal ones there are of each; `staged`: what is tied lies on both ends of a pipeline. Where only
-    their number is known, one of that size."""
+    """The weights of a model, and the number of equal ones of each; `staged`: tied ones are on both ends of a pipeline. Where only their
+    number is known, one of that size."""
     some = [(weight, number) for block, number in facts.kinds_of_blocks for weight in block]
     some += [(weight, 2 if staged and weight.place == "both" else 1) for weight in facts.end_weights]
     return tuple(some) or ((Weight("trainable", (facts.trainable,)), 1), (Weight("frozen", (facts.frozen,), trainable=False), 1))
@@ -113,6 +113,6 @@ def weights_of(facts: ModelFacts, staged: bool = False) -> tuple[tuple[Weight, i
 
 @lru_cache(maxsize=4096)
 def tp_ranks(facts: ModelFacts, tp: int) -> tuple[tuple[int, float], ...]:
-    """Ranks that hold parts of other sizes, and which part of the ranks is like each: one for all where everything divides."""
+    """The ranks whose parts differ in size, and the share of ranks like each: one for all where everything divides."""
     even = all(cut is None or w.shape[cut] % tp == 0 for w, _ in weights_of(facts) for cut in (cut_dimension(w),))
     return ((0, 1.0),) if even else tuple((rank, 1 / tp) for rank in range(tp))

@@ -15,7 +15,7 @@ from drumline.planner.report.table import CATEGORIES, GB, gradients_at_peak, hea
 from drumline.planner.search.answer import Answer, Candidate
 
 KINDS = (".png", ".svg", ".html")
-# Okabe and Ito's colours, told apart by colour-blind readers as well; what the allocator cannot use in grey.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999", "#DDDDDD")
 RESERVE = "reserve"
 FIT, NO_FIT, FRONT = "#0072B2", "#D55E00", "#009E73"

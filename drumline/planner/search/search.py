@@ -136,7 +136,7 @@ def look_at(question: Question, strategy: StrategySpec) -> Candidate | Refused:
 
 
 def fits(question: Question, among: Iterable[Option] | None = None) -> bool:
-    """Whether any option fits, each tried first with most checkpointing and the smallest micro-batch; ends with the first that does."""
+    """Whether any option fits, first with most checkpointing and the smallest micro-batch; ends with the first that does."""
     question = replace(question, config=question.config.strategy.adopted(question.config))
     look = _Look(question)
     return any(look.fits(option) for option in (options_of(question) if among is None else among))
