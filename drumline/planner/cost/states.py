@@ -189,7 +189,7 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
 
 # ----------------------------------------------------------------------------------------------------------- under ZeRO
 # What DeepSpeed keeps on a rank under ZeRO 1, 2 and 3 (Rajbhandari et al. 2020), as its engines lay it out: flat buffers with their
-# padding, fp32 masters, gradients added up in fp32 (see plan.zero), host copies of what is offloaded.
+# padding, fp32 masters, gradients added up in fp32 (see cost.traffic.zero), host copies of what is offloaded.
 
 
 @dataclass(frozen=True)
