@@ -1,6 +1,6 @@
 """What the planner says of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
 
-How they are come by is in forecast.estimate.
+planner.cost.estimate computes them.
 """
 
 from __future__ import annotations
