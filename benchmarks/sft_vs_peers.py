@@ -120,7 +120,8 @@ def _ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     for name in runs.keys() - {"drumline"}:
         pairs = [(a, b) for a, b in zip(runs.get("drumline", []), runs[name], strict=False) if "failed" not in a.keys() | b.keys()]
         if pairs:
-            made[f"tokens_per_s drumline / {name}"] = statistics.median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs)
+            for key in ("tokens_per_s", "first_step_s"):
+                made[f"{key} drumline / {name}"] = statistics.median(a[key] / b[key] for a, b in pairs)
     return made
 
 
@@ -219,14 +220,22 @@ class PeakMemory:
 
 def drumline(bench: dict[str, Any], work: Path) -> None:
     """What `drumline train` does, of a plan that saves nothing."""
-    from drumline.core.load import load
-    from drumline.launchers.local import launch
-    from drumline.train.setup import Request, claim_run_dir, make_plan
+    from drumline.core.process import uncollected
+    from drumline.launchers.early import EarlyRanks
+    from drumline.train.command import requested
 
-    request = Request(load(work / "bench.yaml", [f"run.dir={work / bench['run']}"]))
-    plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
-    path, _ = claim_run_dir(plan, request)
-    sys.exit(launch(plan, path, None, lambda event: None))
+    run_dir = work / bench["run"]
+    request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
+    with EarlyRanks(request.loaded.config, run_dir / "plan.json"):
+        with uncollected():
+            from transformers import PreTrainedModel  # noqa: F401
+
+            from drumline.launchers.local import launch
+            from drumline.train.setup import claim_run_dir, make_plan
+
+        plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
+        path, _ = claim_run_dir(plan, request)
+        sys.exit(launch(plan, path, None, lambda event: None))
 
 
 def _rows(bench: dict[str, Any]) -> list[tuple[list[int], list[int]]]:

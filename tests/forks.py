@@ -132,12 +132,15 @@ class RankFork(subprocess.Popen[str]):
     """A rank of a forked launcher: in place of fork and exec, a fork that goes on as the module after `-m` of its command."""
 
     def _execute_child(self, *given: Any) -> None:
-        command, env, (_, _, _, out, _, err) = list(map(str, given[0])), given[6], given[10:16]
+        command, env, pipes = list(map(str, given[0])), given[6], given[10:16]
+        read, _, _, out, _, err = pipes
         pid = os.fork()
         if pid == 0:
             module = command.index("-m") + 1
-            become(command[module], command[module + 1 :], env, (0, out if out != -1 else 1, err if err != -1 else 2))
+            streams = (read if read != -1 else 0, out if out != -1 else 1, err if err != -1 else 2)
+            become(command[module], command[module + 1 :], env, streams)
         self.pid, self._child_created = pid, True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def become(module: str, arguments: list[str], env: dict[str, str], streams: tuple[int, int, int], cwd: str | None = None) -> NoReturn:
@@ -164,6 +167,7 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         sys.argv = [module, *arguments]
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
+        importlib.import_module("drumline.core.process").Early._execute_child = RankFork._execute_child
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

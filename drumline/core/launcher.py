@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -13,6 +14,7 @@ from drumline.core.section import Seconds
 from drumline.errors import EnvironmentFault
 
 if TYPE_CHECKING:
+    from drumline.core.config import Config
     from drumline.core.out_of_memory import Exhausted
     from drumline.core.plan import Plan
 
@@ -42,6 +44,10 @@ class LauncherSpec(Spec):
     def processes(self) -> int | None:
         """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
         return None
+
+    def early(self, config: Config, plan_path: Path) -> AbstractContextManager[object]:
+        """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may be started meanwhile."""
+        return nullcontext()
 
     def require(self) -> None:
         """Raises EnvironmentFault where ranks could not be started, before the run folder is made."""

@@ -1,6 +1,7 @@
 """Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
 
-    python -m drumline.core.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...      # which dies with its parent
+    python -m drumline.core.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which dies with its parent
+    python -m drumline.core.process PARENT_PID --early IMPORTED MODULE ARGUMENTS...        # the same, begun by `Early.begin`
 
 The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile may leave no rank behind.
 """
@@ -8,7 +9,10 @@ The standard library alone: torch takes seconds to import, and a launcher that i
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
+import importlib
+import json
 import os
 import re
 import runpy
@@ -18,7 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -155,6 +160,55 @@ def tied(module: str, *arguments: str) -> list[str]:
     return ["-u", "-X", "faulthandler", "-m", "drumline.core.process", str(os.getpid()), module, *arguments]
 
 
+class Early(subprocess.Popen[bytes]):
+    """A module in a process that dies with this one: it imports `imported`, then waits to be told its arguments, its environment and the
+    files for its output. `arguments` are what they will begin with, for who looks at the processes. It ends if it is told nothing."""
+
+    def __init__(self, imported: str, module: str, *arguments: str, env: Mapping[str, str]) -> None:
+        command = [sys.executable, *tied("--early", imported, module, *arguments)]
+        nowhere = subprocess.DEVNULL
+        super().__init__(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, env=env, start_new_session=True)
+
+    def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
+        """Have it go on as `command` (an interpreter and what `tied` gave). False where it has ended."""
+        told = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
+        assert self.stdin is not None
+        try:
+            with self.stdin:
+                self.stdin.write(json.dumps(told).encode())
+        except BrokenPipeError:
+            return False
+        return self.poll() is None
+
+
+def _wait(imported: str) -> None:
+    """The process's side of `Early`: sys.argv, the environment and the standard streams are as they shall be when it comes back."""
+    with uncollected():
+        importlib.import_module(imported)
+        gc.freeze()
+    told = json.loads(sys.stdin.buffer.read() or sys.exit())
+    for number, path in enumerate(told["streams"]):
+        opened = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(told["env"])
+    sys.argv = told["arguments"]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Around imports: they make much and drop little, and a fifth of their time is Python's collector, which looks at all of it again and
+    again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def run_module(module: str, question: str = "", seconds: float | None = None, keeps: Sequence[int] = ()) -> tuple[int | None, str, str]:
     """(exit code, stdout, stderr) of a module in a process of its own, with `question` on its stdin and the file descriptors `keeps`; no
     code where it takes more than `seconds`."""
@@ -202,6 +256,8 @@ def fork() -> int:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
+    if sys.argv[0] == "--early":
+        _wait(sys.argv[1])
     if sys.argv[0].endswith(".py"):
         sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
         runpy.run_path(sys.argv[0], run_name="__main__")

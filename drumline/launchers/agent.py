@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from drumline.core.process import is_suspended
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
+from drumline.launchers.early import EarlyRanks
 from drumline.launchers.postmortem import RankEnd, read_error
 
 # The agent tells of each start and failure in its own words; the launcher tells it once, in its own.
@@ -101,7 +104,16 @@ class _Logs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """Runs `command` (Python's arguments) on `nproc` ranks once."""
 
-    def __init__(self, command: list[str], nproc: int, listener: socket.socket, logs: Path, signals: LauncherSignals, grace: float) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        nproc: int,
+        listener: socket.socket,
+        logs: Path,
+        signals: LauncherSignals,
+        grace: float,
+        early: EarlyRanks | None = None,
+    ) -> None:
         self.host = _OneHost(listener)
         spec = WorkerSpec(
             role="drumline",
@@ -113,7 +125,7 @@ class Agent(LocalElasticAgent):
             monitor_interval=MONITOR_SECONDS,
         )
         super().__init__(spec, _Logs(logs), exit_barrier_timeout=1)
-        self.logs, self.signals, self.grace_seconds = logs, signals, grace
+        self.logs, self.signals, self.grace_seconds, self.early = logs, signals, grace, early
         self.killed: dict[int, bool] = {}  # by this agent: rank → whether it was suspended
         self._ended: dict[int, float] = {}
         self._raised: dict[int, float] = {}
@@ -142,6 +154,18 @@ class Agent(LocalElasticAgent):
                 continue
         for process in self._processes().values():
             process.wait()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """The ranks that wait already, else new ones."""
+        if self.early is None:
+            return super()._start_workers(worker_group)
+        usual = subprocess_handler.Popen
+        try:
+            subprocess_handler.Popen = partial(self.early.take, usual)  # type: ignore[assignment, misc]
+            return super()._start_workers(worker_group)
+        finally:
+            subprocess_handler.Popen = usual  # type: ignore[misc]
+            self.early.end()  # there were more than the plan has
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Forward what the launcher was asked, and end the attempt the moment that it has failed.

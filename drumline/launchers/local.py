@@ -13,6 +13,7 @@ from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, free_bytes, usable_cores
+from drumline.launchers.early import early_ranks
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launchers.restarts import Restarts
@@ -50,7 +51,7 @@ def launch(
             started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
             command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))
             logs = run_dir / "logs" / f"attempt-{attempt}"
-            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds).attempt()
+            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds, early_ranks(plan_path)).attempt()
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:

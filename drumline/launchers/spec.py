@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from drumline.core.launcher import LauncherSpec, OnOutOfMemory
 from drumline.core.plan import Plan
+from drumline.launchers.early import EarlyRanks
 from drumline.launchers.environment import listen
+
+if TYPE_CHECKING:
+    from drumline.core.config import Config
 
 
 class LocalLauncher(LauncherSpec):
@@ -18,6 +22,9 @@ class LocalLauncher(LauncherSpec):
 
     # An enum, not a constant: a section without a kind is of this one.
     kind: Literal["local"] = Field("local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")]))
+
+    def early(self, config: Config, plan_path: Path) -> EarlyRanks:
+        return EarlyRanks(config, plan_path)
 
     def require(self) -> None:
         """Raises EnvironmentFault for a port that is held."""

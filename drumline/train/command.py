@@ -8,23 +8,22 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console
 
 from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
-from drumline.core.explain import explain, plan_line
+from drumline.core.explain import default_run_dir, explain, plan_line
 from drumline.core.load import load, reader, to_yaml
+from drumline.core.process import uncollected
 from drumline.errors import UserError
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, require_rendezvous
 from drumline.launchers.lease import Lease
 from drumline.report.bars import aside, bars
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
-
-if TYPE_CHECKING:
-    from drumline.train.setup import Request
+from drumline.train.request import Request
 
 
 def train(
@@ -64,8 +63,6 @@ def requested(
         if resume is not None or loaded.resume is not None:
             loaded = read(overrides, over, trusted=False)
         _tell(loaded.notes)
-        from drumline.train.setup import Request
-
         return Request(loaded, world_size or loaded.config.launch.processes(), resume or loaded.resume, allow)
 
     return request if launched_by() else _joined(request())
@@ -93,7 +90,17 @@ def _dry_run(request: Request) -> int:
 
 def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
     """By our own launcher. Returns the run folder and the exit code."""
-    from drumline.train.setup import claim_run_dir, make_plan
+    config = request.loaded.config
+    with config.launch.early(config, Path(config.run.dir or default_run_dir(request.loaded.path)) / "plan.json"):
+        return _launch(request, display)
+
+
+def _launch(request: Request, display: bool) -> tuple[Path, int]:
+    with uncollected():
+        from drumline.train.setup import claim_run_dir, make_plan
+
+        if not request.loaded.config.plain:
+            from transformers import PreTrainedModel  # noqa: F401 - what planning needs of it, too, imported uncollected
 
     with aside(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)

@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drumline.core.load import Overrides, overrides_of
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.telemetry.events import Eval, Event, Step, read
-
-if TYPE_CHECKING:
-    from drumline.train.setup import Request
+from drumline.train.request import Request
 
 RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leave weights to go on with
 

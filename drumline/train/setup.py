@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.load import check, newest, read_state
@@ -11,7 +10,7 @@ from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
-from drumline.core.load import Loaded, allowed, refused, to_yaml
+from drumline.core.load import allowed, refused, to_yaml
 from drumline.core.plan import DataIdentity, DataPlan, Plan
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
@@ -34,21 +33,12 @@ from drumline.rl import rewards
 from drumline.strategies.build import require_spreadable
 from drumline.telemetry import callbacks
 from drumline.telemetry.trackers import check_installed
+from drumline.train.request import Request
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
 
 CHECKPOINTS = "checkpoints"
 EVAL_RESULTS = "eval.json"  # what `drumline eval` knows of the base model before there is a run
-
-
-@dataclass(frozen=True)
-class Request:
-    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from."""
-
-    loaded: Loaded
-    world_size: int | None = None
-    resume: str | None = None
-    allow: tuple[str, ...] = ()
 
 
 def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = False) -> Plan:

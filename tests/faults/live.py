@@ -36,15 +36,18 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(run_dir: Path) -> dict[int, int]:
-    """Rank → process id of the workers of the run in `run_dir`."""
+    """Rank → process id of the workers of the run in `run_dir`. What they print goes to logs/attempt-A/rank-R.out: one that was started
+    before there was a plan was told its rank later."""
     found: dict[int, int] = {}
     for process in psutil.process_iter(["pid", "cmdline"]):
         line = process.info["cmdline"] or []
         if "drumline.train.entry" in line and any(str(run_dir) in part for part in line):
             try:
-                found[int(process.environ()["RANK"])] = process.info["pid"]
-            except (psutil.NoSuchProcess, KeyError):
+                log = Path(f"/proc/{process.info['pid']}/fd/1").readlink().name
+            except FileNotFoundError:  # it has ended
                 continue
+            if log.endswith(".out"):
+                found[int(log.removeprefix("rank-").removesuffix(".out"))] = process.info["pid"]
     return found
 
 

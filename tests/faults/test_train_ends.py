@@ -7,9 +7,10 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.faults.live import gone, kill, wait_for
+from tests.faults.live import gone, kill, ranks_of, wait_for
 from tests.harness import ENV, chat_rows, drumline, start_drumline, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
@@ -43,7 +44,6 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
     write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
     process = start_drumline("prepare", config)
     deadline = time.monotonic() + 90
-    import psutil
 
     def workers() -> list[psutil.Process]:
         return [p for p in psutil.Process(process.pid).children() if any("multiprocessing-fork" in part for part in p.cmdline())]
@@ -62,6 +62,35 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
         return
     assert process.returncode == 75 and said.count(f"stopped: {number.name}: nothing was lost") == 1 and "Traceback" not in said, said
     assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)], ids=lambda s: s.name)
+def test_stopped_while_a_rank_waits_for_the_plan(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    config, plan = write_config(tmp_path, model, data={"packing": False}), str(tmp_path / "run" / "plan.json")
+    write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
+    process = start_drumline("train", config)
+    deadline = time.monotonic() + 90
+    while not list((tmp_path / "cache").glob(".tmp-*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    assert len(survivors(plan)) == 1 and not Path(plan).exists()
+    process.send_signal(number)
+    assert process.wait(60) == (-number if number == signal.SIGKILL else 75)
+    assert gone(str(tmp_path), 1.0)
+
+
+def test_a_rank_is_there_before_its_plan(model: Path, tmp_path: Path) -> None:
+    """Started while the launcher plans, it imports meanwhile. After a failure it is a new one."""
+    config, run = write_config(tmp_path, model, run={"steps": 3000}), tmp_path / "run"
+    process = start_drumline("train", config)
+    wait_for(run, "save", 2, process)
+    first = ranks_of(run)
+    assert list(first) == [0] and psutil.Process(first[0]).create_time() < (run / "plan.json").stat().st_mtime
+    kill(first[0])
+    wait_for(run, "restore", 2, process)
+    second = ranks_of(run)
+    assert list(second) == [0] and psutil.Process(second[0]).create_time() > (run / "plan.json").stat().st_mtime
+    process.terminate()
+    assert process.wait(90) == 75 and gone(str(tmp_path), 1.0)
 
 
 @pytest.mark.parametrize(

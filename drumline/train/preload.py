@@ -1,0 +1,15 @@
+"""What every rank of a Hugging Face model imports, whatever its plan: it takes seconds, and needs no plan."""
+
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast  # which bring what other models share with Llama
+
+from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.registry import find
+from drumline.core.strategy import StrategySpec
+from drumline.telemetry.callbacks import Callbacks
+from drumline.telemetry.trackers import open_sinks
+from drumline.train.build import build
+from drumline.train.exhausted import watched
+
+__all__ = ["AutoTokenizer", "Callbacks", "LlamaForCausalLM", "PreTrainedTokenizerFast", "build", "open_sinks", "watched"]
+
+SPECS = find(AlgorithmSpec, "sft"), find(StrategySpec, "single")  # the first of each imports all
