@@ -45,15 +45,18 @@ def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> t
 def build_optimizer(
     named: dict[str, nn.Parameter], options: OptimizerConfig, optimizer: torch.optim.Optimizer | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD as `options` have it, or `optimizer`, with its state.
-
-    The optimizer makes its state as it likes it (a step of zero gradients at rate zero), and is set back to before any step: so a
-    checkpoint can be loaded into it, and memory that will be needed is taken at once. A zero momentum buffer is what SGD's first
-    step starts from.
-    """
+    """AdamW or SGD as `options` have it, or `optimizer`, with its state: so a checkpoint can be loaded into it, and memory that will be
+    needed is taken at once."""
     if optimizer is not None:
         require_zero_state(optimizer)
     optimizer = optimizer or new_optimizer(named, options)
+    make_state(optimizer)
+    return optimizer
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state as it does (in a step of zero gradients at rate zero), and set it back to before any step. A zero
+    momentum buffer is what SGD's first step starts from."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -67,7 +70,6 @@ def build_optimizer(
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
-    return optimizer
 
 
 def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
@@ -80,14 +82,8 @@ def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
     def stepped(primed: bool) -> torch.Tensor:
         parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
         probe = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
-        parameter.grad = torch.zeros_like(parameter)
-        for group in probe.param_groups if primed else ():
-            group["lr"] = 0.0
-            probe.step()
-            group["lr"] = optimizer.defaults["lr"]
-            for value in probe.state[parameter].values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
+        if primed:
+            make_state(probe)
         parameter.grad = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
         probe.step()
         return parameter.detach()
