@@ -37,7 +37,7 @@ class KLController:
 
         e = clip(KL / target − 1, ±0.2);  coefficient ← coefficient · (1 + e · episodes / horizon)
 
-    Departs from the paper in that KL and target are of a token, not of a whole completion.
+    Departs from the paper in that KL and target are per token, not per completion.
     """
 
     coefficient: float
@@ -59,8 +59,7 @@ class PolicyGradient(Algorithm):
         self.chunk, self.temperature, self.on_policy = spec.loss_chunk, spec.generator.temperature, spec.on_policy
 
     def log_probs(self, outputs: Any, batch: EpisodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs, those of the rollout, and entropies. `on_policy`, those of the rollout are of this very forward, which need not be
-        computed twice."""
+        """Log-probs, those of the rollout, and entropies. Where `on_policy`, this forward gives those of the rollout, too."""
         log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
         return log_probs_BT, log_probs_BT.detach() if self.on_policy else batch.old_log_probs_BT, entropy_BT
 

@@ -65,7 +65,7 @@ def answers(config_path: Path, overrides: list[str], place: Path | None, number:
 def _questions(plan: Plan, loaded: LoadedModel, base_dir: Path) -> Iterator[Question]:
     """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
     config, data = plan.config, plan.data
-    assert data is not None and data.eval_cache is not None, "looked at before"
+    assert data is not None and data.eval_cache is not None, "`planned` requires a held-out set"
     if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
         encoder = Encoder(loaded.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:

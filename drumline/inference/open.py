@@ -59,7 +59,7 @@ def exported_folder(run: Path) -> Path | None:
 
 
 def open_plan(plan: Plan, checkpoint: Path | None) -> LoadedModel:
-    """The plan's model with the weights of a checkpoint, whichever run it is of; None: as training starts from it."""
+    """The plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
     if checkpoint is not None:
         model, tokenizer = read_checkpoint(plan, checkpoint)
         return LoadedModel(_placed(model), tokenizer, str(checkpoint))

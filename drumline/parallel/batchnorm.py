@@ -26,7 +26,7 @@ def apply_sync_batchnorm(model: nn.Module, device: str, ranks: int | None) -> No
 
 
 def batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """Those that keep running statistics."""
+    """The batch norms that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 

@@ -28,13 +28,13 @@ def compress_ddp(ddp: DistributedDataParallel, options: Compression, seed: int) 
     if options.kind == "none":
         return None
     compressor = KINDS[options.kind](ddp.process_group, options, seed)
-    # DDP wants an argument of this name, and no annotation but the class itself.
+    # DDP requires an argument of this name, and no annotation but the class itself.
     ddp.register_comm_hook(compressor, lambda compressor, bucket: compressor.hook(bucket))
     return compressor
 
 
 class Compressor:
-    """One way of averaging over the ranks of `group`. `step`: steps of the run that are done; whoever calls keeps it.
+    """One way of averaging over the ranks of `group`. `step`: steps of the run that are done; the caller sets it.
 
     Collectives are waited for where they are called: over gloo, callbacks would start the next ones in another order on each rank. On a
     GPU all of it goes to a stream of its own, so that backward runs on.

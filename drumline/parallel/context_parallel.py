@@ -146,7 +146,7 @@ def ring(
 
 
 def no_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor | None:
-    """For the ring: None, the plain causal mask. Raises PlanError where the model wants another."""
+    """For the ring: None, the plain causal mask. Raises PlanError where the model requires another."""
     if options.get("local_size") is not None or not options.get("allow_is_causal_skip", True):
         what = "ring attention in torch takes no mask, and this model has layers with windows of their own"
         raise PlanError(what, where="strategy", fix="use ulysses")
@@ -155,7 +155,7 @@ def no_mask(part: SequencePart, sdpa_mask: Function, **options: Any) -> Tensor |
 
 @contextlib.contextmanager
 def _torch_ring(mesh: DeviceMesh) -> Iterator[None]:
-    """sdpa is a ring over `mesh`, in forward and in backward. Of tensors to cut torch wants one at least; ours are cut already."""
+    """sdpa is a ring over `mesh`, in forward and in backward. torch requires a tensor to cut; ours are cut already."""
     from torch.distributed.tensor.experimental import context_parallel
 
     stand_in = torch.empty(2 * mesh.size(), device=mesh.device_type)

@@ -1,4 +1,4 @@
-"""How a module is spread over data ranks, as far as the native engine has to know: when gradients are reduced, what evaluates."""
+"""How a module is spread over data ranks, for the native engine: when gradients are reduced, which module evaluates."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Replicated(Spread):
 
 
 class Sharded(Spread):
-    """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits in the middle of forward and backward, and has no
-    clocks there: how long is not known."""
+    """FSDP2. Evaluation gathers weights too, so it goes through the same module. It waits within forward and backward, where it has no
+    clock: exposed communication is not known."""
 
     def __init__(self, module: FSDPModule, sync_each_micro_batch: bool, casts: bool = False, more_roots: Iterable[FSDPModule] = ()) -> None:
         """`casts`: weights are gathered in a lower precision than they are kept in. `more_roots`: further roots (stages of one rank)."""
@@ -88,7 +88,7 @@ class Sharded(Spread):
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
-        """After forwards without a backward: what they left gathered (the root, in the type that it computes in) is cut again. Until
+        """After forwards without a backward, cut again what they left gathered (the root, in the type that it computes in). Until
         then the model's parameters are those, not the trainable shards."""
         for unit in self.units:
             unit.reshard()

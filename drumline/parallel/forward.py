@@ -24,7 +24,7 @@ from drumline.vendor.torch import tree_map_only
 class Plain(nn.Module):
     """Any module as engines take it: an objective runs it on a batch, or it is called as it is."""
 
-    splits, sequence = False, None  # there is no head to be taken off
+    splits, sequence = False, None  # it has no head to take off
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ForwardEngine:
-    """A module whose forward runs model and objective in one go (so wrappers' hooks see all uses of a weight), spread over ranks."""
+    """A module whose forward runs model and objective together (so wrappers' hooks see all uses of a weight), spread over ranks."""
 
     def __init__(self, plan: Plan, model: nn.Module, spread: Spread, around: Around = contextlib.nullcontext) -> None:
         """`around`: a context that each forward (and its backward) runs in."""

@@ -84,6 +84,6 @@ class LossScale:
         return {"scale": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Nothing where the state is of a run in another precision."""
+        """Does nothing where the state comes from a run in another precision."""
         if self.enabled and "good_steps" in state:
             self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -75,7 +75,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def require_zero_state(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for an optimizer that does not begin with a state of zeros, which is what a new one is set to.
 
-    Found out by trying: after that setting, a step must be what a fresh optimizer's is."""
+    It is tried: after that setting, a step must be that of a fresh optimizer."""
 
     known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have one that is Adam's
 

@@ -43,7 +43,7 @@ class Cuts:
 
 
 def find_cuts(model: Any) -> Cuts:
-    """Found by running a small copy on eight tokens and noting what ran when. `model` may lie on the meta device.
+    """Where a model can be cut, from what runs when in a small copy on eight tokens. `model` may lie on the meta device.
 
     Raises PlanError where there is not one list of blocks, where weights outside of it are used between the blocks or blocks share
     them, and where stages would not make the whole: each block of the copy by itself is a stage, on one of two ranks in turn.
@@ -112,7 +112,7 @@ def _require_apart(model: Any, blocks: nn.ModuleList, outside: list[str]) -> Non
 
 
 class Absent(nn.Module):
-    """Stands where a block of another stage would, with that block's plain attributes, which trunks look at (`attention_type`)."""
+    """In the place of a block of another stage, with that block's plain attributes, which trunks read (`attention_type`)."""
 
     def __init__(self, block: nn.Module, returns: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
 
 
 def _with(model: Any, replaced: dict[str, nn.Module]) -> Any:
-    """A copy of a model that shares all its modules but those `replaced` and the ones they lie in."""
+    """A copy of a model that shares all modules except those `replaced` and those that contain them."""
     fresh = copy.copy(model)
     fresh._modules = dict(model._modules)
     below: dict[str, dict[str, nn.Module]] = {}

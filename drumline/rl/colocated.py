@@ -1,7 +1,7 @@
 """A vLLM engine in each rank, on the GPU that it trains on, behind the seam.
 
 Not run: there was no GPU with vLLM. Written from vLLM's documentation (0.22 and later): `LLM.generate` with seeds of our own,
-`collective_rpc("reload_weights")` with an iterator of weights, and the executor that leaves processes to whoever launched them.
+`collective_rpc("reload_weights")` with an iterator of weights, and the executor that leaves processes to their launcher.
 """
 
 from __future__ import annotations

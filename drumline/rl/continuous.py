@@ -42,7 +42,7 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
         return arg_storage
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor) -> torch.Tensor:
-        rows = len(self.rows)  # more rows are of prompts that are not read to their end yet
+        rows = len(self.rows)  # further rows belong to prompts that are not read to their end yet
         if not rows:
             return scores
         seeds_B = torch.tensor([self.seeds[name] for name, _ in self.rows], device=scores.device)
@@ -115,7 +115,7 @@ class ContinuousGenerator:
             "num_blocks": pages + pages // 4,  # it starts no request when less than 15% are free
             "max_batch_tokens": max(self.config.batch, min(PREFILL, sum(len(r.tokens) for r in requests))),
             "max_requests_per_batch": self.config.batch,
-            "max_blocks_per_request": 0,  # the kernel that this would choose wants other pages
+            "max_blocks_per_request": 0,  # the kernel that this would choose requires other pages
             "use_async_batching": False,
             "use_cuda_graph": False,
             "auto_switch_to_flash": False,  # `model.attention` decides what attends

@@ -18,10 +18,10 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class Generator(Protocol):
-    """Samples completions. What is sampled hangs on (run seed, `step`, request) alone: not on the other requests, nor on the ranks."""
+    """Samples completions. What is sampled depends on (run seed, `step`, request) alone: not on the other requests, nor on the ranks."""
 
     def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """One completion a request, in the order of the requests. No collective: ranks may come with as many requests as they like."""
+        """One completion a request, in the order of the requests. No collective: ranks may have any number of requests."""
         ...
 
 

@@ -112,7 +112,7 @@ class Isolated:
 
 
 def ending(code: int | None) -> str:
-    """An exit code in words; None: it has not ended, although nobody is at its end of the socket."""
+    """An exit code in words; None: it has not ended, although its end of the socket is closed."""
     if code is None:
         return NOT_ITS_OWN
     if code >= 0:

@@ -21,7 +21,7 @@ from drumline.errors import ConfigError
 
 Scorer = Callable[[str, str, dict[str, Any]], Any]
 FIX = "write module:function or file.py:function, or install the package that has it"
-# The verifiers of these compare boards with ==, and a board is of tuples, which JSON has made lists.
+# The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
 TUPLES = ("arc_agi", "rearc")
 
 
@@ -105,7 +105,7 @@ def _task(reward: TaskReward) -> Scorer:
         try:
             return verifier.score_answer(answer, entry)
         except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
-            verifier.score_answer(entry["answer"], entry)  # raises as well where the answer is not what it stumbled over
+            verifier.score_answer(entry["answer"], entry)  # raises as well where the answer is not the cause
             return 0.0
 
     return score

@@ -5,7 +5,7 @@ It gets the rewards over its socket, answers once whether they loaded, then answ
     {"token": …, "index": which reward, "prompt": str, "completion": str, "meta": {}}
     →  {"token": …, "value": float} or {"token": …, "failure": reason}
 
-What a reward prints goes to standard error. A reward may do as it likes here: the other side of the socket has the watch.
+What a reward prints goes to standard error. A reward may do anything here: the other side of the socket keeps the time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge(returned: Any) -> dict[str, Any]:
-    """A number that can be reckoned with, of any type that turns into a float by itself, or why not."""
+    """A number within ±LARGEST, of any type that turns into a float by itself, or why there is none."""
     if not hasattr(returned, "__float__"):  # text has none
         what = "None" if returned is None else f"a {type(returned).__name__}"
         return {"failure": f"returned {what}, not a number"}

@@ -41,7 +41,7 @@ MOST_REASONS = 3  # of failed rewards, in the line that stops a run
 @dataclass(frozen=True)
 class Readers:
     """What models give for episodes, [N, M] of their tokens. `policy` (log-probs, and values where they are the policy's own:
-    [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nobody needs it."""
+    [1 or 2, N, M]); `reference` log-probs; `value` of a model of its own; `rewards`: name → fp32[N]. None: nothing needs it."""
 
     policy: Score | None
     reference: Score | None = None

@@ -38,7 +38,7 @@ DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1, or set weights: none"
 class Server:
     """A server at `url`. Until `found` is set, what fails is the user's mistake (EnvironmentFault); after that, the run's (DrumlineError).
 
-    Proxies are passed by: the server is the cluster's own. The key, where it wants one, is in VLLM_API_KEY, as for vLLM itself;
+    Proxies are passed by: the server is the cluster's own. The key, where it requires one, is in VLLM_API_KEY, as for vLLM itself;
     user:password@ in the url are sent as HTTP's basic authentication.
     """
 
@@ -222,7 +222,7 @@ class WeightFolder:
         fixes = {404: DEV_MODE, 500: unread, 400: unread}
         self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
         self.server.post("/reset_prefix_cache", {}, fixes)
-        shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the last ones: nobody reads them any more
+        shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights, which nothing reads any more
 
 
 class _Files:

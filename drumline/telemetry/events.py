@@ -51,7 +51,7 @@ class Event:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Event:
-        """The event that stands on disk as `values`: of a kind that this version does not know `Unknown`."""
+        """The event that is `values` on disk; `Unknown` for a kind that this version does not know."""
         cls = KINDS.get(values["kind"], Unknown)
         known = {name: values.get(name.removesuffix("_")) for name in cls.names()}
         on_disk = {"t", "kind"} - known.keys() | {name.removesuffix("_") for name in known}
@@ -232,7 +232,7 @@ Emit = Callable[[Event], object]
 
 
 def last_measurement(events: list[Event]) -> Measurement | None:
-    """The newest of a run that knows of memory; None where the run was too short. Raises ValueError for a run of another version."""
+    """The newest one with memory; None where the run was too short. Raises ValueError for a run of another version."""
     found = [event for event in events if isinstance(event, Measured) and event.metrics.get("memory")]
     return found[-1].measurement() if found else None
 

@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
-        """`unknown`: should it be new, then because nobody showed it before."""
+        """`unknown`: where it is new, it was there before, unseen."""
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor):
                 counts = self.fake and part.fake_device.type == "cpu"
@@ -124,8 +124,8 @@ class LiveBytes(TorchDispatchMode):
         return gone
 
     def _settle(self) -> None:
-        """What Python cannot find shows itself when it is used. What lives on then, as DDP's buckets do, was there all the time; what has
-        gone was inside of a kernel, as gloo's buffers are."""
+        """Storages that Python cannot find are seen when they are used. Those that live on, as DDP's buckets do, were there all the time;
+        those that have gone were inside a kernel, as gloo's buffers are."""
         more = sum(self._unknown.values())
         self._sizes |= self._unknown
         self._unknown.clear()

@@ -22,7 +22,7 @@ from drumline.telemetry.events import Eval, Event, Restore, Rollout, Save, Step
 
 # Events that have metrics → the group that they are shown in.
 GROUPS: dict[type[Event], str] = {Step: "train", Eval: "eval", Save: "save", Rollout: "rollout"}
-# run.report_to → its library, how to get that, and what to look at when it does not start.
+# run.report_to → its library, how to install it, and what to check when it does not start.
 LIBRARIES = {
     "tensorboard": ("tensorboard", "pip install tensorboard", "see whether RUN/tensorboard can be written"),
     "wandb": ("wandb", "pip install wandb", "run `wandb login`, set WANDB_MODE=offline"),

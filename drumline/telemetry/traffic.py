@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to others, counted at the collectives that really run, whoever calls them: DDP's C++ reducer, FSDP2, DTensor,
+"""Bytes that a rank sends to others, counted at the collectives that really run, in whatever calls them: DDP's C++ reducer, FSDP2, DTensor,
 pipelines, DeepSpeed. Each goes through torch's dispatcher as an operator of c10d; a dispatch mode sees it with its tensors.
 
 A mode costs microseconds for each operator, so one step of each kind is counted, and its bytes stand for the others.

@@ -1,4 +1,4 @@
-"""Numbers over a whole global batch that an objective wants before it learns from the batch: a pass without gradients in front."""
+"""Numbers over a whole global batch that an objective needs before its loss: a pass without gradients comes first."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def with_reference(batches: Iterable[GlobalBatch], score: ScoreBatches, first_ba
 
 
 def key(plan: Plan, folder: str) -> str:
-    """16 hex digits over all that a table hangs on: the pairs' tokens (the cache's own name), the reference's weights, and precision."""
+    """16 hex digits over all that a table depends on: the pairs' tokens (the cache's own name), the reference's weights, and precision."""
     config = plan.config
     role = plan.roles["reference"]
     parts = {

@@ -1,4 +1,4 @@
-"""Names that libraries keep for themselves, one file a library: nobody else imports any (tests/unit/test_imports.py).
+"""Names that libraries keep for themselves, one file a library: no other file imports any (tests/unit/test_imports.py).
 
 Each is looked up when it is first used, so one that a version lacks costs only what needs it.
 """

@@ -90,7 +90,7 @@ def prepare(
 
 
 def join(device: str) -> None:
-    """Have DeepSpeed take the process group that is there (one process alone gets one)."""
+    """Let DeepSpeed use the process group that exists (one process alone gets one)."""
     if get_accelerator().device_name() != device:
         set_accelerator(CPU_Accelerator())  # GPUs that the plan does not use
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -196,8 +196,8 @@ class DeepSpeedEngine(ForwardEngine):
             self._skip()
 
     def _step(self, lr: float | None, norm: float) -> None:
-        # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. Where the norm given is of
-        # more than these, its limit is theirs in proportion.
+        # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. A given norm over more
+        # than these lowers its limit in proportion.
         self.zero.clip_grad = (self.max_grad_norm or 0.0) * (self.own_norm / norm if norm else 1.0)
         for group in self.zero.param_groups if lr is not None else ():
             group["lr"] = lr
@@ -270,7 +270,7 @@ class DeepSpeedEngine(ForwardEngine):
         return MemoryStats.of(weights, [*own, *kept], [*masters, *tensors_in(*self.engine.basic_optimizer.state.values())])
 
     def set_masters(self, masters: dict[str, torch.Tensor]) -> None:
-        """fp32 weights as they were before they were rounded, by parameter name: whole, or this rank's part under stage 3. Collective."""
+        """Set fp32 weights from before rounding, by parameter name: whole, or this rank's part under stage 3. Collective."""
         for name, value in masters.items():
             if self.sharded:
                 safe_set_local_fp32_param(self.trainable[name], value.to(self.engine.device))
@@ -299,7 +299,7 @@ class DeepSpeedEngine(ForwardEngine):
         return [(f"model.{name}", None), *((f"optim.{name}.{slot}", slot) for slot in self.slots)]
 
     def _make_state(self) -> None:
-        """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, and count it not."""
+        """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count."""
         if self.has_state or not self.slots:
             return
         steps, rates = self.engine.global_steps, [group["lr"] for group in self.optimizer.param_groups]

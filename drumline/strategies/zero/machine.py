@@ -43,7 +43,7 @@ def compile_helper(on_progress: Callable[[str, int, int | None], None]) -> None:
     root = Path(get_build_directory("drumline", verbose=False)).parent  # where torch keeps what it compiles
     root.mkdir(parents=True, exist_ok=True)
     if _is_newest(root):
-        _clear(root)  # a rank that was killed while it looked at what is built leaves one, too
+        _clear(root)  # a rank that was killed while it read what is built leaves one, too
         return
     with (root / "drumline.lock").open("w") as lock:
         on_progress(COMPILING, 0, 1)
@@ -81,7 +81,7 @@ def _clear(root: Path) -> None:
     for process in psutil.process_iter():
         try:
             building.add(Path(process.cwd()))
-        except psutil.Error:  # it has gone, or is somebody else's
+        except psutil.Error:  # it has gone, or belongs to another user
             continue
     for left in root.glob("*/lock"):
         if left.parent not in building and time.time() - left.stat().st_mtime > A_MOMENT:
