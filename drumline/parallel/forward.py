@@ -98,12 +98,12 @@ class ForwardEngine:
         """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         self._come_together()
         was_training = self.model.training
-        self.model.eval()
+        self._train(False)
         try:
             with torch.no_grad(), self.around():
                 yield
         finally:
-            self.model.train(was_training)
+            self._train(was_training)
             if isinstance(self.spread, Sharded):
                 self.spread.reshard()
 
@@ -118,6 +118,9 @@ class ForwardEngine:
     def _come_together(self) -> None:
         """Before the model is evaluated: state that differs between ranks becomes the same on all. Collective."""
         agree_on_statistics(self.batch_norms)
+
+    def _train(self, mode: bool) -> None:
+        self.model.train(mode)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:

@@ -23,7 +23,7 @@ from drumline.dist.mesh import device_mesh
 from drumline.models import adapters
 from drumline.models.names import all_tensors
 from drumline.models.shards import Values
-from drumline.parallel.data_parallel import Sharded, Spread
+from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import ForwardEngine, whole
 from drumline.parallel.native import NativeEngine, spread_over_data
@@ -180,28 +180,20 @@ class ForwardPipeline(PartOfPipeline):
 
     def evaluate(self, micro_batches: Iterable[Any], objective: Any) -> Sums:
         """Forward alone, each micro-batch through all stages, sent on without waiting: the next one starts behind it."""
-        self._come_together()
-        was_training = self.model.training
-        self._train(False)
         sends: list[tuple[Any, torch.Tensor]] = []
         batches = list(micro_batches)
-        try:
-            with torch.no_grad():
+        with self.evaluating():
+            for stage in self.stages:
+                stage.begin(batches, objective, None)
+            for index, batch in enumerate(batches):
                 for stage in self.stages:
-                    stage.begin(batches, objective, None)
-                for index, batch in enumerate(batches):
-                    for stage in self.stages:
-                        received = None if stage.stage.is_first else self._receive(batch)
-                        out = stage(received, torch.tensor(index))
-                        if not stage.stage.is_last:
-                            sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
-                for work, _ in sends:
-                    work.wait()
+                    received = None if stage.stage.is_first else self._receive(batch)
+                    out = stage(received, torch.tensor(index))
+                    if not stage.stage.is_last:
+                        sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
+            for work, _ in sends:
+                work.wait()
             return self._sums()
-        finally:
-            self._train(was_training)
-            if isinstance(self.spread, Sharded):
-                self.spread.reshard()
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
@@ -229,6 +221,7 @@ class ForwardPipeline(PartOfPipeline):
         return answer[0]
 
     def _train(self, mode: bool) -> None:
+        super()._train(mode)
         for stage in self.stages:
             stage.train(mode)
 
