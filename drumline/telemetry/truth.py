@@ -49,7 +49,7 @@ class Measurement(Frozen):
     width: float = Field(description="Tokens of the widest micro-batch where the peak was seen, as a part of those that were planned for.")
 
 
-class Row(Frozen):
+class Comparison(Frozen):
     """One category. `off`: measured / predicted − 1, inf where nothing was predicted. `note`: why it is shown, but not warned of."""
 
     category: str
@@ -86,8 +86,8 @@ class Row(Frozen):
         return f"{abs(off) * 100:.{0 if abs(off) >= 0.1 else 2}f}% {'more' if off > 0 else 'less'}"
 
 
-def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
-    """A row for each category that both know."""
+def compare(estimate: Estimate, measured: Measurement) -> list[Comparison]:
+    """A comparison for each category that both know."""
     memory, seconds = estimate.memory, estimate.seconds
     predicted: dict[str, float] = {name: getattr(memory, name) for name in MEMORY}
     # The tracker follows steps; what is sampled between them only an allocator sees.
@@ -103,20 +103,21 @@ def compare(estimate: Estimate, measured: Measurement) -> list[Row]:
     rows = []
     for name, value in measured.memory.items():
         note = "rows were much shorter than planned" if value <= narrow.get(name, -1) else ""
-        rows.append(Row(category=name, unit="bytes", predicted=predicted[name], measured=value, note=note, slack=OFF * SMALL))
+        rows.append(Comparison(category=name, unit="bytes", predicted=predicted[name], measured=value, note=note, slack=OFF * SMALL))
     slack = float(HOST_SLACK * measured.ranks_per_host)
     for phase, value in measured.host.items():
-        rows.append(Row(category=f"host {phase}", unit="bytes", predicted=getattr(estimate.host, phase), measured=value, slack=slack))
+        planned = getattr(estimate.host, phase)
+        rows.append(Comparison(category=f"host {phase}", unit="bytes", predicted=planned, measured=value, slack=slack))
     if measured.traffic is not None:
         less = measured.grows and measured.traffic < estimate.traffic.total
         note = "rows may be shorter than planned, and what is sent grows with them" if less else ""
-        rows.append(Row(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic, note=note))
+        rows.append(Comparison(category="traffic", unit="bytes", predicted=estimate.traffic.total, measured=measured.traffic, note=note))
     rate = "" if estimate.calibrated else "the rates of this machine are not measured: `drumline calibrate`"
     parts = {"total": seconds.total - seconds.rollout, "communication": seconds.communication, "optimizer": seconds.optimizer}
     for name in [name for name in parts if name in measured.seconds]:
         note = rate or ("" if name == "total" else "a part of the step's seconds")
         category = "seconds" if name == "total" else f"seconds, {name}"
-        rows.append(Row(category=category, unit="s", predicted=parts[name], measured=measured.seconds[name], note=note))
+        rows.append(Comparison(category=category, unit="s", predicted=parts[name], measured=measured.seconds[name], note=note))
     return rows
 
 

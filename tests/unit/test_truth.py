@@ -17,7 +17,7 @@ from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
 from drumline.telemetry.host import HostPeak
 from drumline.telemetry.measure import planned
-from drumline.telemetry.truth import Measurement, Row, compare, notes
+from drumline.telemetry.truth import Comparison, Measurement, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
 
@@ -121,7 +121,7 @@ def test_seconds_count_only_by_rates_that_were_measured() -> None:
     ],
 )
 def test_by_how_much(predicted: float, measured: float, words: str) -> None:
-    row = Row(category="peak", unit="bytes", predicted=predicted, measured=measured)
+    row = Comparison(category="peak", unit="bytes", predicted=predicted, measured=measured)
     assert row.by_how_much() == words and row.line().endswith(words) and "peak: predicted" in row.line()
     assert math.isinf(row.off) == (words == "none predicted")
 

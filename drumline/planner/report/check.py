@@ -16,7 +16,7 @@ from drumline.errors import UserError
 from drumline.planner.report.table import grouped
 from drumline.planner.search.answer import Factors, Probe
 from drumline.telemetry.events import Step, last_measurement, read
-from drumline.telemetry.truth import OFF, Measurement, Row, compare, notes
+from drumline.telemetry.truth import OFF, Comparison, Measurement, compare, notes
 
 TRAIN = "train with this version: drumline train CONFIG.yaml"
 
@@ -55,7 +55,7 @@ def read_run(run: Path) -> tuple[Plan, Measurement]:
     return plan, measured
 
 
-def _show(rows: list[Row], measured: Measurement, console: Console) -> None:
+def _show(rows: list[Comparison], measured: Measurement, console: Console) -> None:
     """Predicted, measured, off by: in yellow beyond 15%, dim where it is only shown; and the lines under the table."""
     made = Table(box=box.SIMPLE_HEAD)
     for column in ("", "predicted", "measured", "off by"):
@@ -68,7 +68,7 @@ def _show(rows: list[Row], measured: Measurement, console: Console) -> None:
         console.print(f"  {remark}", markup=False, soft_wrap=True)
 
 
-def only_shown(row: Row) -> str:
+def only_shown(row: Comparison) -> str:
     """Why there is no warning for a category that is off; empty where there is one, or where it is not off."""
     if row.warns or (abs(row.off) <= OFF and not row.note):
         return ""
@@ -76,13 +76,13 @@ def only_shown(row: Row) -> str:
     return row.note or f"less than {row.show(row.slack)} apart{taken}"
 
 
-def remarks(rows: list[Row], measured: Measurement) -> list[str]:
+def remarks(rows: list[Comparison], measured: Measurement) -> list[str]:
     """Lines under the table."""
     why = grouped((only_shown(row), row.category) for row in rows)
     return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason]
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Comparison) -> dict[str, Any]:
     return {**row.model_dump(), "off": row.off if row.predicted or not row.measured else None, "warns": row.warns}
 
 
