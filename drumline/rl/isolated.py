@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,7 @@ START_SECONDS = 120.0
 END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a reward gave, or why it gave nothing."""
-
-    value: float | None
-    failure: str | None
+Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
 
 
 class Isolated:
@@ -81,7 +74,7 @@ class Isolated:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Answer:
+    def ask(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Rewarded:
         """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
         # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
         token = secrets.token_hex(8)
@@ -91,7 +84,7 @@ class Isolated:
             reply = self.channel.receive(timeout_seconds)
             if reply.get("token") != token:
                 raise Garbled
-            return Answer(reply.get("value"), reply.get("failure"))
+            return reply.get("value", math.nan), reply.get("failure")
         except TimeoutError:
             failure = f"timed out after {timeout_seconds:g} s"
         except (EOFError, OSError):
@@ -99,7 +92,7 @@ class Isolated:
         except Garbled:
             failure = NOT_ITS_OWN
         self.kill()
-        return Answer(None, failure)
+        return math.nan, failure
 
     def kill(self) -> None:
         """End the process and what its rewards have started, and wait for it."""

@@ -21,12 +21,11 @@ from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, Mod
 from drumline.core.secret import reveal
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.hardware.detect import usable_cores
-from drumline.rl.isolated import Answer, Isolated
+from drumline.rl.isolated import Isolated, Rewarded
 from drumline.rl.reward_worker import LARGEST
 
 MOST_WORKERS = 4
 PACKAGES = {"task": "reasoning_gym", "math": "math_verify"}
-Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
 
 
 @dataclass(frozen=True)
@@ -134,41 +133,32 @@ class Rewards:
 
         Raises EnvironmentFault where no process can be started.
         """
-        replies = list(self._pool.map(self._ask, items)) if self.isolated else [{} for _ in items]
-        result = []
-        for number, (item, answers) in enumerate(zip(items, replies, strict=True)):
-            parts, failures, value = {}, {}, 0.0
-            for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
-                parts[name], failure = self._part(config, name, item, answers.get(index), given, number)
-                if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
-                    parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
-                if failure is None:
-                    value += config.weight * parts[name]
-                else:
-                    failures[name] = failure
-            result.append(Scored(value, parts, failures))
-        return result
+        others = [{name: float(values[place]) for name, values in (given or {}).items()} for place in range(len(items))]
+        return list(self._pool.map(self._scored, items, others))
 
-    def _part(
-        self, config: Reward, name: str, item: Item, answer: Answer | None, given: Mapping[str, Sequence[float]] | None, number: int
-    ) -> Rewarded:
+    def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
+        """All rewards of an item, in turn, the isolated ones in this thread's process."""
+        parts, failures, value = {}, {}, 0.0
+        for index, (name, config) in enumerate(zip(self.names, self.configs, strict=True)):
+            parts[name], failure = self._part(index, item, given)
+            if failure is None and not abs(weighted := config.weight * parts[name]) <= LARGEST:
+                parts[name], failure = math.nan, f"with its weight it is {weighted:g}, beyond ±{LARGEST:g}"
+            if failure is None:
+                value += config.weight * parts[name]
+            else:
+                failures[name] = failure
+        return Scored(value, parts, failures)
+
+    def _part(self, index: int, item: Item, given: Mapping[str, float]) -> Rewarded:
+        config = self.configs[index]
         if isinstance(config, LengthReward):
             return overlong(item.tokens, config.free, config.limit), None
         if isinstance(config, ModelReward):
-            assert given is not None, f"{name} is computed by the caller"
-            value = float(given[name][number])
+            value = given[self.names[index]]
             return (value, None) if math.isfinite(value) else (math.nan, f"returned {value}")
-        assert answer is not None, "every other reward has an answer"
-        return (math.nan, answer.failure) if answer.value is None else (answer.value, None)
-
-    def _ask(self, item: Item) -> dict[int, Answer]:
-        """All isolated rewards of an item, in turn, in this thread's process."""
-        answers = {}
-        for index, config in self.isolated.items():
-            if self._closed:
-                raise RuntimeError("the rewards were closed while they were computed")
-            answers[index] = self._worker().ask(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
-        return answers
+        if self._closed:
+            raise RuntimeError("the rewards were closed while they were computed")
+        return self._worker().ask(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
 
     def _worker(self) -> Isolated:
         worker: Isolated | None = getattr(self._own, "worker", None)
