@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 def sum_over_ranks(values: list[float], device: str) -> list[float]:
     """Element-wise sum over all ranks; without a process group the values themselves."""
-    if not dist.is_initialized():
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
+    return add_up(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
 
 
 def add_up(tensor: torch.Tensor) -> torch.Tensor:
