@@ -133,8 +133,8 @@ class Rewards:
 
         Raises EnvironmentFault where no process can be started.
         """
-        others = [{name: float(values[place]) for name, values in (given or {}).items()} for place in range(len(items))]
-        return list(self._pool.map(self._scored, items, others))
+        by_item = [{name: float(values[place]) for name, values in (given or {}).items()} for place in range(len(items))]
+        return list(self._pool.map(self._scored, items, by_item))
 
     def _scored(self, item: Item, given: Mapping[str, float]) -> Scored:
         """All rewards of an item, in turn, the isolated ones in this thread's process."""
