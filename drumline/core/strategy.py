@@ -208,8 +208,8 @@ class StrategySpec(Spec):
         """What the search looks at where the user has left the strategy open."""
         yield from ()
 
-    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        """(how much changes, strategy): what takes the same steps with less on each rank. `several`: more than one rank shares the work."""
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        """(how much changes, strategy): what takes the same steps with less on each rank. `is_shared`: more than one rank does the work."""
         return []
 
     # ----------------------------------------------------------------------------------------------------------------- cost

@@ -76,8 +76,8 @@ class DDPStrategy(Degrees, CopyOptions):
             yield cls()
         yield from (cls(**degrees) for degrees in mixes(space))
 
-    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
-        if not several or self.compression.kind != "none":
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
+        if not is_shared or self.compression.kind != "none":
             return []
         sharded = FSDP2Strategy(**{name: getattr(self, name) for name in ("tp", "cp", "pp", "cp_method", "pipeline")})
         return [(2, sharded), *sharded.offloaded(device)]

@@ -127,7 +127,7 @@ class FSDP2Strategy(Degrees):
             if hosts < space.nodes and not rest and shard > 1 and shard < data and data % shard == 0:
                 yield cls(**degrees, replicate=data // shard)
 
-    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
         lean = self.model_copy(update={"reshard_after_forward": True, "replicate": 1, "sync_each_micro_batch": True, "prefetch": 0})
         return [*([] if lean == self else [(2, lean)]), *lean.offloaded(device)]
 

@@ -109,7 +109,7 @@ class Zero(StrategySpec):
             yield cls()
         yield cls(offload_optimizer=CPU)
 
-    def fallbacks(self, several: bool, device: str) -> list[tuple[int, StrategySpec]]:
+    def fallbacks(self, is_shared: bool, device: str) -> list[tuple[int, StrategySpec]]:
         """Further stages, and the optimizer on the host: where no file of the user's own says what DeepSpeed does."""
         if self.config is not None or self.options:
             return []
