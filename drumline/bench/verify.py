@@ -130,12 +130,8 @@ def _spell(name: str) -> str:
 def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> list[str]:
     """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
     from drumline.core.batch import resolve_batch
-    from drumline.models.load import load_config
-    from drumline.models.package import resolve
 
     samples = resolve_batch(config, nproc)[0]
-    hf_config = load_config(resolve(config.model, on_progress), config.model)
-    dropouts = [key for key, value in hf_config.to_dict().items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
     return [
         f"batch={{global_samples: {samples.global_samples}, micro_batch: {_micro_batch(config, samples.global_samples, nproc)}}}",
@@ -147,9 +143,21 @@ def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> 
         "eval.at_start=false",
         "eval.every=null",
         "launch.max_restarts=0",
-        *(f"model.config.{key}=0.0" for key in dropouts),
+        *(f"model.{key}=0.0" for key in _dropouts(config, on_progress)),
         *lora,
     ]
+
+
+def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
+    """Keys below `model` that set a dropout; of a module of the user's own the arguments that are named like one."""
+    if config.plain:
+        values, section = config.model.options, "options"
+    else:
+        from drumline.models.load import load_config
+        from drumline.models.package import resolve
+
+        values, section = load_config(resolve(config.model, on_progress), config.model).to_dict(), "config"
+    return [f"{section}.{key}" for key, value in values.items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]
 
 
 def _micro_batch(config: Config, samples: int, nproc: int) -> int:

@@ -41,6 +41,7 @@ class DataIdentity(Frozen):
     content: str = Field(description="sha256 of its tokens and of how samples are laid out.")
     rows: int
     row_set: int = Field(description="Sum of the rows' hashes: the same in any order.")
+    code: str | None = Field(None, description="sha256 of the functions that give the rows, where such do.")
 
 
 class DataPlan(Frozen):

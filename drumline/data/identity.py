@@ -25,7 +25,7 @@ def identify(cache: TokenCache) -> DataIdentity:
 def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     """What changed, for a message; None if nothing did. Counts added and removed rows if the old cache is still there."""
     if old.content == new.content:
-        return None
+        return None if old.code == new.code else "the function that gives the rows has changed, and the rows that are compared have not"
     before, after = _rows(old), _rows(new)
     if before is not None and after is not None:
         return _difference(before, after)

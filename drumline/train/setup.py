@@ -15,7 +15,7 @@ from drumline.core.plan import DataIdentity, DataPlan, Plan
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
 from drumline.data.identity import describe, prompt_columns, what_changed
-from drumline.data.samples import read_samples
+from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import detect, free_bytes
@@ -106,8 +106,14 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     config, base = request.loaded.config, request.loaded.base_dir.absolute()
     find_builder(config.model, base)
     config.algorithm.build_in(base)
-    train, held_out = (len(read_samples(sources, base)) if sources else 0 for sources in (config.data.train, config.data.eval))
-    data = DataPlan(train_cache="train", eval_cache="eval" if held_out else None, train_samples=train, eval_samples=held_out)
+    samples, held_out = read_samples(config.data.train, base), len(read_samples(config.data.eval, base)) if config.data.eval else 0
+    data = DataPlan(
+        train_cache="train",
+        eval_cache="eval" if held_out else None,
+        train_samples=len(samples),
+        eval_samples=held_out,
+        identity=identify_samples(config.data.train, base, samples),
+    )
     plan = resolve(
         config,
         run_dir=config.run.dir or default_run_dir(request.loaded.path),

@@ -33,8 +33,8 @@ class Staged(nn.Module):
         return self.last(x).log_softmax(1)
 
 
-def sequence(width: int = 8) -> list[nn.Module]:
-    return [nn.Flatten(), nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, 2)]
+def sequence(width: int = 8, dropout: float = 0.0) -> list[nn.Module]:
+    return [nn.Flatten(), nn.Linear(4, width), nn.Dropout(dropout), nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, 2)]
 
 
 def rows(number: int = 20) -> list[tuple[torch.Tensor, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 import drumline
 from drumline.core.load import load_values
+from drumline.core.plan import DataIdentity
+from drumline.data.identity import what_changed
+from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import DrumlineError
-from drumline.train.setup import Request, claim_run_dir, make_plan
+from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from
 from tests.distributed.ranks import run_plans
+from tests.harness import drumline as drumline_command
 from tests.harness import events, losses, same_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -175,6 +180,73 @@ def test_goes_on_and_is_exported(runs: Path, tmp_path: Path) -> None:
         export(runs / "vit" / "alone", tmp_path / "out", "last")
 
 
+def test_verified(tmp_path: Path) -> None:
+    """By stages, too; its dropout is an argument, and is switched off."""
+    values = staged(tmp_path / "run", "sequence", "pp")
+    values["model"]["options"] = {"dropout": 0.5}
+    (tmp_path / "mine.yaml").write_text(json.dumps(values))
+    done = drumline_command("verify", tmp_path / "mine.yaml", "--strategies", "pp,ddp cp=2", "--steps", 2)
+    assert done.code == 0, done.out + done.err
+    assert "1 of 2 strategies train what one process trains" in done.out and "ddp cp=2 refused" in done.out
+
+
+ROWS = """
+import random
+import torch
+
+class Rows:
+    def __init__(self, shift=0.0, number=8):
+        self.rows = [(torch.full((4,), float(i)) + SHIFT, i % 2) for i in range(number)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row, label = self.rows[index]
+        return row + NOISE * random.random(), label
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"SHIFT": "1.0"}, "8 rows before, 8 now, and not the same ones"),
+        ({"number=8": "number=9"}, "8 rows before, 9 now, and not the same ones"),
+        ({"i % 2": "(i + 1) % 2"}, "8 rows before, 8 now"),
+        ({"import random\n": "import random\n\n"}, None),
+    ],
+)
+def test_other_rows_are_noticed(tmp_path: Path, changes: dict[str, str], says: str | None) -> None:
+    def identity(name: str, text: str) -> DataIdentity:
+        (tmp_path / name).write_text(text.replace("SHIFT", "0.0").replace("NOISE", "0"))
+        sources = load_values(config("vit", tmp_path, data={"train": [{"kind": "python", "path": f"{name}:Rows"}]}), []).config.data.train
+        return identify_samples(sources, tmp_path, read_samples(sources, tmp_path))
+
+    text = ROWS
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    found = what_changed(identity("one.py", ROWS), identity("other.py", text))
+    assert found is None if says is None else found is not None and says in found
+    drawn = [identity(f"drawn{i}.py", ROWS.replace("NOISE", "1")) for i in range(2)]
+    assert what_changed(*drawn) is None, "rows drawn at random are not compared"
+    later = identity("later.py", ROWS.replace("float(i)", "i"))
+    assert "function that gives the rows has changed" in (what_changed(identity("one.py", ROWS), later) or "")
+
+
+def test_a_run_does_not_go_on_with_other_rows(runs: Path) -> None:
+    again = config("vit", runs / "vit" / "alone", strategy="single")
+    plan = make_plan(Request(load_values(again, []), 1), on_progress=lambda phase, done, total: None)
+    assert plan.data is not None and plan.data.identity is not None
+    other = plan.data.model_copy(update={"identity": plan.data.identity.model_copy(update={"content": "other"})})
+    changed = plan.model_copy(update={"data": other})
+    run_dir = runs / "vit" / "alone"
+    assert resume_from(run_dir, Request(load_values(again, []), 1, "newest"), plan) == "newest"
+    with pytest.raises(DrumlineError, match=r"the training data changed since this checkpoint.*--allow data"):
+        resume_from(run_dir, Request(load_values(again, []), 1, "newest"), changed)
+    assert resume_from(run_dir, Request(load_values(again, []), 1, "newest", ("data",)), changed) == "newest"
+
+
 def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
     with pytest.raises(DrumlineError, match="name a strategy and train"):
         drumline.plan(config("vit", tmp_path / "run"))
@@ -184,7 +256,7 @@ def test_there_is_nothing_to_plan(tmp_path: Path) -> None:
     ("changes", "line"),
     [
         ({"strategy": "tp"}, "tensor parallelism requires a plan"),
-        ({"strategy": "pp"}, "a pipeline requires the stages of ViT (return an nn.Sequential"),
+        ({"strategy": "pp"}, "a pipeline requires the stages of ViT — return an nn.Sequential"),
         ({"strategy": {"kind": "pp", "schedule": "zero_bubble"}}, "schedule zero_bubble requires a Hugging Face model"),
         ({"algorithm": "sft"}, "algorithm.kind is not"),
         ({"adapter": "lora"}, "no adapter"),
