@@ -11,11 +11,10 @@ import torch
 
 from drumline.core import rollouts as c
 from drumline.errors import PlanError
-from drumline.rl.colocated import VLLMEngine
 from drumline.rl.continuous import ContinuousGenerator
 from drumline.rl.generate import WHERE, Generator, HFGenerator, InferenceCopy, Weights
 from drumline.rl.sampling import Sampler
-from drumline.rl.vllm import VLLMServer, WeightFolder
+from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
 Refresh = Callable[[Weights], None]
 

@@ -53,10 +53,10 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if config.adapter.kind == "lora":
         adapters.require_trainable(config.adapter, config.model)
     if (rollout := config.algorithm.rollout) is not None:
-        from drumline.rl import colocated  # what generates takes a second to import
+        from drumline.rl import vllm  # what generates takes a second to import
 
         rewards.require(rollout.rewards)
-        colocated.require_installed(rollout.generator)
+        vllm.require_installed(rollout.generator)
     policy = find_model(config.model, on_progress, weights=True)
     if not config.images_alone:
         models.check_fits(policy.hf_config, models.load_tokenizer(policy.path, config.model), config.data.max_length)

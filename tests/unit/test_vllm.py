@@ -22,7 +22,7 @@ from drumline.core.batch import steps_of_rollouts
 from drumline.core.config import Config
 from drumline.core.plan import BatchPlan
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
-from drumline.rl import colocated, vllm
+from drumline.rl import vllm
 from drumline.rl.build import generator, greedy
 from drumline.rl.generate import HFGenerator
 from drumline.rl.sampling import Request, request_seed
@@ -248,7 +248,7 @@ def test_an_engine_in_the_rank_is_asked_the_same(folder: Path, monkeypatch: pyte
     stand_in = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace, __spec__=object())
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
-    monkeypatch.setattr(colocated, "_engine", colocated._engine.__wrapped__)
+    monkeypatch.setattr(vllm, "_engine", vllm._engine.__wrapped__)
     made, refresh = generator(config, tiny_tokenizer(), 7, None, lambda: None, torch.bfloat16, str(folder))
     llm = FakeLLM.made[-1]
     assert llm.options["dtype"] == "bfloat16" and llm.options["logprobs_mode"] == "processed_logprobs"

@@ -39,7 +39,7 @@ def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Act
 
 
 def _sampler(layout: Layout, cluster: Cluster) -> int:
-    """Bytes that a vLLM engine in each rank keeps from the first rollout on (rl.colocated): its share of the GPU."""
+    """Bytes that a vLLM engine in each rank keeps from the first rollout on (rl.vllm): its share of the GPU."""
     generator = getattr(layout.config.algorithm, "generator", None)
     if not isinstance(generator, VLLMGenerator) or generator.url is not None or layout.device == "cpu":
         return 0
