@@ -51,7 +51,7 @@ class PairSpec(AlgorithmSpec):
         return PAIR_FORMS
 
     def encoder(self, tokenizer: Any, data: DataConfig, vision: Any = None) -> RowEncoder:
-        from drumline.data.pairs import PairRows
+        from drumline.data.encode import PairRows
 
         return PairRows(tokenizer, data)
 

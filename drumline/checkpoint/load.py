@@ -17,8 +17,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drumline.checkpoint.files import open_regular, record_of
-from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TRASH, UNFINISHED, Manifest, read_manifest, step_of
+from drumline.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    SHARD_NAME,
+    STATE,
+    TRASH,
+    UNFINISHED,
+    Manifest,
+    open_regular,
+    read_manifest,
+    record_of,
+    step_of,
+)
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.errors import CheckpointError

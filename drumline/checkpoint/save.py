@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from drumline import __version__
-from drumline.checkpoint.files import FileRecord, write_durable
-from drumline.checkpoint.manifest import STATE, UNFINISHED, Manifest, folder_name, write_manifest
+from drumline.checkpoint.manifest import STATE, UNFINISHED, FileRecord, Manifest, folder_name, write_durable, write_manifest
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.staging import Staging, share_out

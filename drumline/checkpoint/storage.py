@@ -18,8 +18,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from drumline.checkpoint.files import FileRecord, HashingFile, open_regular
-from drumline.checkpoint.manifest import INDEX, SHARD_NAME, Manifest, TensorRecord
+from drumline.checkpoint.manifest import INDEX, SHARD_NAME, FileRecord, HashingFile, Manifest, TensorRecord, open_regular
 from drumline.errors import CheckpointError
 from drumline.vendor.torch import MEM_FORMAT_ENCODING, StorageInfo, get_layout
 

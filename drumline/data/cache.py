@@ -17,7 +17,9 @@ A cache is a folder that appears whole, under the hash of everything that it was
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -28,10 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core import files
-from drumline.data.checksums import checksums, digest_of
 from drumline.errors import DataError, EnvironmentFault
 
 VERSION = 2  # raise it when the same input gives other files
+BLOCK = 1 << 26  # bytes that a checksum covers, so that ranks can divide one large file
+PIECE = 1 << 20  # bytes read at once
 Segment = tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint8]]
 
 
@@ -166,3 +169,61 @@ def temporary_folder(root: Path) -> Iterator[Path]:
             raise
         fix = "free some space there, or set data.cache_dir"
         raise EnvironmentFault(f"the token cache cannot be written: {error.strerror or error}", where=str(root), fix=fix) from error
+
+
+# ------------------------------------------------------------------------------------------------------------ checksums
+
+
+def checksums(path: Path) -> list[str]:
+    """sha256 of each block of a file, in hex. Raises OSError."""
+    return [_digest(path, block) for block in range(-(-path.stat().st_size // BLOCK))]
+
+
+def digest_of(value: Any) -> str:
+    """sha256 in hex of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int = 1) -> None:
+    """Verify this rank's share of the blocks of a cache. Raises DataError that names the file with a wrong checksum."""
+    blocks = [(name, block) for name, digests in sorted(sha256.items()) for block in range(len(digests))]
+    for name, block in blocks[rank::ranks]:
+        try:
+            same = _digest(folder / name, block) == sha256[name][block]
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", where=str(folder / name)) from error
+        if not same:
+            what = f"damaged: bytes from {block * BLOCK:,} on are not what was written (sha256 differs)"
+            raise DataError(what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml")
+
+
+class Verification:
+    """`verify` on some caches, in a thread: hashing releases Python's lock while other things load."""
+
+    def __init__(self, caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> None:
+        self.found: Exception | None = None
+        self.thread = threading.Thread(target=self._run, args=(caches, rank, ranks), name="verify-data", daemon=True)
+        self.thread.start()
+
+    def _run(self, caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> None:
+        try:
+            for folder, sha256 in caches:
+                verify(folder, sha256, rank, ranks)
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            self.found = error
+
+    def result(self) -> None:
+        """Wait for the end. Raises DataError."""
+        self.thread.join()
+        if self.found is not None:
+            raise self.found
+
+
+def _digest(path: Path, block: int) -> str:
+    found, left = hashlib.sha256(), BLOCK
+    with path.open("rb", buffering=0) as file:
+        file.seek(block * BLOCK)
+        while left and (piece := file.read(min(PIECE, left))):
+            found.update(piece)
+            left -= len(piece)
+    return found.hexdigest()

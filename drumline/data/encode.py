@@ -1,26 +1,31 @@
-"""From a row to what a sample is made of: an encoder for each kind of algorithm, behind one verb."""
+"""From rows of text to samples: encoders of conversations and documents, of prompts, and of preference pairs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+import re
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from drumline.core.data import DataConfig
 from drumline.data.sources import Row, holds_images
 from drumline.data.tasks import as_json
-from drumline.data.templates import Encoded, Encoder, Example, truncate
-from drumline.errors import DataError
+from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages, truncate
+from drumline.errors import ConfigError, DataError
+
+Text = str | Messages
+SIDES = ("chosen", "rejected")
 
 
 class RowEncoder(Protocol):
     def encode(self, row: Row) -> Encoded | None:
-        """A row as tokens, cut to size; None where it is too long and to be dropped. Raises DataError that names the row."""
+        """A row as tokens, cut to data.max_length; None if it is dropped. Raises DataError that names the row."""
         ...
 
 
 class TextRows:
-    """Conversations, completions and documents. Rows of a packed pretraining run stay whole: the packs are cut instead."""
+    """Encodes conversations, completions and documents. Rows of a packed pretraining run are not cut: `packing.cut` does that."""
 
     def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
         self.encoder, self.data = Encoder(tokenizer, documents, data), data
@@ -36,11 +41,11 @@ class TextRows:
 
 
 class PromptRows:
-    """Prompts that are rolled out: a sample is one segment, the tokens that an answer goes on from. Its meta: `prompt` (the text of it),
-    `domain`, and the row's other columns under their names, all that a reward may want to know.
+    """Encodes prompts of rollouts. A sample is one segment, the tokens before the completion. Its meta, for rewards: `prompt` (the text),
+    `domain`, and the row's other columns under their names.
 
-    A prompt leaves room for max_new_tokens within data.max_length. One that does not is dropped or cut at its start, as data.truncation
-    says; at its end, where the question and the turn of the answer stand, it is never cut.
+    A prompt leaves room for max_new_tokens within data.max_length. A longer one is dropped or cut at its start, by data.truncation, but
+    never at its end, which has the question and the header of the answer.
     """
 
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
@@ -64,3 +69,123 @@ class PromptRows:
         kept = np.asarray(ids[-self.room :], np.int32)
         meta = {**as_json(row.extra), "prompt": text, "domain": row.domain}
         return Encoded([Example(kept, np.zeros(len(kept), np.uint8))], meta, truncated=size > self.room)
+
+
+# -------------------------------------------------------------------------------------------------------------- pairs
+
+
+class PairRows:
+    """Encodes pairs as two segments, chosen first: the prompt and an answer, whose tokens are the targets.
+
+    With a chat template a text is a turn of the user or the assistant; without one, and for two texts without a prompt, it is taken as it
+    is and closed by the end-of-sequence token. Without a `prompt` column the prompt is the common start of both sides; with one, messages
+    may repeat it. A margin goes into the sample's meta.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
+        if data.learn_on != "assistant":
+            raise ConfigError("pairs are compared by their answers alone", where="data.learn_on", fix="leave it out")
+        self.encoder, self.data = Encoder(tokenizer, False, data), data
+
+    def encode(self, row: Row) -> Encoded | None:
+        prompt, *answers = _parts(row)
+        full = [self._example(prompt, answer, name, row) for answer, name in zip(answers, SIDES, strict=True)]
+        if _same(*full):
+            raise DataError("`chosen` and `rejected` are the same answer", where=row.origin, fix="take the row out")
+        pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
+        if pair is None:
+            return None
+        cut = any(len(short.tokens) < len(long.tokens) for short, long in zip(pair, full, strict=True))
+        return Encoded(list(pair), _meta(row), truncated=cut)
+
+    def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
+        if _blank(answer):
+            raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
+        if not self.encoder.has_template and not (isinstance(prompt, str) and isinstance(answer, str)):
+            fix = "set model.chat_template to a Jinja file"
+            raise DataError("the pair holds messages and this tokenizer has no chat template", where=row.origin, fix=fix)
+        if "prompt" not in row.values and isinstance(prompt, str) and isinstance(answer, str) and "tools" not in row.values:
+            return self.encoder.plain(prompt, answer, row.origin)
+        example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
+        if not example.learned:
+            raise DataError(f"`{name}` has no turn of the assistant behind the prompt", where=row.origin)
+        return example
+
+
+def _parts(row: Row) -> tuple[Text, Text, Text]:
+    """Prompt, chosen and rejected answer. Raises DataError if one side is text and the other messages, and there is no prompt column."""
+    chosen, rejected = (row.values[name] for name in SIDES)
+    if "prompt" not in row.values:
+        if type(chosen) is not type(rejected):
+            what = "one side of the pair is text, the other messages"
+            raise DataError(what, where=row.origin, fix="write both alike, or map `columns.prompt`")
+        at = _shared(chosen, rejected)
+        return chosen[:at], chosen[at:], rejected[at:]
+    prompt = row.values["prompt"]
+    turns = as_messages(prompt, "user")
+    sides = (chosen, rejected)
+    chosen, rejected = (side[len(turns) :] if isinstance(side, list) and side[: len(turns)] == turns else side for side in sides)
+    return prompt, chosen, rejected
+
+
+def _shared(chosen: Any, rejected: Any) -> int:
+    """The length of the common start, which leaves each side an answer: whole messages, or text up to a blank."""
+    least = min(len(chosen), len(rejected)) - isinstance(chosen, list)
+    at = next((index for index in range(least) if chosen[index] != rejected[index]), least)
+    if isinstance(chosen, list):
+        return at
+    blanks = [match.start() for match in re.finditer(r"\s+", chosen[:at])]
+    return blanks[-1] if blanks else 0
+
+
+def _blank(answer: Text) -> bool:
+    if isinstance(answer, str):
+        return not answer.strip()
+    return not any(message.get("tool_calls") or message["content"].strip() for message in answer)
+
+
+def _meta(row: Row) -> dict[str, Any] | None:
+    margin = row.values.get("margin")
+    if margin is None:
+        return None
+    try:
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"`margin` is {margin!r}, not a number", where=row.origin, fix="take the column's mapping or the row out")
+    return {"margin": number}
+
+
+def cut_pair(
+    chosen: Example, rejected: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str
+) -> tuple[Example, Example] | None:
+    """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped.
+
+    left: both sides lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their
+    ends, and prompts stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under
+    `error`.
+    """
+    size = max(len(chosen.tokens), len(rejected.tokens))
+    if size <= max_length:
+        return chosen, rejected
+    if policy == "error":
+        fix = "raise data.max_length, or set data.truncation to right, left or drop"
+        raise DataError(f"{size} tokens on a side, longer than data.max_length {max_length}", where=origin, fix=fix)
+    if policy == "drop":
+        return None
+    over = size - max_length
+    if policy == "left" and over >= min(_prompt(chosen), _prompt(rejected)):
+        return None
+    keep = slice(max_length) if policy == "right" else slice(over, None)
+    one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
+    return None if _same(one, other) or not (one.learned and other.learned) else (one, other)
+
+
+def _prompt(example: Example) -> int:
+    """The number of tokens before the first target."""
+    return int(np.argmax(example.learn))
+
+
+def _same(one: Example, other: Example) -> bool:
+    return np.array_equal(one.tokens, other.tokens)

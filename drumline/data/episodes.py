@@ -1,4 +1,4 @@
-"""Episodes of a rollout, and the micro-batches that are learned from them.
+"""Episodes of a rollout, and their micro-batches.
 
 N episodes, M tokens of the longest completion; B rows, T tokens.
 """
@@ -20,12 +20,12 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Episodes:
-    """All episodes of a rollout, the same on every rank. `mask_NM` bool: the tokens of completions there are. The other tensors are fp32 on
-    the host and 0 elsewhere:
+    """All episodes of a rollout, the same on every rank. `mask_NM` bool: the tokens of the completions. The other tensors are fp32 on the
+    host, and 0 outside of the mask:
 
-    `log_probs` (of the policy that sampled, as the engine computes them) and `sampler_log_probs` (as the generator said), `reference`,
-    `values`, `advantages`, `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in what the loss is divided by.
-    `ended_N` bool: the completion was not cut before its end.
+    `log_probs` (of the policy that sampled, by the engine) and `sampler_log_probs` (by the generator), `reference`, `values`, `advantages`,
+    `returns`; `weights_NM`: of a token in the loss; `weight_N`: of an episode in the denominator of the loss. `ended_N` bool: the
+    completion was not cut before its end.
     """
 
     prompts: list[Tokens]
@@ -43,7 +43,8 @@ class Episodes:
 
     @classmethod
     def start(cls, prompts: Sequence[Tokens], completions: Sequence[Tokens], ended: Sequence[bool] | None = None) -> Episodes:
-        """Tokens alone: numbers are 0. `ended`: see `ended_N`; None: all. A prompt has at least one token, a completion may have none."""
+        """Episodes with tokens alone; all numbers are 0. `ended`: see `ended_N`; None: all ended. A prompt has at least one token, a
+        completion may have none."""
         assert len(prompts) == len(completions) and all(len(prompt) for prompt in prompts)
         lengths_N = torch.tensor([len(tokens) for tokens in completions])
         mask_NM = torch.arange(max(1, int(lengths_N.max()))) < lengths_N[:, None]
@@ -60,13 +61,13 @@ class Episodes:
         return np.asarray([len(p) + len(c) for p, c in zip(self.prompts, self.completions, strict=True)], np.int64)
 
     def weighted(self, normalize: Literal["sequence", "token", "constant"], constant: int, counts_N: torch.Tensor) -> Episodes:
-        """With weights such that Σ weight · loss / Σ weight_N is, however the batch is cut into micro-batches,
+        """The episodes with weights such that Σ weight · loss / Σ weight_N, for any micro-batches, is
 
         sequence: the mean over episodes of the mean over their tokens (GRPO, Shao et al. 2024);
         token: the mean over all tokens (DAPO, Yu et al. 2025);
-        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is the longest completion there may be).
+        constant: Σ over tokens / (episodes × `constant`) (Dr. GRPO, Liu et al. 2025, where it is the maximum length of a completion).
 
-        `counts_N` bool: the episodes that are learned from; the others weigh nothing. One without tokens counts as an episode of loss 0.
+        `counts_N` bool: the episodes that are trained on; the others weigh nothing. One without tokens counts as an episode of loss 0.
         """
         mask_NM = (self.mask_NM & counts_N[:, None]).float()
         lengths_N = mask_NM.sum(1)
@@ -78,10 +79,10 @@ class Episodes:
 
 @dataclass(frozen=True)
 class EpisodeBatch(TokenBatch):
-    """A TokenBatch of which a row is a prompt and its completion, padded on the right. The numbers are fp32[B, T].
+    """A TokenBatch whose rows are a prompt and its completion, padded on the right. The numbers are fp32[B, T].
 
-    Whatever is said about a token stands where it is predicted: at the place of the token before it, as `targets_BT` does, which is IGNORE
-    everywhere but for the tokens of completions. The numbers are 0 there. `weights_BT`: of a token in the loss.
+    A number of a token has the place where it is predicted, that of the token before it, as in `targets_BT`. For tokens outside of
+    completions the target is IGNORE and the numbers are 0. `weights_BT`: of a token in the loss.
     """
 
     old_log_probs_BT: torch.Tensor
@@ -93,12 +94,11 @@ class EpisodeBatch(TokenBatch):
     weights_BT: torch.Tensor
 
     def token_weights(self) -> torch.Tensor:
-        """[B, T]: what each token weighs in the loss."""
         return self.weights_BT
 
 
 def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, width: int | None) -> EpisodeBatch:
-    """Rows of the episodes numbered `picks` (-1: a filler that weighs nothing), `width` tokens wide, or as wide as the longest is."""
+    """A batch of the episodes with indices `picks` (-1: a filler of weight 0), padded to `width` tokens; None: to the longest."""
     lengths = [FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick]) for pick in picks]
     width = max(FILLER_WIDTH, *lengths) if width is None else width
     assert max(lengths) <= width, f"an episode of {max(lengths)} tokens does not fit a batch of width {width}"
@@ -122,12 +122,12 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
 
 
 def learned_episodes(rows: int, length: int) -> EpisodeBatch:
-    """Completions of length - 1 tokens after prompts of one."""
+    """A batch of completions of length - 1 tokens, each behind a prompt of one."""
     episodes = Episodes.start([np.ones(1, np.int64)] * rows, [np.ones(length - 1, np.int64)] * rows)
     return collate_episodes(episodes, range(rows), 0, length)
 
 
-# A number of a batch → that of the episodes.
+# Field of a batch → field of the episodes.
 _NUMBERS = {
     "old_log_probs_BT": "log_probs_NM",
     "sampler_log_probs_BT": "sampler_log_probs_NM",

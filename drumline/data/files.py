@@ -1,7 +1,7 @@
-"""Read rows from files: what stands in them, and on which line.
+"""Rows of files, each with its line.
 
-Readers stream, so a file may be larger than memory (a `.json` array excepted). Each yields `(origin, values)`, where `origin` is
-`path:line`, or `path row N` (from 1) where a format has no lines. A `.txt` file holds documents parted by blank lines.
+Readers stream, so a file may be larger than memory (except a `.json` array). Each yields `(origin, values)`, where `origin` is `path:line`,
+or `path row N` (from 1) in a format without lines. A `.txt` file has documents separated by blank lines.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ Raw = tuple[str, dict[str, Any]]
 
 
 def find(pattern: str, base_dir: Path) -> list[Path]:
-    """The files that a path or glob names, in alphabetical order; one that has several names counts once. Raises DataError where there
-    is none."""
+    """The files that a path or glob names, in alphabetical order, each once even with several names. Raises DataError if there is none."""
     full = str(base_dir / Path(pattern).expanduser())
     names = [full] if Path(full).is_file() else sorted(_matches(full))
     found: dict[Path, Path] = {}
     for path in map(Path, names):
         if path.is_file():
             found.setdefault(path.resolve(), path)
-    paths = list(found.values())
-    if not paths:
+    if not found:
         kind = "no file matches" if glob.has_magic(pattern) else "no such file:"
         raise DataError(f"{kind} {full}", where="data source", fix="paths are relative to the folder of the YAML")
-    return paths
+    return list(found.values())
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """What a glob names. `**` goes through each folder once, however many links lead to it, or back to one that it is in."""
+    """The paths that a glob names. `**` enters each folder once, however many links lead to it or back to a parent."""
     pattern = f"./{pattern}" if pattern.startswith("**") else pattern
     above, stars, below = (f"{pattern}/*" if pattern.endswith("/**") else pattern).partition("/**/")
     if not stars:
@@ -57,7 +55,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def read_file(path: Path, name: str) -> Iterator[Raw]:
-    """Rows of one file; `name` is how messages call it. Raises DataError with the line for what cannot be parsed."""
+    """The rows of one file. `name`: of the file in messages. Raises DataError with the line that cannot be parsed."""
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         known = " ".join(sorted(_READERS))
@@ -69,7 +67,7 @@ def read_file(path: Path, name: str) -> Iterator[Raw]:
 
 
 def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
-    """Line number (from 1) and text, its newline kept. Decoded line by line, so that bad UTF-8 has a line."""
+    """Line number (from 1) and text with its newline. Decodes line by line, so that an error of UTF-8 has a line."""
     with open_plain(path, DataError) as file:
         for number, raw in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
             if len(raw) > MOST_LINE:
@@ -97,7 +95,7 @@ def _jsonl(path: Path, name: str) -> Iterator[Raw]:
 
 
 def _json(path: Path, name: str) -> Iterator[Raw]:
-    """An array of objects; or objects line by line, as many `.json` files in fact are."""
+    """An array of objects; or objects line by line, as in many `.json` files."""
     if path.stat().st_size > MOST_ARRAY:
         raise DataError(f"an array of more than {MOST_ARRAY // MIB} MiB", where=name, fix="write one object a line, into a .jsonl")
     first = next((line.lstrip()[0] for _, line in _lines(path, name) if line.strip()), "")
@@ -111,7 +109,7 @@ def _json(path: Path, name: str) -> Iterator[Raw]:
 
 
 def _table(path: Path, name: str, delimiter: str) -> Iterator[Raw]:
-    """CSV or TSV with a header line. Quoted fields may hold newlines; a row's line is the one it starts on."""
+    """CSV or TSV with a header line. Quoted fields may have newlines; a row's line is its first."""
     csv.field_size_limit(2**31 - 1)  # Python's own limit, 128 KiB, is shorter than many a document
     reader = csv.reader((line for _, line in _lines(path, name)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -153,7 +151,7 @@ def _parquet(path: Path, name: str) -> Iterator[Raw]:
 
 
 def _text(path: Path, name: str) -> Iterator[Raw]:
-    """Documents parted by blank lines."""
+    """Documents separated by blank lines."""
     start, document = 0, ""
     for number, line in chain(_lines(path, name), [(0, "")]):
         if line.strip():

@@ -1,4 +1,4 @@
-"""What a prepared dataset was made from, as one hash: the name of its cache."""
+"""The hash of everything that a prepared dataset is made from: the name of its cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from drumline.hardware.detect import cache_dir
 from drumline.models.package import tokenizer_folder
 from drumline.models.vision import Vision
 
-MOST_FILE = 2**38  # bytes: it is read whole before its first row is (minutes), and a hole in a sparse file looks like any other bytes
-# Files that decide what a tokenizer does, in any of the formats transformers loads.
+MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too
+# Files of a tokenizer, in any of the formats that transformers loads.
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template).*|(special_tokens_map|added_tokens)\.json|merges\.txt|.*\.(model|tiktoken)")
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file's content. Raises DataError for what is no plain file, or beyond `MOST_FILE`."""
+    """sha256 of a file's content. Raises DataError unless it is a plain file of at most `MOST_FILE`."""
     with open_plain(path, DataError) as file:
         if path.stat().st_size > MOST_FILE:
             raise DataError(f"a file of more than {MOST_FILE // 2**30} GiB", where=str(path), fix="part it into several files")
@@ -37,8 +37,8 @@ def hash_file(path: Path) -> str:
 def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: str, base_dir: Path, vision: Vision | None = None) -> str:
     """The first 32 hex digits of sha256 over content and settings. `role`: train, holdout or eval.
 
-    For a model that sees also over where rows lie, which their images are relative to, and how it cuts images. The images themselves are
-    not read: their pixels are in no cache, and one that has got another size is found when it is loaded.
+    For images also over the folders of the rows, which image paths are relative to, and for a vision-language model over its processor. The
+    images themselves are not read: their pixels are in no cache, and a changed size is found when an image is loaded.
     """
     data = config.data
     parts: dict[str, Any] = {
@@ -61,13 +61,13 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
 
 
 def _algorithm(kind: str) -> str:
-    """The kind; of one that lies in a file of the user's own the code, which may encode rows in another way tomorrow."""
+    """The kind; for a kind in a user's file with the hash of its code, which may change."""
     place, _, name = kind.rpartition(":")
     return f"{hash_file(Path(place))}:{name}" if place.endswith(".py") else kind
 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:
-    """Settings of a source, and the content behind them. Where files lie does not count."""
+    """The settings of a source and its content, without the paths of its files."""
     settings = source.model_dump(exclude={"path"})
     if isinstance(source, FileSource):
         return {**settings, "content": [(path.suffix, hash_file(path)) for path in find(source.path, base_dir)]}
@@ -94,7 +94,7 @@ def _source(source: Source, base_dir: Path) -> dict[str, Any]:
 
 
 def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str, Any]:
-    """The tokenizer's files by content; of a hub id, those of its downloaded snapshot."""
+    """The hashes of the tokenizer's files; for a hub id, of its downloaded snapshot."""
     tokenizer_path = tokenizer_folder(tokenizer_path)
     folder = Path(tokenizer_path)
     if not folder.is_dir():
@@ -113,7 +113,7 @@ def _tokenizer(config: Config, tokenizer_path: str, base_dir: Path) -> dict[str,
 
 
 def template_path(config: Config, base_dir: Path) -> Path | None:
-    """`model.chat_template` as a full path. Raises ConfigError where it is no file."""
+    """`model.chat_template` as a full path. Raises ConfigError if it is no file."""
     if config.model.chat_template is None:
         return None
     path = base_dir / Path(config.model.chat_template).expanduser()

@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from drumline.core.config import Config
 from drumline.core.plan import DataIdentity, DataPlan
-from drumline.data.cache import TokenCache, left_out, read_info
-from drumline.data.checksums import digest_of
+from drumline.data.cache import TokenCache, digest_of, left_out, read_info
 from drumline.data.prepare import Prepared
 from drumline.models.vision import Vision
 

@@ -12,12 +12,11 @@ IntArray = npt.NDArray[np.int64]
 
 
 def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
-    """Group whole rows into sequences of at most `capacity` tokens; each row is in exactly one group.
+    """Groups of whole rows with at most `capacity` tokens each; every row is in exactly one group.
 
-    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest groups possible, plus 4): rows from the longest down, each into the
-    fullest group that still has room. Groups are kept by their free room, the distinct rooms in a sorted list, so a row costs two binary
-    searches: O(n log n). Ties go by row index, so the same lengths give the same groups everywhere. Rows in a group, and groups by their
-    first row, come in row order.
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible groups, plus 4): rows from the longest down, each into the
+    fullest group with room for it. The distinct free rooms are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by
+    row index, so the same lengths give the same groups everywhere. Rows in a group, and groups by their first row, are in row order.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if not len(sizes):
@@ -51,11 +50,11 @@ def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> lis
 
 
 def cut(starts: IntArray, stops: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
-    """Join documents end to end and cut the stream at every `capacity` tokens: for pretraining.
+    """Sequences of `capacity` tokens, for pretraining: documents are joined end to end, and the stream is cut.
 
     Documents are ranges [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and
-    `offsets` int64[N + 1]: sequence i is segments offsets[i]..offsets[i + 1]. A document that a cut goes through continues as a new
-    segment. All sequences but the last hold exactly `capacity` tokens.
+    `offsets` int64[N + 1]: sequence i is segments offsets[i]..offsets[i + 1]. A document with a cut inside continues as a new segment. Only
+    the last sequence may be shorter.
     """
     ends = np.cumsum(stops - starts)
     total = int(ends[-1]) if len(ends) else 0

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from drumline.core.config import Config
 from drumline.core.data import Source
-from drumline.data.cache import bounds, commit, read_info, temporary_folder, write_layout
-from drumline.data.checksums import verify
+from drumline.data.cache import bounds, commit, read_info, temporary_folder, verify, write_layout
 from drumline.data.fingerprint import cache_key, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack

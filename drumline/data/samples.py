@@ -1,4 +1,4 @@
-"""Samples as they are, for any module: what `kind: python` sources give, and the micro-batches made of them."""
+"""Samples of `kind: python` sources, for any module, and their micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def indexed(dataset: object) -> bool:
 
 
 class Samples:
-    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike when they are dealt to ranks."""
+    """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike for `stream.assign`."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts, self.ends = parts, list(accumulate(map(len, parts)))
@@ -48,8 +48,8 @@ class Samples:
 
 
 def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
-    """Datasets that have a length and are indexed stay as they are; what is only gone through is kept in memory. The same on every rank,
-    or the ranks would not train what one process would. Raises DataError for one without a sample."""
+    """The samples of the sources, which must be the same on every rank. Datasets with a length and an index stay as they are; iterables are
+    kept in memory. Raises DataError for one without a sample."""
     parts = []
     for source in sources:
         found: Any = source.rows(base_dir)
@@ -108,8 +108,8 @@ def _text(function: Any) -> str:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """A micro-batch. `content`: what `collate` made of its samples; `weight`: what it adds to the loss's denominator. A batch of fillers
-    alone, in which ranks wait for each other, has one sample and weighs nothing."""
+    """A micro-batch. `content`: the result of `collate`; `weight`: its part of the denominator of the loss. A batch of fillers alone, which
+    a rank computes while others have samples, has one sample and weight 0."""
 
     content: Any
     weight: float
@@ -120,7 +120,7 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class SampleCollator:
-    """Ids of samples (-1: a filler) → SampleBatch. `weigh`: content → its weight; None: its samples."""
+    """Ids of samples (-1: a filler) → SampleBatch. `weigh`: content → its weight; None: the number of samples."""
 
     samples: Samples
     collate: Callable[[list[Any]], Any]

@@ -1,4 +1,4 @@
-"""Tools that a conversation may call: what its chat template is given of them."""
+"""Tools that a conversation may call, as its chat template gets them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Tools = list[dict[str, Any]]
 
 
 class TableRow(dict[str, Any]):
-    """A row of a table with types. Such a table pads what lies in a column with keys that only other rows have, as null."""
+    """A row of a typed table, which pads nested values with null keys that only other rows have."""
 
 
 def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None:
-    """The tools of a row: a list of JSON schemas, which may be written as JSON; None where it has none. Raises DataError."""
+    """The tools of a row: a list of JSON schemas, possibly as a JSON text; None if there are none. Raises DataError."""
     found = _read(value) if isinstance(value, str) and value.strip() else value
     if found in (None, [], "") or (isinstance(found, str) and not found.strip()):
         return None
@@ -27,14 +27,14 @@ def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None
 
 
 def read_calls(calls: Any, padded: bool) -> Any:
-    """A message's tool_calls with arguments as values, which chat templates write as JSON themselves: OpenAI's format has them as text."""
+    """A message's tool_calls with arguments as values, which chat templates write as JSON; OpenAI's format has them as text."""
     calls = _read(calls)
     calls = unpadded(calls) if padded else calls
     return [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
 
 
 def unpadded(value: Any) -> Any:
-    """`value` without the keys that are null, at any depth."""
+    """`value` without null keys, at any depth."""
     if isinstance(value, dict):
         return {key: unpadded(item) for key, item in value.items() if item is not None}
     return [unpadded(item) for item in value] if isinstance(value, list) else value
@@ -49,7 +49,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """The object or list that a text is the JSON of; anything else as it is."""
+    """The object or list in a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

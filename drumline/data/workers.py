@@ -1,4 +1,4 @@
-"""Tokenise rows, in line or on several processes; chunks come back in the order of the rows."""
+"""Rows to tokens, in this process or on several; chunks come back in the order of the rows."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.detect import usable_cores
 from drumline.models.vision import Vision
 
-# Below this many rows, starting processes (3 s each: they import transformers) takes longer than tokenising.
+# Fewer rows are tokenised in this process: starting others (3 s each, to import transformers) takes longer.
 IN_LINE_ROWS = 2000
 _CHUNK_ROWS = 256
-# What the caller answers for all: a worker inherits them blocked, and so never dies of one in the middle of its imports.
+# Signals that the caller handles for all: a worker inherits them blocked, so that none ends it during its imports.
 _PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @dataclass(kw_only=True)
 class Counted:
-    """What became of `rows` rows. Of the usable ones `lengths` and `learned` of each segment; `segments`: how many a row has; `metas`: JSON
-    of each row, empty without; `digests`: 16 bytes of each row."""
+    """The outcome of `rows` rows. For the usable ones `lengths` and `learned` (targets) of each segment, and of each row `segments` (their
+    number), `metas` (JSON, empty without any) and 16 bytes of `digests`."""
 
     rows: int = 0
     truncated: int = 0
@@ -55,14 +55,14 @@ class Counted:
     digests: bytearray = field(default_factory=bytearray)
 
     def count(self, more: Counted) -> None:
-        """Add the rows that come behind these."""
+        """Add the following rows."""
         for each in fields(Counted):
             setattr(self, each.name, iadd(getattr(self, each.name), getattr(more, each.name)))
 
 
 @dataclass
 class Chunk(Counted):
-    """Rows tokenised: `tokens` int32 and `learn` uint8 of the usable ones end to end."""
+    """Tokenised rows: `tokens` int32 and `learn` uint8 of the usable ones, end to end."""
 
     tokens: npt.NDArray[np.int32]
     learn: npt.NDArray[np.uint8]
@@ -70,7 +70,7 @@ class Chunk(Counted):
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to know; travels to it by pickle."""
+    """The settings of a worker, pickled."""
 
     tokenizer_path: str
     model: ModelConfig
@@ -80,7 +80,7 @@ class Job:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """None for images alone."""
+        """The tokenizer; None for images alone."""
         if self.algorithm.head == "image":
             return None
         from drumline.models.load import load_tokenizer
@@ -100,7 +100,7 @@ class Job:
         return 1 if self.tokenizer is None else len(self.tokenizer)
 
     def encode(self, rows: list[Row]) -> Chunk:
-        """Encode, cut to size and count."""
+        """The rows, encoded, cut to size and counted."""
         chunk = Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
         kept: list[Example] = []
         for row in rows:
@@ -124,7 +124,7 @@ class Job:
 
 
 def digest(row: Row) -> bytes:
-    """16 bytes of a hash of the row's content, whatever its place."""
+    """16 bytes of a hash of the row's content, independent of its position."""
     text = json.dumps(row.values, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:16]
 
@@ -145,7 +145,7 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
-    """On `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
+    """The chunks from `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
     pool = worker_pool(count)
     pickled = pickle.dumps(job)
     waiting: deque[Future[Chunk]] = deque()
@@ -169,7 +169,7 @@ def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
 
 @lru_cache(maxsize=1)
 def _job(pickled: bytes) -> Job:
-    """In a worker, once. Its tokenizer keeps to one thread."""
+    """The job, unpickled once in a worker. Its tokenizer uses one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     job: Job = pickle.loads(pickled)  # noqa: S301 — our parent made it
     return job

@@ -17,8 +17,7 @@ from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
-from drumline.data.cache import TokenCache
-from drumline.data.checksums import Verification
+from drumline.data.cache import TokenCache, Verification
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic

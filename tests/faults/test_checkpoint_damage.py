@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from drumline.checkpoint.files import record_of
 from drumline.checkpoint.load import check, load, newest, read_state
-from drumline.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from drumline.checkpoint.manifest import Manifest, read_manifest, record_of, write_manifest
 from drumline.checkpoint.save import Checkpointer
 from drumline.errors import CheckpointError
 from tests.checkpoint_ranks import blank, content, differing

@@ -15,7 +15,7 @@ from drumline.core.config import Config
 from drumline.core.data import PAIR_FORMS, DataConfig, TasksSource
 from drumline.data.batches import collate_pairs
 from drumline.data.cache import TokenCache
-from drumline.data.pairs import PairRows
+from drumline.data.encode import PairRows
 from drumline.data.prepare import prepare
 from drumline.data.sources import Row, read_rows
 from drumline.data.templates import Example

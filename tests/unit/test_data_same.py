@@ -12,9 +12,7 @@ import torch
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.load import load
 from drumline.core.plan import DataIdentity, Plan
-from drumline.data import checksums
-from drumline.data.cache import TokenCache
-from drumline.data.checksums import verify
+from drumline.data.cache import TokenCache, verify
 from drumline.data.identity import describe, identify, what_changed
 from drumline.data.prepare import prepare
 from drumline.dist.start import Ranks
@@ -48,7 +46,7 @@ def prepared(config: Path, model: Path, rows: list[dict[str, Any]] | None = None
 
 
 def test_every_flipped_bit_is_found_by_the_rank_that_has_the_block(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "BLOCK", 1000)
+    monkeypatch.setattr("drumline.data.cache.BLOCK", 1000)
     cache = prepared(write_config(tmp_path, model), model)
     sha256, files = cache.info["sha256"], sorted(cache.info["files"])
     assert set(files) == set(sha256) and len(sha256["tokens.bin"]) > 1

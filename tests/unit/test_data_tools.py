@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from drumline.core.data import PAIR_FORMS, PROMPT_FORMS, TEXT_FORMS, Columns, DataConfig, FileSource
-from drumline.data.encode import PromptRows, TextRows
+from drumline.data.encode import PairRows, PromptRows, TextRows
 from drumline.data.files import find
-from drumline.data.pairs import PairRows
 from drumline.data.sources import Row, read_rows
 from drumline.errors import DataError
 from tests.tiny import CHATML, tiny_tokenizer

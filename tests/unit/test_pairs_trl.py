@@ -20,7 +20,7 @@ from drumline.algorithms.reward.spec import RewardModelConfig
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.data import DataConfig
 from drumline.data.batches import PairBatch, collate, pair_batch
-from drumline.data.pairs import PairRows
+from drumline.data.encode import PairRows
 from drumline.data.sources import Row
 from drumline.models.head import ForwardWithObjective
 from tests.reference.pairs import MARGINS, gradients, model, rows, tokenizer
