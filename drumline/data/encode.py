@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from drumline.core.data import DataConfig
 from drumline.data.sources import Row, holds_images
 from drumline.data.tasks import as_json
-from drumline.data.templates import Encoded, Encoder, Example, Messages, as_messages, truncate
+from drumline.data.templates import Encoded, Encoder, Example, Messages, Policy, as_messages, truncate
 from drumline.errors import ConfigError, DataError
 
 Text = str | Messages
@@ -157,34 +157,23 @@ def _meta(row: Row) -> dict[str, Any] | None:
     return {"margin": number}
 
 
-def cut_pair(
-    chosen: Example, rejected: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str
-) -> tuple[Example, Example] | None:
+def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy, origin: str) -> tuple[Example, Example] | None:
     """Both sides within `max_length` tokens, with the same prompt and some of their answers; None if the pair is dropped.
 
     left: both sides lose as much from the start of the prompt as the longer one needs, and answers stay whole; right: sides lose their
     ends, and prompts stay whole. A pair that would lose its prompt or an answer, or keep two equal ones, is dropped. Raises DataError under
     `error`.
     """
-    size = max(len(chosen.tokens), len(rejected.tokens))
-    if size <= max_length:
+    longest = max(chosen, rejected, key=lambda side: len(side.tokens))
+    over = len(longest.tokens) - max_length
+    if over <= 0:
         return chosen, rejected
-    if policy == "error":
-        fix = "raise data.max_length, or set data.truncation to right, left or drop"
-        raise DataError(f"{size} tokens on a side, longer than data.max_length {max_length}", where=origin, fix=fix)
-    if policy == "drop":
-        return None
-    over = size - max_length
-    if policy == "left" and over >= min(_prompt(chosen), _prompt(rejected)):
+    prompt = min(int(np.argmax(side.learn)) for side in (chosen, rejected))  # tokens before the first target
+    if truncate(longest, max_length, policy, origin, "tokens on a side") is None or (policy == "left" and over >= prompt):
         return None
     keep = slice(max_length) if policy == "right" else slice(over, None)
     one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
     return None if _same(one, other) or not (one.learned and other.learned) else (one, other)
-
-
-def _prompt(example: Example) -> int:
-    """The number of tokens before the first target."""
-    return int(np.argmax(example.learn))
 
 
 def _same(one: Example, other: Example) -> bool:

@@ -22,7 +22,7 @@ from drumline.core.plan import Plan
 from drumline.data.batches import FILLER_WIDTH, IGNORE, Batch
 from drumline.data.cache import TokenCache
 from drumline.data.sources import Row
-from drumline.data.templates import Encoded, Example
+from drumline.data.templates import Encoded, Example, truncate
 from drumline.errors import DataError
 from drumline.models.vision import pixels, read_image
 
@@ -75,17 +75,14 @@ class LabelledTexts:
     def encode(self, row: Row) -> Encoded | None:
         label = label_of(row, self.labels)
         tokens = self.tokenizer(row.values["text"], verbose=False)["input_ids"]
-        limit, policy, cut = self.data.max_length, self.data.truncation, False
-        if len(tokens) > limit:
-            if policy == "drop":
-                return None
-            if policy == "error":
-                what = f"{len(tokens)} tokens, more than data.max_length {limit}"
-                raise DataError(what, where=row.origin, fix="set data.truncation: right")
-            self.tokenizer.truncation_side = policy
-            tokens, cut = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"], True
         if not tokens:
             raise DataError("the text is empty", where=row.origin, fix="take the row out")
+        limit, policy = self.data.max_length, self.data.truncation
+        if truncate(_unlearned(tokens), limit, policy, row.origin) is None:
+            return None
+        if cut := len(tokens) > limit:
+            self.tokenizer.truncation_side = policy
+            tokens = self.tokenizer(row.values["text"], truncation=True, max_length=limit)["input_ids"]
         return Encoded([_unlearned(tokens)], {"label": label, "origin": row.origin}, cut)
 
 

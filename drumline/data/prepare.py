@@ -140,6 +140,11 @@ class _Stage(Counted):
         """uint64[R] of the usable rows."""
         return np.frombuffer(bytes(self.digests), np.dtype("<u8"))[::2]
 
+    @property
+    def sizes(self) -> Picks:
+        """int64[S]: tokens of each segment."""
+        return np.asarray(self.lengths, np.int64)
+
     def add(self, chunk: Chunk, tokens: BinaryIO, learn: BinaryIO) -> None:
         tokens.write(chunk.tokens.astype(self.dtype).tobytes())
         learn.write(chunk.learn.tobytes())
@@ -148,9 +153,8 @@ class _Stage(Counted):
     def of_rows(self, rows: Picks) -> Picks:
         """The indices of the segments of some rows, in order of these rows."""
         counts = np.asarray(self.segments, np.int64)
-        firsts, counts = (np.cumsum(counts) - counts)[rows], counts[rows]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(firsts, counts) + within
+        firsts, counts = bounds(counts)[rows], counts[rows]
+        return np.repeat(firsts - bounds(counts)[:-1], counts) + np.arange(counts.sum())
 
 
 def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) -> None:
@@ -162,10 +166,8 @@ def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) 
         held_out, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
         if task.holdout_folder is not None:
             _copy_rows(stage, held_out, aside)
-            sizes = np.asarray(stage.lengths, np.int64)[stage.of_rows(held_out)]
-            _finish(task, stage, aside, task.holdout_folder, np.cumsum(sizes) - sizes, held_out)
-        sizes = np.asarray(stage.lengths, np.int64)
-        _finish(task, stage, staging, task.folder, (np.cumsum(sizes) - sizes)[stage.of_rows(kept)], kept)
+            _finish(task, stage, aside, task.holdout_folder, bounds(stage.sizes[stage.of_rows(held_out)])[:-1], held_out)
+        _finish(task, stage, staging, task.folder, bounds(stage.sizes)[stage.of_rows(kept)], kept)
         progress("pack", rows, rows)
 
 
@@ -207,20 +209,18 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
 
 def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
     """Copy some rows of the stage, end to end, into other token files."""
-    sizes = np.asarray(stage.lengths, np.int64)
-    starts, picked = np.cumsum(sizes) - sizes, stage.of_rows(rows)
+    ends = bounds(stage.sizes)
     for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
         source = np.memmap(stage.folder / name, dtype=dtype, mode="r")
         with (folder / name).open("wb") as file:
-            for segment in picked.tolist():
-                file.write(source[starts[segment] : starts[segment] + sizes[segment]].tobytes())
+            for segment in stage.of_rows(rows).tolist():
+                file.write(source[ends[segment] : ends[segment + 1]].tobytes())
 
 
 def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:
     """Make samples of rows whose segments start at `starts` in the files of `temporary`, and give the cache its name."""
     config, picked = task.config, stage.of_rows(rows)
-    sizes = np.asarray(stage.lengths, np.int64)[picked]
-    learned = np.asarray(stage.learned, np.int64)[picked]
+    sizes, learned = stage.sizes[picked], np.asarray(stage.learned, np.int64)[picked]
     metas: list[bytes] = []
     if not config.packs:
         segments = np.stack((starts, starts + sizes), axis=1)

@@ -50,7 +50,10 @@ class Encoded:
     truncated: bool = False
 
 
-def truncate(example: Example, max_length: int, policy: Literal["error", "right", "left", "drop"], origin: str) -> Example | None:
+Policy = Literal["error", "right", "left", "drop"]
+
+
+def truncate(example: Example, max_length: int, policy: Policy, origin: str, unit: str = "tokens") -> Example | None:
     """`example` cut to `max_length` tokens at its end (right) or start (left); None if it is dropped. Raises DataError under `error`."""
     size = len(example.tokens)
     if size <= max_length:
@@ -59,7 +62,7 @@ def truncate(example: Example, max_length: int, policy: Literal["error", "right"
         return None
     if policy == "error":
         fix = "raise data.max_length, or set data.truncation to right, left or drop"
-        raise DataError(f"{size} tokens, longer than data.max_length {max_length}", where=origin, fix=fix)
+        raise DataError(f"{size} {unit}, longer than data.max_length {max_length}", where=origin, fix=fix)
     keep = slice(max_length) if policy == "right" else slice(size - max_length, size)
     return Example(example.tokens[keep], example.learn[keep])
 

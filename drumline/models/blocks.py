@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: the units in which it is checkpointed, compiled, sharded and adapted."""
+"""The repeated blocks of a model: the units of activation checkpointing, compilation, sharding and adapters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
 
 def set_blocks(model: nn.Module, units: Units | None) -> None:
-    """Name the blocks of a module that is no Hugging Face model: by their classes, or by a function that picks them; None: all that lie
-    in its outermost lists of modules (nn.ModuleList). Raises PlanError for a class that it does not have."""
+    """Set the blocks of a module that is no Hugging Face model: by their classes, or by a function that picks them; None: all in its
+    outermost lists of modules (nn.ModuleList). Raises PlanError for a class that it does not have."""
     if units is None:
         lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
         outer = [module for name, module in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
@@ -31,7 +31,7 @@ def set_blocks(model: nn.Module, units: Units | None) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, by the class names that Hugging Face models declare as not to be split, or as `set_blocks` has them."""
+    """The repeated blocks, by the class names in `_no_split_modules` of Hugging Face models, or by `set_blocks`."""
     if hasattr(model, "_drumline_blocks"):
         return list(model._drumline_blocks)  # type: ignore[arg-type]
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -39,8 +39,8 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of a model's blocks: the one ModuleList that holds nothing but modules of the classes that Hugging Face declares
-    as not to be split. None where there is no such list, or several."""
+    """Name and list of a model's blocks: the only ModuleList with nothing but modules of the classes in `_no_split_modules`. None if there
+    is no such list, or several."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [
         (name, module)
@@ -55,7 +55,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 
 def whole_sequences(model: Any) -> str:
-    """Why a rank cannot have a part of each sequence, from what the model's class and config say; empty where it can."""
+    """Why a rank cannot have a part of each sequence, by the model's class and config; empty if it can."""
     if not all(getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")):
         return "its attention does not go through transformers' attention interface with sdpa"
     others = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)

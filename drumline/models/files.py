@@ -1,7 +1,4 @@
-"""A model's own files, looked at before transformers reads them: nothing in their folder that never ends, no config that never ends.
-
-And new ones, which are written beside their place.
-"""
+"""Checks of a model's files before transformers reads them, so that nothing in them hangs; and new files, written beside their place."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from drumline.core.files import temporary_folder
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.foreign import first_line, read_object
 
-# JSON that transformers reads whole. Of the tokenizer's own (tokenizer.json, vocab.json) its Rust library is the judge.
+# JSON that transformers reads whole. The tokenizer's Rust library checks its own files (tokenizer.json, vocab.json).
 READ = ("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.index.json")
-# Keys that say how many parts are built one by one, or named.
+# Keys for numbers of parts that are built one by one, or named.
 COUNTS = re.compile(r"(?!.*(vocab|theta|piece|bpe))(.*_)?(layers?|depths?|blocks?|stages?|experts?|labels|codebooks|towers?|groups)(_.*)?")
-MOST_PARTS = 2**15  # of those transformers knows, Doge has 16,384 experts; ImageNet-21k has 21,843 labels
-# Keys whose value is a size, wherever they stand: a whole number from 1 on, or null. A list has one for each layer.
+MOST_PARTS = 2**15  # in transformers, Doge has 16,384 experts; ImageNet-21k has 21,843 labels
+# Keys of sizes at any depth: a whole number from 1 on, or null. A list has one for each layer.
 SIZES = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
     r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
@@ -31,7 +28,7 @@ SIZES = re.compile(
 
 
 def quiet() -> None:
-    """No progress bars of transformers' own: Drumline draws the one that there is."""
+    """Turn transformers' progress bars and warnings off."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -40,18 +37,18 @@ def quiet() -> None:
 
 @contextmanager
 def beside(folder: Path, what: str, where: Path, fix: str) -> Iterator[Path]:
-    """A new folder beside `folder`; it is gone in the end, unless it was renamed. Raises EnvironmentFault where it cannot be written:
-    `what`, and the reason."""
+    """A new folder beside `folder`, removed in the end unless it was renamed. Raises EnvironmentFault, with `what` and the reason, if it
+    cannot be written."""
     try:
         with temporary_folder(folder.parent) as temporary:
             yield temporary
-    except (OSError, SafetensorError) as error:  # a full disk is a class of safetensors' own, which is no OSError
+    except (OSError, SafetensorError) as error:  # for a full disk safetensors has its own class, which is no OSError
         raise EnvironmentFault(f"{what}: {getattr(error, 'strerror', None) or error}", where=str(where), fix=fix) from error
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelError that names the file, for a pipe or device, JSON that is none, and counts that nothing can be built of. What is no
-    local folder is passed over."""
+    """Raises ModelError that names the file, for a pipe or device, invalid JSON, and impossible counts. Ignores anything but a local
+    folder."""
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
         modes = {entry: entry.stat().st_mode for entry in entries if entry.exists()}
@@ -70,7 +67,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_counts(values: Any, where: str) -> None:
-    """Raises ModelError for a size that is none, and a count of parts beyond all models: building them would not come to an end."""
+    """Raises ModelError for an impossible size, and for a count of parts beyond all models, which would be built for ever."""
     left, fix = [("", values)], "write the number that is meant"
     while left:
         key, value = left.pop()

@@ -1,4 +1,4 @@
-"""Parts of a model that do not learn (`model.freeze`, the base under an adapter, models that only answer), and what they lie in."""
+"""Frozen parts of a model (`model.freeze`, the base of an adapter, auxiliary models), and their dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ WHERE = "model.freeze"
 
 
 def freeze(model: nn.Module, names: Sequence[str]) -> None:
-    """Parameters called one of `names`, or lying below a module called so, get no gradients, no moments and no place in checkpoints.
+    """Freeze the parameters with one of `names`, or below a module with one: no gradients, no moments, no place in checkpoints.
 
-    Raises ModelError for a name that the model does not have, and where nothing is left to learn.
+    Raises ModelError for a name that the model does not have, and if nothing stays trainable.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
@@ -34,10 +34,10 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False) -> None:
-    """Keep the frozen weights of these modules in `dtype`, that which they are multiplied in anyhow: half the memory of fp32.
+    """Keep the frozen weights of these modules in `dtype`, the dtype of their products anyhow: half the memory of fp32.
 
-    Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU kernels of norms take no lower ones with fp32
-    inputs. Packed weights stay packed. The parameters may be on the meta device; each stays the object that it was, so ties hold.
+    Vectors (norms, biases: one entry in thousands) stay fp32 unless `vectors`: on a CPU the kernels of norms require fp32 weights for fp32
+    inputs. Packed weights stay packed. The parameters may be on the meta device; each stays the same object, so ties hold.
     """
     for parameter in (parameter for part in parts for parameter in part.parameters()):
         if not parameter.requires_grad and parameter.is_floating_point() and (vectors or parameter.ndim >= 2):
@@ -45,7 +45,7 @@ def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = Fal
 
 
 def give_fp32(model: nn.Module) -> None:
-    """Embeddings that are kept low give fp32, as they did: autocast leaves the residual stream in the type that it begins in."""
+    """Make embeddings in a lower dtype return fp32: under autocast the residual stream keeps the dtype in which it begins."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight.dtype != torch.float32:
             module.register_forward_hook(lambda _module, _inputs, hidden: hidden.float())

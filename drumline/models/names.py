@@ -1,4 +1,4 @@
-"""One name for each tensor of a model, whatever wraps it: what checkpoints and exports are keyed by."""
+"""The one name of each tensor of a model in checkpoints and exports, whatever wraps the model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 
 def canonical_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.<fqn>` → live tensor for each parameter that learns (tied ones once, under the first name) and each persistent buffer.
+    """`model.<fqn>` → the model's tensor, for each trainable parameter (tied ones once, under the first name) and persistent buffer.
 
-    Frozen parameters are left out: they are what the model was built from, and building it again gives them.
+    Frozen parameters are left out: building the model again gives them.
     """
     tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
     return tensors | {f"model.{name}": buffer for name, buffer in _persistent(model)}
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`<fqn>` → live tensor for each parameter, frozen or not (tied ones once, under the first name), and each persistent buffer."""
+    """`<fqn>` → the model's tensor, for each parameter, frozen or not (tied ones once, under the first name), and persistent buffer."""
     return dict(model.named_parameters()) | dict(_persistent(model))
 
 
@@ -30,5 +30,5 @@ def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def file_name(name: str) -> str:
-    """What the model's own files call a tensor: the name without the layer that an adapter is laid over."""
+    """The name of a tensor in the model's files: without the part for the base layer of an adapter."""
     return name.replace(".base_layer.", ".")

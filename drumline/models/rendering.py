@@ -1,9 +1,8 @@
-"""Chat templates are programs of strangers. Jinja's sandbox keeps them from harm; here they are kept from going on for ever and from
-filling the memory: in every process and thread that renders, by counting, since no alarm reaches a thread.
+"""Limits of time and memory for chat templates, which are programs of strangers. Jinja's sandbox prevents other harm.
 
-A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time, and neither what it writes nor
-any value that it makes may be larger than `MOST_SIZE`. What Jinja would do in one go that no count can stop (9**9**9, `center(10**9)`) is
-refused before. All by public parts of Jinja: its sandbox class is changed, so this holds for every sandbox.
+A rendering may take `MOST_STEPS` steps (blocks, calls, filters) and `MOST_SECONDS` of its thread's time; its output and every value may
+have `MOST_SIZE`. Steps are counted, since no alarm reaches a thread. Single operations that counting cannot stop (9**9**9,
+`center(10**9)`) are refused before they run. Only public parts of Jinja are used: its sandbox class is changed, for every sandbox.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ MOST_SIZE = 2**26  # characters or entries; a conversation of a million tokens h
 MOST_MADE = 2**30  # of all larger values together
 MOST_SOURCE = 2**20  # characters of a template; the longest have 20,000
 MOST_WIDTH = 10**5  # of padding, indents, repetitions and digits
-# Filters and methods of texts that make more of less: by a number, a format, or by pasting.
+# Filters and methods of texts whose result may be much larger: by a number, a format, or by joining.
 _GROWING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "truncate", "tojson", "round", "batch", "slice"}
 _GROWING |= {"sum", "format", "format_map", "replace", "join", "strftime_now"}
-_SLOW = ("wordwrap", "urlize", "striptags")  # their time grows with the square of a text; no conversation needs them
+_SLOW = ("wordwrap", "urlize", "striptags")  # their time is quadratic in the text; no conversation needs them
 _WIDE = re.compile(r"\d{5}|%[^a-zA-Z%]*\*")
 
 
 class TooMuch(jinja2.TemplateError):
-    """A template that does not come to its end in time, or makes too much."""
+    """A template that takes too long, or makes too large values."""
 
 
 class _Spent(threading.local):
@@ -46,7 +45,7 @@ _spent = _Spent()
 
 
 def step(characters: int = 0) -> None:
-    """Count a step, and the characters that it writes."""
+    """Count a step, and the characters that it writes. Raises TooMuch."""
     _spent.steps += 1
     _spent.size += characters
     if _spent.steps > MOST_STEPS or (_spent.steps % 64 == 0 and time.thread_time() > _spent.until):
@@ -56,13 +55,13 @@ def step(characters: int = 0) -> None:
 
 
 def counted_text(text: str) -> str:
-    """`text`; its characters are counted."""
+    """`text`, after counting its characters. Raises TooMuch."""
     step(len(text))
     return text
 
 
 def sized(value: Any) -> Any:
-    """`value`, if it is no larger than what may be."""
+    """`value`, after counting its size. Raises TooMuch."""
     step()
     size = _size(value, {})
     _spent.made += size if size > MOST_WIDTH else 0
@@ -72,7 +71,7 @@ def sized(value: Any) -> Any:
 
 
 def _size(value: Any, known: dict[int, int]) -> int:
-    """Characters, digits and entries of a value written out; what stands in it several times counts as often."""
+    """Characters, bits and entries of a value; a repeated part counts each time."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, int):
@@ -80,14 +79,14 @@ def _size(value: Any, known: dict[int, int]) -> int:
     if not isinstance(value, list | tuple | dict):
         return 1
     if id(value) not in known:
-        known[id(value)] = 0  # while inside of it: one that holds itself
+        known[id(value)] = 0  # for a value that contains itself
         parts: Iterable[Any] = (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_size(part, known) for part in parts)
     return known[id(value)]
 
 
 def _watched(items: Any) -> Iterator[Any]:
-    """The items of a lazy list, as long as they are no larger together than what may be."""
+    """The items of an iterable. Raises TooMuch once they are too large together."""
     size = 0
     for item in items:
         size += _size(item, {})
@@ -98,7 +97,7 @@ def _watched(items: Any) -> Iterator[Any]:
 
 
 def _affordable(name: str, given: Any, arguments: Iterable[Any]) -> None:
-    """Refuse a growing call before it is made. `given`: the text or list that it is made of."""
+    """Raises TooMuch for a call whose result would be too large. `given`: its text or list."""
     arguments = list(arguments)
     wide = any(isinstance(a, int) and abs(a) > MOST_WIDTH for a in arguments)
     if name in ("format", "format_map", "strftime_now"):
@@ -115,13 +114,13 @@ def _affordable(name: str, given: Any, arguments: Iterable[Any]) -> None:
 
 
 def _replaced(text: Any, arguments: list[Any]) -> int:
-    """Characters of a text after `replace`."""
+    """The number of characters of a text after `replace`."""
     text, old, new = str(text), *map(str, (*arguments, "", "")[:2])
     return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
 
 
 class _Counting(CodeGenerator):
-    """Compiles counting into a template."""
+    """Compiles a template with calls that count."""
 
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Any) -> None:
         body = list(nodes_)
@@ -212,7 +211,7 @@ def _operated(self: Sandbox, context: Any, operator: str, left: Any, right: Any)
 
 
 def limit() -> None:
-    """Let every sandbox of this process count; it may be said again."""
+    """Make every sandbox of this process count. May be called again."""
     parts: dict[str, Any] = {"code_generator_class": _Counting, "template_class": _Limited}
     parts |= {"from_string": _compile, "call": _called, "call_binop": _operated, "intercepted_binops": frozenset(["*", "**", "+", "%"])}
     parts |= {function.__name__: staticmethod(function) for function in (step, counted_text, sized)}

@@ -16,7 +16,7 @@ from drumline.errors import ModelError
 from drumline.models.classes import ends_in_classes
 from drumline.models.small import close, try_small
 
-# What configs call the number of experts that take a token, and what the loss is multiplied by.
+# Config keys for the number of experts that take a token, and for the coefficient of the loss.
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
 COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
 LOAD = "expert_load/"  # sums of a micro-batch: tokens that an expert took, over all layers
@@ -24,7 +24,7 @@ LOAD = "expert_load/"  # sums of a micro-batch: tokens that an expert took, over
 
 @dataclass(frozen=True)
 class Router:
-    """`chosen` experts take a token; `coefficient` is what the config multiplies the loss by."""
+    """`chosen` experts take a token; `coefficient`: of the loss, by the config."""
 
     chosen: int
     coefficient: float
@@ -32,11 +32,10 @@ class Router:
     def loss(self, logits: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """coefficient × Σ over documents of weight × E Σ_e f_e P_e, and sums: `router_loss` (without the coefficient), the experts' loads.
 
-        f_e is the share of the document's tokens that expert e takes, P_e its mean probability, both over all layers together, as
-        transformers has them; `weight` is what the document's tokens weigh in the loss of the algorithm (`batch.token_weights()`).
-        transformers takes f_e and P_e over all rows of a batch, and a product of means is no sum: it hangs on how a batch is cut. That of
-        one document is the same however it is cut, and is transformers' where the batch is one row. Padding (from `batch.lengths_B` on)
-        takes no part. `logits`: of each layer, [N, E] or [B, T, E].
+        f_e is the share of the document's tokens that expert e takes, P_e its mean probability, both over all layers together, as in
+        transformers; `weight` is the sum of the document's `batch.token_weights()`. transformers takes f_e and P_e over all rows of a
+        batch, and a product of means is no sum: it depends on how a batch is cut. That of one document does not, and equals transformers'
+        for a batch of one row. Padding (from `batch.lengths_B` on) is left out. `logits`: of each layer, [N, E] or [B, T, E].
         """
         places_T = torch.arange(batch.position_ids_BT.shape[1], device=logits[0].device)
         real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
@@ -48,7 +47,7 @@ class Router:
             chosen_Nk = probability_NE.detach().topk(self.chosen, -1).indices
             taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(1, chosen_Nk, real_N1.expand(-1, self.chosen))
             likely_NE = likely_NE + probability_NE * real_N1
-        # Sums by document, as many places as there are tokens: to count the documents would make the host wait for the device.
+        # Sums by document, with as many places as tokens: to count the documents, the host would have to wait for the device.
         f_DE, p_DE = (torch.zeros_like(taken_NE).index_add(0, document_N, per_token) for per_token in (taken_NE, likely_NE))
         rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(logits)
         balance = (weight_N * (f_DE * p_DE).sum(1) / rows_D.square()).sum() * taken_NE.shape[1]
@@ -57,17 +56,17 @@ class Router:
 
 
 def trains_router(model: Any) -> bool:
-    """Whether the config of a language model asks for the loss, as `output_router_logits: true` does."""
+    """Whether the config of a language model turns the loss on, by `output_router_logits: true`."""
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
     enabled = bool(getattr(text, "output_router_logits", False))
     return enabled and model.get_output_embeddings() is not None and not ends_in_classes(model)
 
 
 def router_of(model: Any) -> Router | None:
-    """The loss that the model's config asks for; None where it asks for none.
+    """The loss that the model's config turns on, else None.
 
-    Tried on a small copy: one row must give transformers' own `aux_loss`, and its coefficient must be what transformers adds it with.
-    Raises ModelError where that is not so: another loss than the model's own would be trained, or none.
+    Tried on a small copy: one row must give transformers' `aux_loss`, with transformers' coefficient. Raises ModelError if it does not: the
+    run would train another loss than the model's, or none.
     """
     if not trains_router(model):
         return None
@@ -98,8 +97,8 @@ def router_of(model: Any) -> Router | None:
 
 
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:
-    """Of a step's event: `router_loss`, a mean as the loss is (1 at best), and `expert_load`: of each expert the share of all choices
-    that fell on it (1 / E where they are even). Nothing for a model without them."""
+    """The metrics of a step: `router_loss`, a mean like the loss (at best 1), and `expert_load`: the share of each expert in all choices
+    (1 / E if they are even). Empty for a model without experts."""
     if "router_loss" not in sums:
         return {}
     loads = [load for name, load in sums.items() if name.startswith(LOAD)]

@@ -1,4 +1,4 @@
-"""Sequences cut over ranks: what each rank gives to its model, and how answers about its part become answers about the whole.
+"""Sequences cut over ranks: the inputs of each rank's model, and how results of the parts become results of the whole.
 
 B rows, T tokens of the whole sequence, t = T / parts of one part.
 """
@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 
 class SequencePart:
-    """The place of this rank among `parts`: part `index` of every sequence.
+    """This rank's part of every sequence: part `index` of `parts`.
 
-    A part is one contiguous stretch, or with `folded` two, one from either end (0 and 3, 1 and 2 of four): where each rank keeps its own
-    queries, causal attention is then the same work for all. `around` is a context that forward and backward must run in.
-    `positions_BT` are the position ids of the whole sequences that were cut last: attention masks hang on all of them. None before the
-    first cut: until then the model runs whole sequences (`active` False), as the trials at build time do.
+    A part is one contiguous stretch, or with `folded` two, one from either end (0 and 3, 1 and 2 of four): if each rank keeps its queries,
+    causal attention is then the same work for all. Forward and backward must run within the context `around`. `positions_BT`: the position
+    ids of the whole sequences that were cut last, on which attention masks depend; None before the first cut. Until then the model runs
+    whole sequences (`active` False), as in the trials at build time.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class SequencePart:
         last = 2 * self.parts - 1
         self.stretches = [[i, last - i] if folded else [i] for i in range(self.parts)]  # of each rank
         self.positions_BT: torch.Tensor | None = None
-        self.mask_BT: torch.Tensor | None = None  # which tokens are there for the others; None: all, as far as they are behind
+        self.mask_BT: torch.Tensor | None = None  # the tokens that others attend to; None: all, under causal attention
         self.active = False
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
-        """A model's inputs for this part of a batch. The mask of ones stands for the whole length: it keeps transformers from reading
-        documents out of the positions of one part (see `parallel.context_parallel`, which makes the mask that holds)."""
+        """The arguments of a model for this part of a batch. The mask of ones has the whole length: without it transformers would take
+        documents from the positions of one part. `parallel.context_parallel` makes the real mask."""
         self.positions_BT, self.mask_BT, self.active = batch.position_ids_BT, getattr(batch, "attention_mask_BT", None), True
         return {
             "input_ids": self.cut(batch.input_ids_BT),
@@ -52,8 +52,8 @@ class SequencePart:
         return whole_BT.unflatten(1, (number, -1))[:, self.stretches[self.index]].flatten(1, 2)
 
     def gather(self, part_Bt: torch.Tensor) -> torch.Tensor:
-        """[B, T] on every rank from each rank's [B, t]. Of the gradient each rank takes that of its own part (see `_Total`). Collective."""
-        if part_Bt.dtype == torch.bool:  # gloo has no collectives of these
+        """[B, T] on every rank from each rank's [B, t]. Each rank gets the gradient of its own part (see `_Total`). Collective."""
+        if part_Bt.dtype == torch.bool:  # gloo has no collectives for bool
             return self._gather(part_Bt.to(torch.uint8)).bool()
         whole_BT: torch.Tensor = _Gathered.apply(part_Bt, self)
         return whole_BT
@@ -66,14 +66,14 @@ class SequencePart:
         return stretches[:, [order.index(i) for i in range(len(order))]].flatten(1, 2)
 
     def total(self, part_sum: torch.Tensor) -> torch.Tensor:
-        """Σ over the parts, the same on every rank; its gradient goes into this rank's summand alone. Collective."""
+        """Σ over the parts, the same on every rank; its gradient goes only into this rank's summand. Collective."""
         total: torch.Tensor = _Total.apply(part_sum, self.group)
         return total
 
 
 class _Total(torch.autograd.Function):
-    """Each rank's backward starts from its own summand, so gradients of weights come out as one summand a rank, as data-parallel
-    averaging expects them. (The gradient of an all-reduce would count the loss once for each rank.)"""
+    """A sum over ranks whose backward starts from each rank's own summand, so that gradients of weights are one summand a rank, as for data
+    parallelism. (The gradient of an all-reduce would count the loss once for each rank.)"""
 
     @staticmethod
     def forward(ctx: Any, part_sum: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

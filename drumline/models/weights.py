@@ -1,6 +1,6 @@
-"""Parameters of a model one by one, as the planner's arithmetic wants them: shape, who learns, how they may be cut; a vision tower's cost.
+"""Parameters of a model one by one, for the planner's arithmetic: shapes, trainable or frozen, how to cut them; a vision tower's cost.
 
-What a Hugging Face model says about cutting its matrices, the style of each module, stands in the plan that its class and config carry.
+The class and config of a Hugging Face model have the plan for tensor parallelism: the style of each module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drumline.vendor.torch import BatchNorm
 
 
 def counted(model: Any) -> dict[str, Any]:
-    """Those fields of ModelFacts that are counted alike in every model."""
+    """The fields of ModelFacts that every model has."""
     found = block_list(model)
     block_weights, end_weights = _weights_of(model)
     return {
@@ -36,7 +36,7 @@ def counted(model: Any) -> dict[str, Any]:
 
 
 def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
-    """The weights of each block, and those outside of all blocks. Tied ones are there once. `model` may lie on the meta device."""
+    """The weights of each block, and those outside of all blocks; tied ones once. `model` may be on the meta device."""
     found, styles = blocks(model), _styles(model)
     inside = {id(module): index for index, module in enumerate(found)}
     of_blocks: list[list[Weight]] = [[] for _ in found]
@@ -46,7 +46,7 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
     for name, parameter in model.named_parameters():
         *path, last = name.split(".")
         around = [modules[".".join(path[: i + 1])] for i in range(len(path))]
-        # The innermost block: what it takes is no part of an outer one.
+        # The innermost block: its weights are no part of an outer one.
         depth = max((i for i, module in enumerate(around) if id(module) in inside), default=None)
         shape, style = tuple(parameter.shape), styles.get(id(around[-1]) if around else 0, "")
         owners = tuple(type(module).__name__ for module in around[depth or 0 :])
@@ -61,7 +61,7 @@ def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weigh
 
 
 def vision_tower(model: Any) -> Any:
-    """The vision tower of a model. Raises ModelError where it has none of the names that transformers gives it."""
+    """The vision tower of a model. Raises ModelError if it has none of transformers' names for it."""
     for part in (model.base_model, model):
         for name in ("visual", "vision_tower", "vision_model"):
             if hasattr(part, name):
@@ -71,8 +71,8 @@ def vision_tower(model: Any) -> Any:
 
 
 def tower_flops(model: Any) -> float:
-    """FLOPs of the tower for one image token, forward and backward: 6 for each parameter that a patch, of which a token takes several, or
-    behind the merging a token, is multiplied with; 4 where it is frozen, 2 where nothing in the tower learns. Without attention."""
+    """FLOPs of the tower for one image token, forward and backward, without attention: for each parameter 6 (4 if it is frozen, 2 if the
+    whole tower is) times the patches of a token; parameters behind the merger count once."""
     tower, total, vision = vision_tower(model), 0.0, model.config.vision_config
     if (merge := getattr(vision, "spatial_merge_size", None)) is not None:
         patches = merge**2
@@ -95,7 +95,7 @@ def _tied(model: Any) -> nn.Parameter | None:
 
 
 def _styles(model: Any) -> dict[int, str]:
-    """Layer → how tensor parallelism cuts it (see parallel.tensor_parallel); embedding and head by the vocabulary."""
+    """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary."""
     if reads_images(model) or not (plan := tensor_plan(model)):
         return {}
     modules = dict(model.named_modules())
@@ -107,40 +107,40 @@ def _styles(model: Any) -> dict[int, str]:
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """Name of a module (or of a parameter by itself) → style, for all that the plan names and the model has; {} without a plan.
+    """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan.
 
-    Embedding and head are left out: they are cut by vocabulary, whatever the plan says.
+    Embedding and head are left out: they are always cut by vocabulary.
     """
     plan = getattr(model, "_tp_plan", None) or {}
     by_vocabulary = vocabulary(model)
     names = [name for name, module in model.named_modules() if module not in by_vocabulary]
     names += [name for name, _ in model.named_parameters()]
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
-    if not hasattr(model, "get_input_embeddings"):  # a plan of the user's own may name some of several numbered layers
+    if not hasattr(model, "get_input_embeddings"):  # a user's plan may have some of the numbered layers
         styles = {name: next((plan[key] for key in plan if fnmatchcase(name, key)), None) for name in names}
     return {name: style for name, style in styles.items() if style is not None}
 
 
 def vocabulary(model: Any) -> tuple[Any, Any]:
-    """Embedding and head of a Hugging Face model; any other module has none of its own."""
+    """Embedding and head of a Hugging Face model; None for any other module."""
     return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
 
 
 def cuts_heads(plan: dict[str, str]) -> bool:
-    """Whether each rank holds some of the attention heads; False where attention's projections are gathered."""
+    """Whether each rank has some of the attention heads; False if attention's projections are gathered."""
     return any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in plan.items())
 
 
 def whole_layer(module: nn.Module) -> nn.Module:
-    """The layer itself where LoRA's layer stands in its place."""
+    """The base layer of a LoRA layer; any other layer itself."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Module)
     return base
 
 
 def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
-    """The layers that a style cuts: the module, or where LoRA's stands in its place the layer inside of it. Of LoRA's two factors, the one
-    that meets the cut side is cut with it; the other is whole, and so is its gradient, since what lies between them is."""
+    """The layers that a style cuts: the module, or the base layer of a LoRA layer and the LoRA factor on the cut side. The other factor
+    stays whole, and so does its gradient, since the hidden state between them is whole."""
     factors = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
     inner = getattr(module, factors, None) if factors else None
     return [whole_layer(module), *(inner.values() if inner is not None else ())]
