@@ -14,13 +14,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from drumline.data.tools import TableRow
 from drumline.errors import DataError
 from drumline.foreign import MIB, judged, open_plain, parse_json
 
 MOST_LINE = 256 * MIB  # bytes of one row
 MOST_ARRAY = 16 * MOST_LINE  # of a file that is one JSON array: it is read whole
 Raw = tuple[str, dict[str, Any]]
+
+
+class TableRow(dict[str, Any]):
+    """A row of a typed table, which pads nested values with null keys that only other rows have."""
 
 
 def find(pattern: str, base_dir: Path) -> list[Path]:

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.data import DataConfig
-from drumline.data.sources import Row
-from drumline.data.tools import Tools
+from drumline.data.sources import Row, Tools
 from drumline.errors import DataError
 from drumline.foreign import judged
 

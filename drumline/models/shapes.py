@@ -1,7 +1,7 @@
-"""Shapes of well-known public models, so that a run can be planned where the hub cannot be asked.
+"""Shapes of well-known public models, for plans without the hub.
 
-Each row is what the model's own config.json on the hub says; tests hold the counts of parameters that they give against the
-published ones. A model that is not here is planned from its folder, from the hub, or by `model.shape`.
+Each row is from the model's config.json on the hub; tests compare the numbers of parameters with the published ones. Any other model is
+planned from its folder, from the hub, or by `model.shape`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ KNOWN: dict[str, Known] = {
     "deepseek-v3": Known("deepseek-ai/DeepSeek-V3-Base", {"model_type": "deepseek_v3", "max_position_embeddings": 163840}),
     "resnet-50": Known("microsoft/resnet-50", {"model_type": "resnet"}),
 }
-# Of a name, what says how the weights were tuned or packed, not how they are laid out.
+# The part of a name that describes the tuning or packing of the weights, not their shapes.
 _TUNED = re.compile(r"(-(instruct|base|chat|it|pt|hf|text|inst|sft|dpo|v\d[\d.]*|\d{4}))+$")
 
 
@@ -172,7 +172,7 @@ _INSTRUCT = ("llama-3-", "llama-3.1-", "llama-3.2-", "llama-4-", "qwen2.5-", "sm
 
 
 def find(name: str) -> Known | None:
-    """The row of a model by its short name or its hub id, tuned or not (`meta-llama/Llama-3.1-8B-Instruct`); None where there is none."""
+    """The row of a model by its short name or its hub id, tuned or not (`meta-llama/Llama-3.1-8B-Instruct`); None if there is none."""
     short = _short(name)
     for word in (short, _TUNED.sub("", short)):
         for form in (word, word.removeprefix("meta-")):
@@ -182,7 +182,7 @@ def find(name: str) -> Known | None:
 
 
 def hub_id(name: str) -> str:
-    """A short name as the hub writes it, of a tuned model the tuned one's; anything else as it is, also where that is not known."""
+    """The hub id of a short name, for a tuned model that of the tuned one; any other name unchanged."""
     short, known = _short(name), find(name)
     if known is None or "/" in name:
         return name
@@ -199,9 +199,8 @@ def _short(name: str) -> str:
 
 
 def near(name: str) -> list[str]:
-    """Up to three known names that look like one that is not known."""
-    short = name.rpartition("/")[2].lower()
-    return difflib.get_close_matches(short, KNOWN, n=3, cutoff=0.5)
+    """Up to three known names that are similar to an unknown one."""
+    return difflib.get_close_matches(name.rpartition("/")[2].lower(), KNOWN, n=3, cutoff=0.5)
 
 
 def full_config(shape: ModelShape) -> dict[str, Any]:
@@ -220,12 +219,12 @@ def full_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def with_config(known: Known, model: ModelConfig) -> ModelConfig:
-    """The model with its config written out in the place of its id."""
+    """The model with the config values of a known one instead of its id."""
     return model.model_copy(update={"id": None, "revision": None, "config": {**known.values, **model.config}})
 
 
 def unknown(name: str, reason: str) -> ModelError:
-    """What is said of a model whose shape cannot be had."""
+    """The error for a model whose shape is not known."""
     guesses = near(name)
     fix = (f"did you mean {' or '.join(guesses)}? Or " if guesses else "") + "write it out:"
     shape = "model.shape={layers: 32, hidden: 4096, heads: 32, kv_heads: 8, intermediate: 14336, vocabulary: 128256}"
