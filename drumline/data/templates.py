@@ -187,7 +187,8 @@ class Encoder:
         before = self._render(messages[:index], place) if index else ""
         head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
         whole, headed = text.startswith(through), text.startswith(head)
-        content = _text_of(messages[index].get("content", "")).strip()
+        content = messages[index].get("content", "")
+        content = ("".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)).strip()
         # Templates may leave the reasoning out, so that only the answer behind it is in the text.
         wordings = [wording for wording in (content, content.rpartition("</think>")[2].strip()) if wording]
         if whole and headed and head != before and (not content or any(wording in through[len(head) :] for wording in wordings)):
@@ -285,11 +286,6 @@ class _Tokens:
 def _shared(one: str, other: str) -> int:
     """Length of the longest common prefix."""
     return next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _text_of(content: Any) -> str:
-    """The text of a content, which may be in parts."""
-    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
 
 def as_messages(value: str | Messages, role: str) -> Messages:

@@ -78,16 +78,10 @@ def lay_out(
 
 
 def build_model(
-    path: str | None,
-    model: ModelConfig,
-    seed: int,
-    device: str = "cpu",
-    dtype: Any = None,
-    head: Head = "lm",
-    labels: tuple[str, ...] = (),
+    path: str | None, model: ModelConfig, seed: int, device: str = "cpu", head: Head = "lm", labels: tuple[str, ...] = ()
 ) -> Any:
     """`lay_out`, filled: the whole model on `device`."""
-    built, source = lay_out(path, model, seed, device, dtype, head=head, labels=labels)
+    built, source = lay_out(path, model, seed, device, head=head, labels=labels)
     Values(source, device, seed).fill(built)
     return built
 

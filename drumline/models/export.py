@@ -115,12 +115,12 @@ def export(
     return ExportResult(to, step, time.time() - began, difference)
 
 
-def read_run(run_dir: Path, which: Which = "best", trust: bool = False) -> tuple[Any, Any, Path]:
-    """(model in eval mode, fp32, adapters merged; its tokenizer; the checkpoint) of a run: what `export` would write, in memory.
+def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:
+    """(model in eval mode, fp32, adapters merged; its tokenizer; its best checkpoint) of a run: what `export` would write, in memory.
 
     Raises CheckpointError if the run has no whole checkpoint.
     """
-    checkpoint = _choose(run_dir / "checkpoints", which)
+    checkpoint = _choose(run_dir / "checkpoints", "best")
     return *read_checkpoint(_plan_of(run_dir, trust), checkpoint), checkpoint
 
 

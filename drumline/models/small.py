@@ -78,7 +78,9 @@ def small_copy(model: Any, device: str, least: int = 1) -> Any:
     """A model of the class of `model` in eval mode, fp32, with random weights: enough of its first layers to have every kind of layer
     (at least `least`), few tokens, narrow feed-forward layers, the same attention. Leaves the random state unchanged."""
     text = model.config.get_text_config()
-    layers = max(_first_of_each_kind(model), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
+    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    kinds = [tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)]  # of each block
+    layers = max(_first_of_each(kinds), _first_of_each(getattr(text, "layer_types", None) or ()), min(least, text.num_hidden_layers))
     with drawing(0):
         try:
             built = type(model)(_cut(model.config, layers, narrow=True))
@@ -110,12 +112,6 @@ def _cut(config: Any, layers: int, narrow: bool) -> Any:
     return config
 
 
-def _first_of_each_kind(model: Any) -> int:
-    """The number of first blocks with one of each kind, by the classes of their modules."""
-    language = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
-    return _first_of_each([tuple(type(module).__name__ for module in block.modules()) for block in blocks(language)])
-
-
 def _first_of_each(kinds: Any) -> int:
-    seen = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
-    return max(seen.values(), default=0) + 1
+    """How many of the first entries have one of each kind; 1 for none."""
+    return max((kinds.index(kind) for kind in {*kinds}), default=0) + 1
