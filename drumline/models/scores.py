@@ -15,7 +15,7 @@ from torch import nn
 from drumline.core.model import Head
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
-from drumline.models.classifier import head_weights, is_bidirectional
+from drumline.models.classifier import head_weights, is_bidirectional, last_token_head
 
 VALUE = "value_head"
 
@@ -41,8 +41,8 @@ class ValueHead(nn.Linear):
 
 def score_parts(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """(trunk, score) of a score model; None for any other."""
-    trunk, score = model.base_model, getattr(model, "score", None)
-    return (trunk, score) if trunk is not model and isinstance(score, nn.Linear) and score.out_features == 1 else None
+    parts = last_token_head(model)
+    return parts if parts is not None and parts[1].out_features == 1 else None
 
 
 def score_head(model: Any) -> nn.Linear | None:
