@@ -28,11 +28,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """int[B, T] → float[B, T, V]: logits of the next character. The head is the embedding."""
 
-    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4) -> None:
+    def __init__(self, width: int = 64, depth: int = 4, heads: int = 4, vocabulary: int = len(CHARACTERS), length: int = LENGTH) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(len(CHARACTERS), width), nn.Embedding(LENGTH, width)
+        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS), bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
         self.apply(self.rule)
 

@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 SMALL: dict[str, dict[str, Any]] = {
     "vit": {"width": 16, "depth": 2, "heads": 2},
     "resnet": {"width": 4, "depth": 1},
-    "gpt": {"length": 24, "width": 16, "depth": 2, "heads": 2},
+    "gpt": {"length": 24, "vocabulary": 256, "width": 16, "depth": 2, "heads": 2},
 }
 NAMES = {"vit": "ViT", "resnet": "ResNet", "gpt": "GPT"}
 SPREAD = ("ddp", "fsdp2", "zero2", "zero3")
@@ -48,14 +48,19 @@ IN_FOUR = [
 
 
 def config(name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    file = EXAMPLES / f"train_{name}.py"
-    digits = {"kind": "python", "path": f"{file}:digits", "options": {"first": 0, "last": 20}}
+    file = EXAMPLES / ("train_gpt.py" if name == "gpt" else "train_vit.py")
+    digits = {"kind": "python", "path": f"{EXAMPLES / 'vit.py'}:digits", "limit": 20}
     text = {"kind": "python", "path": f"{file}:Bytes", "options": {"modules": ["linear"], "length": 24}, "limit": 20}
     algorithm = {"kind": "python", "path": f"{file}:objective"} | ({"weight": f"{file}:tokens"} if name == "gpt" else {})
     # Softmax is blind to biases of keys: of rounding alone AdamW would make steps. The GPT has no biases.
     optimizer = {"lr": 1e-3} if name == "gpt" else {"kind": "sgd", "lr": 0.05}
     values: dict[str, Any] = {
-        "model": {"kind": "python", "path": f"{file}:{NAMES[name]}", "options": SMALL[name], "sync_batchnorm": name == "resnet"},
+        "model": {
+            "kind": "python",
+            "path": f"{EXAMPLES / f'{name}.py'}:{NAMES[name]}",
+            "options": SMALL[name],
+            "sync_batchnorm": name == "resnet",
+        },
         "algorithm": algorithm,
         "data": {"train": [text if name == "gpt" else digits]},
         "batch": {"global_samples": 8} | ({"accumulation": 1} if name == "resnet" else {"micro_batch": 2}),
