@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from drumline.core.config import BatchConfig, Config
 from drumline.core.plan import BatchPlan, DataPlan
-from drumline.core.rollouts import RolloutSpec, VLLMGenerator
+from drumline.core.rollouts import RolloutSpec
 from drumline.errors import PlanError
 
 # With only the global batch given, a device takes as many samples at once as fit into this many tokens: enough to keep
@@ -134,13 +134,7 @@ def _quotient(total: int, by: int, what: str, where: str, fix: str) -> int:
 
 def steps_of_rollouts(config: Config, algorithm: RolloutSpec, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:
     """Optimizer steps of the whole run; None where that hangs on data which is not prepared. Raises PlanError where groups or rollouts do
-    not come out whole, and for a generator that cannot take the weights."""
-    if isinstance(algorithm.generator, VLLMGenerator) and algorithm.generator.weights != "none" and config.adapter.kind == "lora":
-        raise PlanError(
-            "vLLM is handed whole weights, and an adapter lies beside them",
-            where="algorithm.generator",
-            fix="generator=hf, or adapter=none",
-        )
+    not come out whole."""
     episodes, group = algorithm.minibatches * batch.global_samples, algorithm.group_size
     what = f"a rollout of {algorithm.minibatches} minibatches × {batch.global_samples} episodes does not divide into groups of {group}"
     fix = "choose batch.global_samples × algorithm.minibatches as {}"

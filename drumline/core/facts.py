@@ -77,6 +77,7 @@ class ModelFacts:
     drops_stream: bool = False  # and over what attention and feed-forward give
     recomputes: bool = True  # its blocks have activation checkpointing
     whole_sequences: str = ""  # why its sequences cannot be cut over ranks; empty where they can
+    uncut: str = ""  # why its blocks cannot be the stages of a pipeline, as far as its modules say; empty where they may be
     windows: bool = False  # some layers look at a window or a chunk of the tokens before
     buffer_bytes: int = 0  # of what a module keeps besides parameters, tables of rotary embeddings among them
     roles: Mapping[str, ModelFacts] = field(default_factory=dict)  # of the models that an algorithm needs besides this one

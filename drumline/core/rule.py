@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from drumline.core.strategy import StrategySpec
 
 # When a rule can be asked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
-Phase = Literal["schema", "plan", "model"]
+# rank: only a run shows it, and who runs the model raises the rule's `error`: `train.setup` of a small copy, before any rank is started,
+# or a rank, where it takes several of them or a GPU.
+Phase = Literal["schema", "plan", "model", "rank"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,14 @@ class Rule:
 
     def check(self, case: Case) -> None:
         """Raises PlanError where it refuses."""
-        if self.phase == "schema" or (self.phase == "model" and case.facts is None) or not self.refuses(case):
+        if self.phase in ("schema", "rank") or (self.phase == "model" and case.facts is None) or not self.refuses(case):
             return
         reason, instead = (text if isinstance(text, str) else text(case) for text in (self.reason, self.instead))
-        raise PlanError(f"{self.name}: {reason}", where=self.where, fix=instead)
+        raise self.error(reason, instead)
+
+    def error(self, reason: str, instead: str | None = None) -> PlanError:
+        """Its refusal. `instead`: in the place of its own text."""
+        return PlanError(f"{self.name}: {reason}", where=self.where, fix=instead or str(self.instead))
 
 
 def no_option(options: str, reason: str, instead: str) -> tuple[Rule, ...]:

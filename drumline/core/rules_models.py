@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from drumline.core.rule import Rule, plain, quantizes, sees
+from drumline.core.rollouts import VLLMGenerator
+from drumline.core.rule import Case, Rule, plain, quantizes, sees
 
 MODEL_RULES: tuple[Rule, ...] = (
     Rule(
@@ -114,6 +115,27 @@ MODEL_RULES: tuple[Rule, ...] = (
         phase="model",
     ),
     Rule(
+        "pp × the model",
+        lambda c: c.mesh.pp > 1 and c.facts is not None and c.facts.uncut,
+        lambda c: c.facts.uncut if c.facts else "",
+        "use strategy: fsdp2 or tp instead",
+        phase="model",
+    ),
+    Rule(
+        "vLLM × an adapter",
+        lambda c: (vllm := _vllm(c)) is not None and vllm.weights != "none" and c.config.adapter.kind == "lora",
+        "vLLM is handed whole weights, and an adapter lies beside them",
+        "use generator=hf, or adapter=none",
+        "algorithm.generator",
+    ),
+    Rule(
+        "vLLM × a model without files",
+        lambda c: (vllm := _vllm(c)) is not None and vllm.url is None and c.config.model.id is None,
+        "its engine starts from a model's files, and this one has none",
+        "use generator=hf, or set model.id",
+        "algorithm.generator",
+    ),
+    Rule(
         "ring × windows",
         lambda c: c.mesh.cp > 1 and c.strategy.context_method() == "ring" and c.facts is not None and c.facts.windows,
         "ring attention in torch takes no mask, and this model has layers with windows of their own",
@@ -129,3 +151,13 @@ MODEL_RULES: tuple[Rule, ...] = (
         "model",
     ),
 )
+
+# What only a run of the model shows. Its reason is found there.
+NO_STAGES = Rule("pp × the model", bool, "", "use strategy: fsdp2 or tp instead", phase="rank")
+NO_PARTS = Rule("cp × the model", bool, "", "use fsdp2, ddp or pp without cp", phase="rank")
+NO_PACKS = Rule("packing × the model", bool, "", "set data.packing: false for this model", "data.packing", "rank")
+
+
+def _vllm(case: Case) -> VLLMGenerator | None:
+    generator = case.config.algorithm.rollout and case.config.algorithm.rollout.generator
+    return generator if isinstance(generator, VLLMGenerator) else None

@@ -108,10 +108,6 @@ def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
 @lru_cache(maxsize=256)  # a search asks for the same few cuts again and again
 def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     blocks = len(facts.block_parameters)
-    if not blocks:
-        raise PlanError(
-            f"{facts.name} has no single list of blocks to cut into stages", where="strategy", fix="use strategy: fsdp2 or tp instead"
-        )
     if blocks < stages:
         raise PlanError(
             f"{blocks} layers cannot make {stages} stages: each needs one at least",

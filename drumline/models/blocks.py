@@ -50,6 +50,20 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     return found[0] if len(found) == 1 else None
 
 
+def uncut(model: Any) -> str:
+    """Why its blocks cannot be the stages of a pipeline, from its modules alone; empty where they may be. Two stages would train two
+    copies of what blocks share with others."""
+    found = block_list(model)
+    if found is None:
+        return f"{type(model).__name__} has no single list of blocks to cut into stages"
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = name.removeprefix(found[0]).split(".")[1] if name.startswith(f"{found[0]}.") else ""
+        if owners.setdefault(id(parameter), block) != block:
+            return f"blocks of {type(model).__name__} share weights"
+    return ""
+
+
 # Layers by these names (a config's layer_types) mix tokens in attention alone.
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 

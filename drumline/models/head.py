@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from drumline.core.rules_models import NO_PACKS
 from drumline.dist.mesh import first_row
-from drumline.errors import ModelError
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
@@ -139,8 +139,8 @@ def can_split(model: Any) -> bool:
 
 
 def require_next_token(model: Any, device: str, packed: bool) -> None:
-    """Raises ModelError for a bidirectional language model, whose tokens would attend to their targets. With `packed` also for one whose
-    documents in a pack, given by positions alone, attend to the document before them.
+    """Raises ModelError for a bidirectional language model, whose tokens would attend to their targets. With `packed` PlanError for one
+    whose documents in a pack, given by positions alone, attend to the document before them.
 
     Tried with eight tokens on `device`: another last token must not change the logits before it, and of two documents of four tokens the
     second must have the same logits as alone.
@@ -162,8 +162,7 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     if not try_small(model, device, trial):
         if not found[0]:
             raise bidirectional(model)
-        what = f"{type(model).__name__} does not keep the documents of a pack apart"
-        raise ModelError(what, where="data.packing", fix="set data.packing: false for this model")
+        raise NO_PACKS.error(f"{type(model).__name__} does not keep the documents of a pack apart")
 
 
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:

@@ -17,7 +17,7 @@ from drumline.core.model import Head, ModelConfig
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
-from drumline.models.blocks import whole_sequences
+from drumline.models.blocks import uncut, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
 from drumline.models.classifier import first_position, image_facts, is_bidirectional
 from drumline.models.files import check_counts, check_folder
@@ -233,6 +233,7 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
         caps_scores=bool(getattr(text, "attn_logit_softcapping", None)),
         drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
         whole_sequences=whole_sequences(model),
+        uncut=uncut(model),
         windows=bool({*(getattr(text, "layer_types", None) or ())} & {"sliding_attention", "chunked_attention"}),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from drumline.core.rules_models import NO_PARTS
 from drumline.errors import PlanError
 from drumline.models.blocks import whole_sequences
 from drumline.models.head import ForwardWithObjective
@@ -186,5 +187,4 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
 
 
 def _refused(model: Any, why: str) -> PlanError:
-    what = f"context parallelism cannot run {type(model).__name__}: {why}"
-    return PlanError(what, where="strategy", fix="use fsdp2, ddp or pp without cp")
+    return NO_PARTS.error(f"context parallelism cannot run {type(model).__name__}: {why}")

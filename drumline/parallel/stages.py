@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from drumline.core.rules_models import NO_STAGES
 from drumline.core.stages import Range
-from drumline.errors import PlanError
-from drumline.models.blocks import block_list
+from drumline.models.blocks import block_list, uncut
 from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, try_small
 
 TRIAL_BLOCKS = 4  # blocks of the copy: a first, a last, and two between
-# For all that cannot be cut: what else there is for a model too large for one device.
-INSTEAD = "use strategy: fsdp2 or tp instead"
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,8 @@ def find_cuts(model: Any) -> Cuts:
     Raises PlanError where there is not one list of blocks, where weights outside of it are used between the blocks or blocks share
     them, and where stages would not make the whole: each block of the copy by itself is a stage, on one of two ranks in turn.
     """
+    if why := uncut(model):
+        raise NO_STAGES.error(why)
     found: list[Cuts] = []
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
@@ -56,10 +56,9 @@ def find_cuts(model: Any) -> Cuts:
         return stages_make_the_whole(small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT)
 
     if not try_small(model, "cpu", trial, layers=TRIAL_BLOCKS):
-        raise PlanError(f"stages of {type(model).__name__} do not make the whole model", where="strategy", fix=INSTEAD)
+        raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"
-    _require_apart(model, blocks[1], [*found[0].before, *found[0].after])
     after = (*found[0].after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
     return replace(found[0], number=len(blocks[1]), after=after, splits=can_split(model))
 
@@ -68,8 +67,7 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
     """The cuts of a model with weights, by a run on `ids_BT`. Raises PlanError."""
     name = type(model).__name__
     found = block_list(model)
-    if found is None:
-        raise PlanError(f"{name} has no single list of blocks to cut into stages", where="strategy", fix=INSTEAD)
+    assert found is not None, "find_cuts has looked"
     path, blocks = found
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {n: m for n, m in model.named_modules() if id(m) not in inside and m._parameters}
@@ -89,26 +87,16 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
         for hook in hooks:
             hook.remove()
     if ran.count(("first", "")) != 1 or ran.count(("last", "")) != 1:
-        raise PlanError(f"{name} runs its blocks more than once", where="strategy", fix=INSTEAD)
+        raise NO_STAGES.error(f"{name} runs its blocks more than once")
     first, last = ran.index(("first", "")), ran.index(("last", ""))
     before = tuple(n for n in outside if ("end", n) in ran[:first] and ("begin", n) not in ran[first:])
     after = tuple(n for n in outside if ("end", n) not in ran[:last])
     between = sorted(set(outside) - set(before) - set(after)) or [n for n in after if ("begin", n) in ran[:last]]
     if between:
-        raise PlanError(f"{name} uses {between[0]} between its blocks", where="strategy", fix=INSTEAD)
+        raise NO_STAGES.error(f"{name} uses {between[0]} between its blocks")
     out = made[0]
     returns = len(out) if isinstance(out, tuple) else 0
     return Cuts(path, len(blocks), before, after, returns, (out[0] if returns else out).shape[-1])
-
-
-def _require_apart(model: Any, blocks: nn.ModuleList, outside: list[str]) -> None:
-    """Raises PlanError where blocks share weights: two stages would train two copies of them."""
-    parts = [*blocks, nn.ModuleList([model.get_submodule(name) for name in outside])]
-    owners: dict[int, int] = {}
-    for index, part in enumerate(parts):
-        for parameter in part.parameters():
-            if owners.setdefault(id(parameter), index) != index:
-                raise PlanError(f"blocks of {type(model).__name__} share weights", where="strategy", fix=INSTEAD)
 
 
 class Absent(nn.Module):
@@ -251,7 +239,7 @@ def stages_make_the_whole(model: Any, cuts: Cuts, ranges: tuple[Range, ...], ran
         for stage in stages:
             passed = stage.eval().run(batch, passed)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        raise PlanError(f"{type(model).__name__} does not run in stages: {error}", where="strategy", fix=INSTEAD) from error
+        raise NO_STAGES.error(f"{type(model).__name__} does not run in stages: {error}") from error
     if whole.logits_BC is not None:
         return close(passed.class_logits(), whole.logits_BC)
     if whole.logits_BTV is None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from drumline.core import rollouts as c
-from drumline.errors import PlanError
 from drumline.rl.continuous import ContinuousGenerator
-from drumline.rl.generate import WHERE, Generator, HFGenerator, InferenceCopy, Weights
+from drumline.rl.generate import Generator, HFGenerator, InferenceCopy, Weights
 from drumline.rl.sampling import Sampler
 from drumline.rl.vllm import VLLMEngine, VLLMServer, WeightFolder
 
@@ -61,8 +60,7 @@ def _vllm(
     config: c.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, model_path: str | None, run_dir: Path
 ) -> tuple[Generator, Refresh | None]:
     if config.url is None:
-        if model_path is None:
-            raise PlanError("vLLM starts from a model's files, and this one has none", where=WHERE, fix="use generator=hf, or set model.id")
+        assert model_path is not None, "a rule refuses it"
         engine = VLLMEngine(config, tokenizer, seed, model_path, str(dtype).removeprefix("torch."))
         return engine, engine.refresh
     server = VLLMServer(config, tokenizer, seed)

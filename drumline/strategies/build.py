@@ -176,6 +176,6 @@ def _lay_out(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Hea
     seed, packed = derive(config.run.seed, "weights"), adapters.quantization(config.adapter, plan.precision)
     options = {"quantization": packed, "checkpoint_keys": checkpoint_keys, "head": head, "labels": plan.labels, "draws": draws}
     model, source = lay_out(plan.model_path, config.model, seed, place, **options)
-    if head in LM:
+    if head in LM and device != "cpu":  # on a CPU it was tried before the launch; a GPU has kernels of its own
         require_next_token(model, device, config.packs)
     return model, source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from drumline.checkpoint.load import check, newest, read_state
 from drumline.core.config import Config
@@ -22,6 +23,8 @@ from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
+from drumline.models.classes import LM
+from drumline.models.head import require_next_token
 from drumline.models.own import find_builder
 from drumline.models.vision import vision_of
 from drumline.planner.cluster import cluster_here
@@ -91,14 +94,25 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         base_dir=str(base.absolute()),
         roles=roles,
     )
-    if plan.engine == "pipeline":
-        from drumline.parallel.stages import find_cuts
-
-        find_cuts(models.on_meta(policy.hf_config, config.head))  # raises PlanError where it cannot be cut
+    _require_runs(plan, policy.hf_config)
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
+
+
+def _require_runs(plan: Plan, hf_config: Any) -> None:
+    """Raises PlanError and ModelError for what shows where the models run alone (rules of phase rank): tried here, on small copies."""
+    config, own = plan.config, [role for role in plan.roles.values() if role.model != plan.config.model]
+    wanted = [(hf_config, config.head), *((models.load_config(role.model_path, role.model), role.head) for role in own)]
+    for described, head in wanted:
+        model = models.on_meta(described, head)
+        if head in LM:
+            require_next_token(model, "cpu", config.packs)
+        if plan.engine == "pipeline":
+            from drumline.parallel.stages import find_cuts
+
+            find_cuts(model)
 
 
 def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drumline.algorithms.tokens.objective import NextToken
 from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
-from drumline.errors import ModelError
+from drumline.errors import ModelError, PlanError
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective, can_split, outputs, require_next_token, split
 from drumline.models.load import facts, load_config
@@ -85,7 +85,7 @@ def test_models_that_keep_documents_apart(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
 def test_models_that_do_not(kind: str) -> None:
-    with pytest.raises(ModelError, match=r"data.packing.*does not keep the documents of a pack apart"):
+    with pytest.raises(PlanError, match=r"data.packing.*does not keep the documents of a pack apart"):
         require_next_token(build(kind), "cpu", packed=True)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from drumline.core.load import load_values
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
-from drumline.errors import PlanError
+from drumline.errors import DrumlineError, PlanError
 from drumline.models.load import facts
+from drumline.train.setup import Request, make_plan
+from tests.tiny import tiny_tokenizer
 from tests.unit.test_plan import config
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -22,9 +27,11 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
         ("gemma2", {"head_dim": 8, "num_key_value_heads": 2}, {"kind": "cp"}, "does not go through transformers' attention interface"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"kind": "ddp", "cp": 2}, "layers of kind conv mix tokens without attention"),
         ("llama", {}, {"kind": "cp"}, ""),
+        ("llama", {}, {"kind": "pp"}, ""),
+        ("biogpt", {}, {"kind": "pp"}, "pp × the model: BioGptForCausalLM has no single list of blocks"),
     ],
 )
-def test_context_parallelism(kind: str, options: dict[str, Any], strategy: dict[str, Any], says: str) -> None:
+def test_what_the_class_and_the_config_say(kind: str, options: dict[str, Any], strategy: dict[str, Any], says: str) -> None:
     sizes = facts(AutoConfig.for_model(kind, **SMALL, **options), 64)
     made = config(strategy=strategy)
     case = Case(made, made.strategy.mesh(2), "cpu", "fp32", sizes)
@@ -45,3 +52,52 @@ def test_pairs_are_not_cut_over_the_threads_of_dp() -> None:
                 check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))
         else:
             check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sections", "line"),
+    [
+        ("llama", {}, {"strategy": "cp"}, ""),
+        ("gemma2", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
+        ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no linear layer"),
+        ("bloom", {"intermediate_size": None}, {}, "data.packing: packing × the model: BloomForCausalLM does not keep the documents"),
+        ("bloom", {"intermediate_size": None}, {"data": {"packing": False}}, ""),
+        ("biogpt", {}, {"strategy": "pp"}, "strategy: pp × the model: BioGptForCausalLM has no single list of blocks to cut into stages"),
+        ("llama", {"attn": "between"}, {"strategy": "pp"}, "strategy: pp × the model: LlamaForCausalLM uses model.norm between its blocks"),
+    ],
+)
+def test_a_dry_run_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any], sections: dict[str, Any], line: str
+) -> None:
+    """No rank has to start: what its own run alone shows is tried on a small copy."""
+    if options == {"attn": "between"}:
+        options, run = {}, LlamaDecoderLayer.forward
+
+        def between(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.outside[0](run(self, *args, **kwargs))
+
+        def made(model: Any, config: Any, build: Any = LlamaForCausalLM.__init__) -> None:
+            build(model, config)
+            for layer in model.model.layers:
+                object.__setattr__(layer, "outside", [model.model.norm])
+
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", between)
+        monkeypatch.setattr(LlamaForCausalLM, "__init__", made)
+    sizes = {key: size for key, size in {**SMALL, "vocab_size": 320, **options}.items() if size is not None}
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text("")
+    values = {
+        "model": {"id": None, "tokenizer": str(tmp_path / "tokenizer"), "config": {"model_type": kind, **sizes}},
+        "run": {"device": "cpu", "dir": str(tmp_path / "run"), "report_to": []},
+        "launch": {"nproc": 2},
+        "strategy": "ddp",
+        **sections,
+        "data": {"train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl")}], "max_length": 32, **sections.get("data", {})},
+    }
+    request = Request(load_values(values, []))
+    if not line:
+        assert make_plan(request, on_progress=lambda *_: None, dry_run=True).mesh.world_size == 2
+        return
+    with pytest.raises(DrumlineError) as refused:
+        make_plan(request, on_progress=lambda *_: None, dry_run=True)
+    assert refused.value.line().startswith(line) and refused.value.exit_code == 2

@@ -89,7 +89,7 @@ def test_refused_with_the_nearest_that_works(strategy: dict[str, Any], world: in
 
 def test_a_model_without_one_list_of_blocks_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="single list of blocks"):
-        planned({"kind": "pp"}, 2, facts=replace(LLAMA_1B, block_parameters=()))
+        planned({"kind": "pp"}, 2, facts=replace(LLAMA_1B, uncut="it has no single list of blocks"))
 
 
 def test_bubble() -> None:

@@ -16,11 +16,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.core import rollouts as c
-from drumline.core.batch import steps_of_rollouts
 from drumline.core.config import Config
-from drumline.core.plan import BatchPlan
+from drumline.core.rule import Case
+from drumline.core.rules import check_rules
 from drumline.errors import DrumlineError, EnvironmentFault, PlanError
 from drumline.rl import vllm
 from drumline.rl.build import generator, greedy
@@ -198,20 +197,21 @@ def test_a_server_may_keep_its_own_weights(server: StubServer) -> None:
     assert generator(config, tiny_tokenizer(), 7, None, lambda: pytest.fail("no copy"))[1] is None
 
 
-def test_an_adapter_cannot_be_handed_to_vllm() -> None:
-    def steps(**sections: Any) -> int | None:
-        generator = {"kind": "vllm", "url": "http://a"} | sections.pop("generator", {})
-        algorithm = {"kind": "grpo", "group_size": 4, "generator": generator}
-        config = Config.model_validate(
-            {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "run": {"steps": 3}, "algorithm": algorithm, **sections}
-        )
-        batch = BatchPlan(global_samples=8, micro_batch=8, accumulation=1, eval_micro_batch=8)
-        assert isinstance(config.algorithm, GRPOConfig)
-        return steps_of_rollouts(config, config.algorithm, batch, None, [])
+def test_what_vllm_cannot_take_is_refused_before_any_process() -> None:
+    def check(generator: dict[str, Any], **sections: Any) -> None:
+        algorithm = {"kind": "grpo", "group_size": 4, "generator": {"kind": "vllm", **generator}}
+        values = {"data": {"train": [{"kind": "file", "path": "rows.jsonl"}]}, "algorithm": algorithm, "strategy": "ddp", **sections}
+        config = Config.model_validate(values)
+        check_rules(Case(config, config.strategy.mesh(2), "cuda", "bf16", None))
 
-    assert steps() == steps(adapter="lora", generator={"weights": "none"}) == 3
+    server, shape = {"url": "http://a"}, {"layers": 1, "hidden": 8, "heads": 2, "vocabulary": 16}
+    check(server)
+    check({**server, "weights": "none"}, adapter="lora")
+    check(server, model={"shape": shape})
     with pytest.raises(PlanError, match=r"vLLM is handed whole weights.*generator=hf, or adapter=none"):
-        steps(adapter="lora")
+        check(server, adapter="lora")
+    with pytest.raises(PlanError, match=r"its engine starts from a model's files.*set model.id"):
+        check({}, model={"shape": shape})
 
 
 class FakeLLM:
@@ -261,5 +261,3 @@ def test_an_engine_in_the_rank_is_asked_the_same(folder: Path, monkeypatch: pyte
     assert llm.calls[1:] == [("reload_weights", ["a", "b"]), ("reset_prefix_cache", None)]
     with pytest.raises(PlanError, match="positions"):
         made.generate([Request([5] * 61, (0, 0))], 0)
-    with pytest.raises(PlanError, match="this one has none"):
-        generator(config, tiny_tokenizer(), 7, None, lambda: None)
