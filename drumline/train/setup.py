@@ -106,6 +106,8 @@ def _require_runs(plan: Plan, hf_config: Any) -> None:
     config, own = plan.config, [role for role in plan.roles.values() if role.model != plan.config.model]
     wanted = [(hf_config, config.head), *((models.load_config(role.model_path, role.model), role.head) for role in own)]
     for described, head in wanted:
+        if head not in LM and plan.engine != "pipeline":
+            continue
         model = models.on_meta(described, head)
         if head in LM:
             require_next_token(model, "cpu", config.packs)
