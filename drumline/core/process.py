@@ -161,8 +161,8 @@ def tied(module: str, *arguments: str) -> list[str]:
 
 
 class Early(subprocess.Popen[bytes]):
-    """A module in a process that dies with this one: it imports `imported`, then waits to be told its arguments, its environment and the
-    files for its output. `arguments` are what they will begin with, for who looks at the processes. It ends if it is told nothing."""
+    """A module in a process that dies with this one: it imports `imported`, then waits for its arguments, its environment and the files for
+    its output. `arguments` are what they will begin with, for who looks at the processes. It ends if this process closes its stdin."""
 
     def __init__(self, imported: str, module: str, *arguments: str, env: Mapping[str, str]) -> None:
         command = [sys.executable, *tied("--early", imported, module, *arguments)]
@@ -171,11 +171,11 @@ class Early(subprocess.Popen[bytes]):
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
         """Have it go on as `command` (an interpreter and what `tied` gave). False where it has ended."""
-        told = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
+        message = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
         assert self.stdin is not None
         try:
             with self.stdin:
-                self.stdin.write(json.dumps(told).encode())
+                self.stdin.write(json.dumps(message).encode())
         except BrokenPipeError:
             return False
         return self.poll() is None
@@ -186,14 +186,14 @@ def _wait(imported: str) -> None:
     with uncollected():
         importlib.import_module(imported)
         gc.freeze()
-    told = json.loads(sys.stdin.buffer.read() or sys.exit())
-    for number, path in enumerate(told["streams"]):
-        opened = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
-        os.dup2(opened, number)
-        os.close(opened)
+    message = json.loads(sys.stdin.buffer.read() or sys.exit())
+    for number, path in enumerate(message["streams"]):
+        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
     os.environ.clear()
-    os.environ.update(told["env"])
-    sys.argv = told["arguments"]
+    os.environ.update(message["env"])
+    sys.argv = message["arguments"]
 
 
 @contextmanager

@@ -100,8 +100,7 @@ def export(
             model.save_pretrained(temporary)
         if value:
             save_file(value, temporary / VALUE_FILE)
-        origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
-        (temporary / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
+        _save_origin(temporary, run_dir, checkpoint, step, dtype)
         progress("export", 2, 4)
         expected = _logits(model.float(), plan)
         del model, trainable  # so that the host has only one of the two models in memory
@@ -113,6 +112,11 @@ def export(
         take_name(temporary, to, temporary.with_name(f"{temporary.name}-old"))
     progress("export", 4, 4)
     return ExportResult(to, step, time.time() - began, difference)
+
+
+def _save_origin(folder: Path, run_dir: Path, checkpoint: Path, step: int, dtype: str) -> None:
+    origin = {"drumline": __version__, "run": str(run_dir), "checkpoint": checkpoint.name, "step": step, "dtype": dtype}
+    (folder / PROVENANCE).write_text(json.dumps(origin, indent=2) + "\n")
 
 
 def read_run(run_dir: Path, trust: bool = False) -> tuple[Any, Any, Path]:

@@ -85,6 +85,7 @@ def test_the_largest_by_doubling_and_halving() -> None:
             assert found == max((n for n in range(1, last + 1, 3) if n <= limit), default=None)
 
 
+@pytest.mark.slow
 def test_the_longest_row_of_each_family() -> None:
     asked = question("8b", "4xa100-80g")
     found = max_length(asked)

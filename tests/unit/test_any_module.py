@@ -271,6 +271,7 @@ def by_hand_norm(engine: OpenEngine) -> float:
     return float(engine.grad_norm())
 
 
+@pytest.mark.slow
 def test_no_transformers_on_the_way() -> None:
     code = "import sys; import drumline.strategies.build, drumline.parallel.native; print([n for n in sys.modules if n == 'transformers'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=ENV)

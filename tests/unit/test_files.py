@@ -51,6 +51,7 @@ def test_folders_take_their_names(tmp_path: Path) -> None:
     assert (final / "x").read_text() == "third" and [each.name for each in tmp_path.iterdir()] == ["final"]
 
 
+@pytest.mark.slow
 def test_nobody_else_renames() -> None:
     """A temporary file or folder that takes its name is made here alone."""
     found = set()
@@ -62,6 +63,7 @@ def test_nobody_else_renames() -> None:
     assert found == RENAME
 
 
+@pytest.mark.slow
 def test_nobody_else_starts_processes() -> None:
     """What starts one imports these; torch's agent, which starts ranks, gets its command from core.process."""
     found = set()

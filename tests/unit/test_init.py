@@ -64,6 +64,7 @@ def test_init_looks_at_the_data(run: Run, model: Path, tmp_path: Path) -> None:
     assert code == 0 and "not here yet" in out and init_lines((tmp_path / "later.yaml").read_text())["data"]["holdout"] > 0
 
 
+@pytest.mark.slow
 def test_init_says_what_is_to_be_installed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "bitsandbytes" else there(name, *more))

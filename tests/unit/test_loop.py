@@ -138,6 +138,7 @@ def test_stop_by_policy(tmp_path: Path, health: dict[str, Any], events: int, log
     assert not of(said, "save") and float(engine.weight) == 0.0
 
 
+@pytest.mark.slow
 def test_what_is_saved_between_logged_steps_knows_of_its_skips(tmp_path: Path) -> None:
     """A step's figures are read one step later, but before its state is saved."""
     built, said = loop(

@@ -161,6 +161,7 @@ def test_an_older_export_is_replaced_and_nothing_else(run: Path, tmp_path: Path)
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_folder_that_reads_back_otherwise_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     export(run, out, 1)

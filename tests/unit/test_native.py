@@ -145,6 +145,7 @@ def test_an_overflow_forgets_the_gradient_and_lowers_the_fp16_scale(model_dir: P
     assert all(p.grad is None for p in made.named.values())
 
 
+@pytest.mark.slow
 def test_checkpoint_tensors_are_canonical_and_live(model_dir: Path) -> None:
     made = engine(model_dir, compile={"enabled": True})
     names = set(made.tensors())

@@ -50,6 +50,7 @@ def test_the_table_fits_the_terminal_and_cuts_no_word(run: Run, columns: int) ->
     assert "id: meta-llama/Llama-3.1-8B" in acted_on and "strategy:" in acted_on and "micro_batch:" in acted_on
 
 
+@pytest.mark.slow
 def test_top(run: Run) -> None:
     _, out, _ = run("plan", *LORA, "--top", 2)
     assert re.search(r"^2 ", out, re.M) and not re.search(r"^3 ", out, re.M)
@@ -173,6 +174,7 @@ def test_every_key_of_the_json_is_documented(run: Run) -> None:
     assert made["version"] == 1 and keys(made) - known == set()
 
 
+@pytest.mark.slow
 def test_explain_says_where_numbers_come_from(run: Run) -> None:
     answer = json.loads(run("plan", *EIGHT_B, "--json")[1])
     first, zero2 = answer["ranked"][0], next(r for r in answer["refused"] if r["name"] == "zero2")

@@ -96,6 +96,7 @@ def test_a_package_s_model_and_launcher_train_and_go_on(installed: None, tmp_pat
     assert module[0].weight.shape == (8, 4)
 
 
+@pytest.mark.slow
 def test_commands_know_of_them(installed: None) -> None:
     assert "models of installed packages: small_mlp (drumline-debug 1.0)" in as_text("cpu")
     assert "launchers of installed packages: inline (drumline-debug 1.0)" in as_text("cpu")

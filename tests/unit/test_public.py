@@ -28,6 +28,7 @@ def test_importing_it_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_plan() -> None:
     found = drumline.plan(model="llama-3.1-8b", cluster="4x4090", length=1024, adapter="lora")
     best = found.best

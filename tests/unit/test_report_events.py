@@ -18,6 +18,7 @@ from drumline.telemetry.events import KINDS, Eval, Event, EventLog, Preempt, Ste
 PACKAGE = Path(__file__).parents[2] / "drumline"
 
 
+@pytest.mark.slow
 def test_every_kind_is_made_somewhere() -> None:
     """What is not made with all its fields and no other mypy finds."""
     made = {

@@ -147,6 +147,7 @@ def test_what_the_user_says_is_held() -> None:
     assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
 
 
+@pytest.mark.slow
 def test_strategies_that_are_tried_by_name_only() -> None:
     by_name = ("dp", "local_sgd", "diloco", "model_parallel")
     assert not {way.family for way in search_space(s.AutoStrategy(), question("1b", "8xa100-80g").cluster, facts("1b"))} & set(by_name)
@@ -175,6 +176,7 @@ def test_a_family_is_refused_in_the_words_of_its_rule(asked: Callable[[], Questi
     assert words in refused(search(asked()))[family]
 
 
+@pytest.mark.slow
 def test_every_family_has_an_answer() -> None:
     asked = question("1b", {"device": "a100-80g", "per_node": 8, "nodes": 2}, batch=BATCH)
     answer = search(asked)

@@ -37,12 +37,14 @@ algorithm.rollout is None
 """
 
 
+@pytest.mark.slow
 def test_algorithms_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(AlgorithmSpec)  # imports them all
     found = asked(AlgorithmSpec, ("algorithms/", "core/registry.py"))
     assert len(found) <= 5, found
 
 
+@pytest.mark.slow
 def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(StrategySpec)
     found = asked(StrategySpec, ("strategies/", "core/registry.py"))

@@ -127,6 +127,7 @@ def test_a_server_that_is_not_there_or_is_no_vllm_is_one_line(server: StubServer
             client(server)
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_in_a_rollout_is_one_line(server: StubServer) -> None:
     made = client(server, batch=2)
     made.generate(requests()[:1], 0)
