@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ENV, ROOT, write_config
 from tests.tiny import tiny_model_dir
 
@@ -20,6 +22,7 @@ def test_deepspeed_configs_are_the_examples() -> None:
     assert files == sorted(path.name for path in (ROOT / "examples" / "deepspeed").iterdir()) and "zero3_offload.json" in files
 
 
+@pytest.mark.full
 def test_scripts_of_guides(tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir(tmp_path / "model"))
     prepared = run(sys.executable, ROOT / "scripts" / "prepare_datasets.py", "--config", config, cwd=tmp_path)

@@ -34,6 +34,7 @@ class Case:
     sections: dict[str, Any]
     rows: tuple[str, ...] = ()
     architecture: str = "llama"  # or one of tests.tiny.ARCHITECTURES
+    kin: str = ""  # the case whose work this does with another loss: it meets one engine, or none, where that one meets all
 
 
 def engine_of(row: Row) -> str:
@@ -52,9 +53,9 @@ def group_of(row: Row) -> str:
 
 
 def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
-    """Names of pairs in which each case meets every engine that it is asked of, and each row two cases (or all it has): greedily, the
-    pair that gives most first. `pytest --full` runs the rest."""
-    lacking: dict[Any, int] = {(case.name, engine_of(row)): 1 for row, case in pairs}
+    """Names of pairs in which each case meets every engine that it is asked of, those with a `kin` one, and each row two cases (or all it
+    has): greedily, the pair that gives most first. `pytest --full` runs the rest."""
+    lacking: dict[Any, int] = {(case.name, engine_of(row)): int(not case.kin or engine_of(row) == ENGINE_OF_KIN) for row, case in pairs}
     for row, _ in pairs:
         lacking[row.name] = min(2, sum(other is row for other, _ in pairs))
     chosen: list[tuple[Row, Case]] = []
@@ -69,6 +70,7 @@ def covering(pairs: list[tuple[Row, Case]]) -> set[tuple[str, str]]:
     return {(row.name, case.name) for row, case in chosen}
 
 
+ENGINE_OF_KIN = "ddp"
 # ZeRO 3 that keeps no small parameter whole: by default all of a tiny model are small.
 CUT = {"kind": "zero3", "options": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
 # What rows are held against, by the layers of the model.
@@ -275,7 +277,10 @@ SORTS = ("one process, accumulation 4", "ddp 2, accumulation 4", "fsdp2 2", "tp 
 OF_PAIRS = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm")
 CASES += [
     Case(
-        "orpo", {"algorithm": {"kind": "orpo", "loss_chunk": 32}, **TWO_STEPS}, rows=(*SORTS, "zero3 2, nothing kept whole, accumulation 4")
+        "orpo",
+        {"algorithm": {"kind": "orpo", "loss_chunk": 32}, **TWO_STEPS},
+        rows=(*SORTS, "zero3 2, nothing kept whole, accumulation 4"),
+        kin="dpo",
     ),
     Case("kto, a plug-in", {"algorithm": {"kind": KTO, "loss_chunk": 32}, **TWO_STEPS}, rows=SPREADS),
     Case(
@@ -283,7 +288,7 @@ CASES += [
         {"algorithm": {"kind": KTO, "loss_chunk": 32}, "adapter": {"kind": "lora", "r": 4}, **NO_SIGNS},
         rows=("ddp 2, accumulation 4", "pp 2, interleaved"),
     ),
-    Case("simpo", {"algorithm": {"kind": "simpo", "loss_chunk": 32, "label_smoothing": 0.1}, **TWO_STEPS}, rows=SORTS),
+    Case("simpo", {"algorithm": {"kind": "simpo", "loss_chunk": 32, "label_smoothing": 0.1}, **TWO_STEPS}, rows=SORTS, kin="dpo"),
     Case(
         "dpo, aot",
         {"algorithm": {"kind": "dpo", "loss_chunk": 32, "loss_weights": {"aot": 1.0, "aot_unpaired": 0.5}}, **TWO_STEPS},

@@ -34,8 +34,13 @@ def last_step(degrees: dict[str, int], devices: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("degrees", "data_ranks", "devices"),
-    [({"cp": 2}, 1, 1), ({"tp": 2}, 1, 1), ({"pp": 2}, 1, 1), ({"replicate": 2}, 2, 1), ({"replicate": 2}, 2, 4)],
-    ids=["cp", "tp", "pp", "ddp", "four devices a process"],
+    [
+        pytest.param({"cp": 2}, 1, 1, id="cp"),
+        pytest.param({"tp": 2}, 1, 1, id="tp", marks=pytest.mark.full),
+        pytest.param({"pp": 2}, 1, 1, id="pp", marks=pytest.mark.full),
+        pytest.param({"replicate": 2}, 2, 1, id="ddp", marks=pytest.mark.full),
+        pytest.param({"replicate": 2}, 2, 4, id="four devices a process"),
+    ],
 )
 def test_tokens_are_counted_once_and_mfu_over_all_devices(degrees: dict[str, int], data_ranks: int, devices: int) -> None:
     events = run(2, last_step, degrees, devices)

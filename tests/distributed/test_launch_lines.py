@@ -86,11 +86,9 @@ def own(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, flo
     return losses(run)
 
 
-# torchrun has tests of its own, and what each launcher sets is joined in test_launch_join: the other lines run with --full.
-KEPT = "accelerate launch, FSDP"
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == KEPT else pytest.mark.full) for name in LINES])
+# torchrun has tests of its own, and what each launcher sets is joined in test_launch_join.
+@pytest.mark.full
+@pytest.mark.parametrize("name", LINES)
 def test_a_launch_line(name: str, config: Path, own: dict[int, float], tmp_path: Path) -> None:
     line, strategy = LINES[name]
     for tool in ("deepspeed", "accelerate"):

@@ -65,7 +65,7 @@ NAMES = list(SPREADS)
 SOME = [(a, NAMES[(index + away) % len(NAMES)]) for index, a in enumerate(NAMES) for away in (1, 3)]
 PAIRS = [*SOME, *LORA_PAIRS, *PIPELINE_PAIRS, *ZERO_PAIRS]
 # Both ways between the same two, or between degrees that others cover: with --full alone.
-AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)][1::2]
+AGAIN = [(a, b) for a, b in SOME if NAMES.index(b) != (NAMES.index(a) + 1) % len(NAMES)]
 AGAIN += [("ddp 2 x pp 2", "fsdp2 2 x tp 2"), ("pp 2", "ddp 2 x pp 2"), ("zero3 2", "zero3 4"), ("zero1 2", "single"), ("zero2 2", "ddp 2")]
 REST = [(a, b) for a in SPREADS for b in SPREADS if a != b and (a, b) not in SOME]
 

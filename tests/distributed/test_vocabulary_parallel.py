@@ -73,6 +73,7 @@ def worker(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_as_over_the_whole_head() -> None:
     port = free_port()
     try:

@@ -148,6 +148,7 @@ def test_bf16_keeps_the_masters_it_was_given(model_dir: Path, kind: str) -> None
     assert steps(other, 1)[0] == pytest.approx(steps(made, 1)[0], rel=1e-6)
 
 
+@pytest.mark.full
 def test_compiled_blocks(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=1)
     made, reference = engine(model, "zero2", compile={"enabled": True}), engine(model, "single")

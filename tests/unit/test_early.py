@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,8 +80,10 @@ def test_they_are_there_before_the_plan_and_gone_where_there_is_none(tmp_path: P
     seen: list[psutil.Process] = []
 
     def refuse(request: Request, **options: Any) -> None:
-        seen.extend(psutil.Process().children())
-        assert any(str(tmp_path / "run" / "plan.json") in child.cmdline() for child in seen)
+        deadline = time.monotonic() + 30  # a process that was just started has no command line for a moment
+        while not any(str(tmp_path / "run" / "plan.json") in child.cmdline() for child in seen):
+            assert time.monotonic() < deadline
+            seen[:] = psutil.Process().children()
         raise PlanError("no such plan", where="strategy", fix="take another")
 
     monkeypatch.setattr("drumline.train.setup.make_plan", refuse)

@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2, bf16": {"strategy": "fsdp2", "precision": "bf16"},
 }
 
-# One of each: packs, an adapter under recomputation, pairs, weights that are gathered. `--full` has the rest.
-KEPT = ("packs", "LoRA, full recomputation, bf16", "pairs", "fsdp2, bf16")
+# Pairs of rows, and weights that are gathered. `--full` has the rest.
+KEPT = ("pairs", "fsdp2, bf16")
 ONE = {"global_samples": 2, "micro_batch": 2}
 
 Made = Callable[[str], tuple[Plan, ModelFacts]]
