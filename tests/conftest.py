@@ -10,8 +10,9 @@ import pytest
 
 from tests.harness import ENV
 
-# What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone.
-os.environ["PYTHONPATH"] = ENV["PYTHONPATH"]
+# What a test does in process may start processes, too: of rewards, which find `tests.harness:letters` by this alone. One thread, set
+# before torch is imported: two workers with a thread a core each would wait for each other.
+os.environ.update({name: ENV[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in ENV})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -66,6 +66,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, t
     return {name: [tensors for path, _, tensors in by_plan if path == mine] for name, mine in paths.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", THREE)
 def test_eight_ranks_hold_the_model_between_them(held: dict[str, Any], name: str) -> None:
     ranks, copies = held[name], THREE[name][1]

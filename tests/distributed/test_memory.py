@@ -134,7 +134,13 @@ SCORES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "sections"),
-    [("gpt2", {}), pytest.param("gpt2", FULL, marks=AGAIN), pytest.param("gpt2", LOW, marks=AGAIN), ("gemma2", LOW), ("qwen2", {})],
+    [
+        pytest.param("gpt2", {}, marks=AGAIN),
+        pytest.param("gpt2", FULL, marks=AGAIN),
+        pytest.param("gpt2", LOW, marks=AGAIN),
+        ("gemma2", LOW),
+        ("qwen2", {}),
+    ],
 )
 def test_scores_that_are_kept_count(tmp_path: Path, kind: str, sections: dict[str, Any]) -> None:
     tokenizer = tiny_tokenizer()

@@ -18,6 +18,7 @@ from tests.tiny import tiny_model_dir
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_it_is_installed_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     shutil.copytree(ROOT / "examples" / "plugins" / "sqlite", source)

@@ -75,6 +75,7 @@ def told(runs: Path, name: str, kind: str = "rollout") -> list[dict[str, Any]]:
     return events(runs / name / "run", kind)
 
 
+@pytest.mark.full
 def test_dynamic_sampling_passes_over_groups_that_are_alike(runs: Path) -> None:
     alike, dynamic = told(runs, "alike"), told(runs, "dynamic")
     assert any(event["groups_differ"] < 1 for event in alike) and all(event["drawn"] == 4 for event in alike)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU a part takes nine minutes: `make gpu`")
 
-PARTS = [("tests", "losses"), ("memory", "losses"), pytest.param("speed", "SFT", marks=pytest.mark.full)]
+PARTS = [("tests", "losses"), *(pytest.param(*part, marks=pytest.mark.full) for part in (("memory", "losses"), ("speed", "SFT")))]
 
 
 @NO_GPU

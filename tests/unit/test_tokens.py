@@ -12,6 +12,7 @@ from drumline.models.head import Outputs
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 def test_exact_match_counts_whole_answers() -> None:
     # Two rows. Row 0: documents [0..2] and [3..4]; row 1: one document, and a tail that carries no loss.
     targets = torch.tensor([[-100, 1, 2, 3, -100], [4, -100, 1, -100, -100]])
