@@ -83,7 +83,8 @@ def test_a_step_gives_back_what_it_took(told: dict[str, Any], name: str) -> None
         assert told[name][0]["base"] >= sum(told[name][0]["held"]) and 0 <= told[name][0]["peaks"]["step"] - told[name][0]["base"] < 64
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full if name in ("cp", "tp") else []) for name in CUTS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CUTS)
 def test_a_trace_of_one_rank_is_what_lives_on_it(told: dict[str, Any], name: str) -> None:
     """All layers, traced in a child without other ranks, against the first of two real ones: to 2%."""
     plan = Plan.load(told["plans"][name])
