@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from drumline.core.config import LoRAConfig
+if TYPE_CHECKING:
+    from drumline.core.config import LoRAConfig
 
 # The words of transformers' tensor-parallel plans that parallel.tensor_parallel knows; the others are of mixtures of experts.
 ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")

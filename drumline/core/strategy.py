@@ -5,22 +5,26 @@ Each answer has a default, that of copies of the model on all ranks, so that a s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
+from drumline.core.cost import Buffers, Copied, Host, State, Volume, copies_buffers, native_state, send_gradients, send_norm
+from drumline.core.estimate import Activations
 from drumline.core.mesh import Mesh
 from drumline.core.registry import Registered, Spec
 from drumline.core.rule import Rule
 from drumline.core.section import KIND_ALONE, MOST_STEPS, Section
+from drumline.core.weights import Part
 from drumline.errors import PlanError
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
     from drumline.core.facts import ModelFacts
-    from drumline.core.plan import BatchPlan, Plan
+    from drumline.core.plan import BatchPlan, Layout, Plan
 
 Engine = Literal["native", "pipeline", "deepspeed"]
 DataParallel = Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"]
@@ -98,6 +102,7 @@ class StrategySpec(Spec):
     in_step: ClassVar[bool] = False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
     takes_packed: ClassVar[bool] = False  # without tp, cp and pp: goes with QLoRA's packed weights
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
+    keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
     reserve: ClassVar[float] = 1.08  # what CUDA's allocator reserves for each byte of tensors (docs/planning.md, "Constants")
     rules: ClassVar[tuple[Rule, ...]] = ()
 
@@ -212,15 +217,41 @@ class StrategySpec(Spec):
         """(how much changes, strategy): what takes the same steps with less on each rank. `is_shared`: more than one rank does the work."""
         return []
 
-    # ----------------------------------------------------------------------------------------------------------------- cost
+    # ------------------------------------------------------------------- cost: pure; that of copies of the model (core.cost)
 
     def outer_bytes(self) -> int:
         """Bytes for each trainable parameter that its own optimizer keeps, besides the run's."""
         return 0
 
-    def early_gradients(self, gradients: int, precision: Precision) -> int:
-        """Of these bytes of gradients those that are there before backward, whatever the accumulation."""
-        return 0
+    def shards(self, mesh: Mesh) -> int:
+        """Parts that each weight is cut into, besides tensor parallelism."""
+        return 1
+
+    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
+        """What a rank with this part of the model holds between steps."""
+        return native_state(layout, facts, mine)
+
+    def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
+        """What it holds besides `state` and activations. `kept`: a trace knows the copies that autocast makes, which depend on the model's
+        own code."""
+        return copies_buffers(layout, facts, mine, state, kept)
+
+    def host(self, layout: Layout, facts: ModelFacts, between: int) -> Host:
+        """What a rank holds in host memory, where its states take `between` bytes of it. Native engines read each rank's part onto the
+        device, and copy a checkpoint that is written in the background."""
+        return Host(between, between, 0, int(layout.config.checkpoint.asynchronous))
+
+    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+        """Add what weights and gradients send in the step after `step` steps; None: the mean of a long run. `has`: see cut_weights."""
+        send_gradients(volume, layout, facts, has, step)
+
+    def send_norm(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str]) -> None:
+        """Add what the gradient norm sends."""
+        send_norm(volume, layout, has)
+
+    def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
+        """What offloading copies in a step. `trainable`: parameters that a rank updates."""
+        return Copied(0.0, 0.0)
 
     def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
         """For a strategy that exchanges weights now and then, not gradients each step: by which collective, and in how much of the step

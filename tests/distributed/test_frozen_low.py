@@ -13,7 +13,7 @@ import pytest
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
-from drumline.planner.cost.states import part_of, state_of
+from drumline.planner.cost.memory import stage_of, state_of
 from drumline.planner.cost.traffic import flows
 from drumline.telemetry.events import last_measurement, read
 from drumline.train.setup import Request, claim_run_dir, make_plan
@@ -92,8 +92,7 @@ def test_numbers_are_near_and_bytes_as_planned(runs: dict[str, Path], name: str)
     facts = models.facts(hf, config.data.max_length, config.adapter, config.head, config.model.freeze)
     measured = last_measurement(read(runs[name] / "events.jsonl"))
     assert measured is not None
-    layers = plan.pipeline.layers if plan.pipeline else ()
-    states = [state_of(plan, facts, part_of(facts, layers, plan.mesh.pp, stage)) for stage in range(plan.mesh.pp)]
+    states = [state_of(plan, facts, stage_of(plan, facts, stage)) for stage in range(plan.mesh.pp)]
     assert max(measured.by_rank["parameters"]) == max(state.parameters for state in states)
     if plan.engine == "native" and plan.mesh.cp * plan.mesh.tp == 1 and plan.data_parallel in ("ddp", "fsdp2"):
         assert mine[-1]["sent_bytes"] == pytest.approx(flows(plan, facts, step=4).traffic().total, rel=1e-6, abs=1)

@@ -16,8 +16,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.models import load as models
-from drumline.planner.cost.memory import memory, of_rank
-from drumline.planner.cost.states import part_of, state_of
+from drumline.planner.cost.memory import memory, of_rank, stage_of, state_of
 from drumline.train.setup import Request, claim_run_dir, make_plan
 from tests.distributed.memory_worker import measure
 from tests.distributed.ranks import run_module
@@ -97,9 +96,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
 @pytest.mark.parametrize("name", ROWS)
 def test_what_lies_between_steps_is_exact(measured: dict[str, Measured], name: str) -> None:
     plan, facts, ranks = measured[name]
-    layers = plan.pipeline.layers if plan.pipeline else ()
     for stage in range(plan.mesh.pp):
-        state = state_of(plan, facts, part_of(facts, layers, plan.mesh.pp, stage))
+        state = state_of(plan, facts, stage_of(plan, facts, stage))
         there = [ranks[rank]["held"] for rank in range(plan.mesh.world_size) if plan.mesh.place(rank)["pp"] == stage]
         assert [state.parameters, state.gradients, state.optimizer] == [max(column) for column in zip(*there, strict=True)]
 

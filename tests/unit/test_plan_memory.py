@@ -14,10 +14,10 @@ from drumline.core.estimate import Memory
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.core.stages import plan_pipeline
+from drumline.core.weights import Part, part, rank_params
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import flying, host_memory, memory
-from drumline.planner.cost.states import Part, part, rank_params
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from drumline.core.config import LoRAConfig
+from drumline.core.cost import Kind, kind_of
 from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import Layout
 
-# fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
-Kind = Literal["fp32", "autocast", "low"]
 EXPERTS = 8  # of a mixture, those that a token is taken to go through; their number is in the config alone
 PYTHON_GELU = {"NewGELUActivation", "GELUActivation", "FastGELUActivation", "QuickGELUActivation"}
 
@@ -88,13 +87,6 @@ def _sides(weight: Weight) -> tuple[int, int]:
 
 def _stem(name: str) -> str:
     return name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
-
-
-def kind_of(layout: Layout) -> Kind:
-    if layout.precision == "fp32":
-        return "fp32"
-    casts = layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
-    return "low" if casts or layout.data_parallel == "zero" else "autocast"
 
 
 def formula(layout: Layout, facts: ModelFacts) -> Activations:

@@ -1,10 +1,10 @@
 """Bytes on a device, by category: the peak is the largest of its phases, not the sum of all there is (reference: ZeRO, Rajbhandari et al.
 2020, for states; Korthikanti et al. 2022 for activations). Pure.
 
-states.native_state, zero_state              ──▶ what lies between steps, exact
+the strategy's state                         ──▶ what lies between steps, exact
+the strategy's buffers                       ──▶ gathered weights, buckets, copies
 activations.formula (or a trace), head_bytes ──▶ what forward leaves for backward
-buffers.buffers_of                           ──▶ gathered weights, buckets, copies
-buffers.auxiliary_of                         ──▶ auxiliary models, rollouts
+auxiliary_of                                 ──▶ auxiliary models, rollouts
 host_memory                                  ──▶ bytes of a host: while weights are loaded, while it trains, saves, exports
 """
 
@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of, slots
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
-from drumline.core.rollouts import VLLMGenerator
+from drumline.core.rollouts import ContinuousGenerator, VLLMGenerator
+from drumline.core.rule import plain
+from drumline.core.weights import Part, end_weights, ends, part, part_of, rank_params
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.activations import formula, head_bytes, kind_of, tower_bytes
-from drumline.planner.cost.buffers import Buffers, auxiliary_of, buffers_of
-from drumline.planner.cost.states import FULL, LOW, Part, State, end_weights, ends, flattened, largest_block, part, part_of, slots, state_of
+from drumline.planner.cost.activations import block_of, formula, head_bytes, tower_bytes
 
 CONTEXT = 2**29  # bytes of CUDA's context and its kernels (docs/planning.md, "Constants")
 GROUP = 600_000_000  # bytes of one NCCL communicator, 0.5 to 0.7 GB there
@@ -49,18 +50,28 @@ def _sampler(layout: Layout, cluster: Cluster) -> int:
 def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
     """Ranks of a pipeline that may be the fullest: both ends, and of those between the one that most blocks wait on."""
     ranks = layout.mesh.pp
-    if layout.pipeline is None or ranks <= 3:
+    if ranks <= 3:
         return list(range(ranks))
-    layers = layout.pipeline.layers
-    return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, part_of(facts, layers, ranks, r).blocks)[0]), ranks - 1]
+    return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, stage_of(layout, facts, r).blocks)[0]), ranks - 1]
+
+
+def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:
+    """The part of the model on rank `rank` of the pipeline; without one, all of it."""
+    return part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
+
+
+def state_of(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """What a rank with this part of the model holds between steps."""
+    state = layout.strategy.state(layout, facts, mine)
+    return state if layout.device == "cuda" else state.here()
 
 
 def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, rank: int, engine: int = 0) -> Memory:
     """Bytes of a rank of stage `rank` of the pipeline. `engine`: of a sampler beside the model."""
-    mine = part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, rank)
+    mine = stage_of(layout, facts, rank)
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
-    phases = _phases(layout, facts, mine, rank, state, buffers_of(layout, facts, mine, kept), kept)
+    phases = _phases(layout, facts, mine, rank, state, layout.strategy.buffers(layout, facts, mine, state, kept), kept)
     phases["rollout"] = Phase(0.0, other.rollout, 0.0, 0.0)
     beside = other.copy + engine
     base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
@@ -126,7 +137,8 @@ def _phases(
         running, returning = tokens * kept.live_forward, tokens * kept.live_backward
         ends = tokens * kept.saved_ends
         head, tail, left = _head(layout, facts, mine, tokens, kept)
-    every, there = state.gradients, _early(layout, state)
+    accumulates = layout.batch.accumulation > 1 and not (layout.pipeline and layout.pipeline.schedule == "gpipe")
+    every, there = state.gradients, state.gradients if accumulates else buffers.early
     if layout.pipeline and number == layout.batch.accumulation > 1:
         # All are forward before the first is backward: once a gradient is there, one of them is gone.
         there = max(0, every - math.ceil(tokens * kept.saved_block * in_flight / number))
@@ -173,14 +185,6 @@ def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Ac
     return head_bytes(kind_of(layout), rows, facts.hidden, chunk, tokens, any(w.trainable for w in head))
 
 
-def _early(layout: Layout, state: State) -> int:
-    """Gradients that are there before backward: DDP's buckets and ZeRO's buffers, and those of the micro-batches before."""
-    schedule = layout.pipeline.schedule if layout.pipeline else None
-    accumulates = layout.batch.accumulation > 1 and schedule != "gpipe"
-    buckets = layout.data_parallel == "ddp" and layout.engine == "native" and layout.mesh.tp == 1
-    return state.gradients if accumulates or buckets else layout.strategy.early_gradients(state.gradients, layout.precision)
-
-
 def flying(layout: Layout, rank: int, blocks: int) -> tuple[float, int]:
     """(blocks, micro-batches) whose forward waits for its backward on a rank, at most: torch's schedules, Narayanan et al. 2021."""
     plan, ranks, number = layout.pipeline, layout.mesh.pp, layout.batch.accumulation
@@ -212,6 +216,79 @@ def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, numbe
     return hidden * (arriving * at_once * (1 if per_rank == 1 else 2) + number)
 
 
+# ----------------------------------------------------------------------------------------- auxiliary models and sampling
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    copy: int
+    rollout: float
+
+
+def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
+    """The auxiliary models and the sampling of stage `rank` of the pipeline."""
+    parameters = gradients = optimizer = 0
+    reference = layout.config.algorithm.reference_of(layout.config)
+    for name, role in layout.roles.items():
+        if (sizes := facts.roles.get(name)) is None:
+            continue
+        own, mine = layout.of_role(name), part_of(sizes, role.layers, layout.mesh.pp, rank)
+        if role.trainable:
+            state = state_of(own, sizes, mine)
+            parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
+        # A reference that answers before the first step is gone by the first gradients, which take as much.
+        elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
+            parameters += _frozen(layout, own, sizes, mine)
+    copy = WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0
+    return Auxiliary(parameters, gradients, optimizer, copy, _rollout(layout, facts))
+
+
+def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:
+    """Bytes of a frozen model's weights: matrices are in the type that it computes in (see strategies.build._frozen)."""
+    shards = own.strategy.shards(own.mesh)
+    has = rank_params(sizes, mine, own.mesh.tp, shards)
+    if own.strategy.offloads()[0] == "cpu" and layout.device == "cuda":
+        return 0
+    casts = own.strategy.gathered_in(own.precision, own.config.images_alone) is not None
+    if layout.precision == "fp32":
+        return FULL * has.entries
+    if layout.strategy.keeps_low and not casts:
+        return LOW * has.entries
+    in_blocks = has.matrices - ends(sizes, mine, own.mesh.tp, shards).matrices
+    return FULL * has.entries - (FULL - LOW) * (has.matrices if casts else in_blocks)
+
+
+def samples_copy(layout: Layout) -> bool:
+    """Whether rollouts are sampled from a copy of the policy (rl.build): where the policy is sharded, and where its weights
+    are fp32 and continuous batching, which knows no autocast, shall compute in less."""
+    algorithm, mesh = layout.config.algorithm.rollout, layout.mesh
+    if algorithm is None or isinstance(algorithm.generator, VLLMGenerator):
+        return False
+    whole = layout.strategy.whole_weights and plain(mesh)
+    return not whole or (isinstance(algorithm.generator, ContinuousGenerator) and layout.precision != "fp32")
+
+
+def _rollout(layout: Layout, facts: ModelFacts) -> float:
+    """Keys and values of all sequences that are sampled side by side, and logits of their last tokens."""
+    algorithm = layout.config.algorithm.rollout
+    if algorithm is None:
+        return 0.0
+    generator, width = algorithm.generator, WIDTH[layout.precision]
+    if isinstance(generator, VLLMGenerator):
+        return 0.0
+    sequences = min(generator.batch, math.ceil(algorithm.minibatches * layout.batch.global_samples / layout.mesh.world_size))
+    cache = 2.0 * facts.layers * block_of(facts).keys * width * layout.length * sequences
+    logits = 3.0 * FULL * sequences * facts.vocab_size
+    # The prompts' own forward, whose activations nobody keeps.
+    prompt = sequences * max(1, layout.length - generator.max_new_tokens) * formula(layout, facts).live_forward
+    return cache + logits + prompt
+
+
 # -------------------------------------------------------------------------------------------------------------- the host
 
 WINDOW = 2**30  # most of a file that is read through while weights are loaded; pages that can be given back
@@ -219,52 +296,16 @@ WINDOW = 2**30  # most of a file that is read through while weights are loaded; 
 
 def host_memory(layout: Layout, facts: ModelFacts, cluster: Cluster, peak: int) -> HostMemory:
     """Bytes of one host with all of its ranks. `peak`: of the fullest one's tensors (memory.memory), which on a CPU are part of it."""
-    ranks, zero = max(1, min(cluster.per_node, layout.mesh.world_size)), layout.data_parallel == "zero"
-    state = state_of(layout, facts, part_of(facts, layout.pipeline.layers if layout.pipeline else (), layout.mesh.pp, 0))
-    if layout.device == "cpu":
-        between, train = state.device, peak
-    else:
-        between = train = state.host + (_pinned(layout, facts) if zero else 0)
-    loading = _handed_over(layout, facts, between) if zero else between  # native engines read each rank's part onto the device
+    ranks = max(1, min(cluster.per_node, layout.mesh.world_size))
+    state = state_of(layout, facts, stage_of(layout, facts, 0))
+    own = layout.strategy.host(layout, facts, state.device if layout.device == "cpu" else state.host)
     weights = FULL * facts.parameters
-    # Rank 0 builds the whole model in fp32, adapters merged. What native engines held is gone by then; DeepSpeed keeps it.
-    left = between if zero else 0
-    return HostMemory(
-        load=ranks * (loading + PROCESS) + min(WINDOW, weights),
-        train=ranks * (train + PROCESS),
-        save=ranks * (between + PROCESS + _saved(layout, facts)),
-        export=0 if layout.config.checkpoint.export == "none" else ranks * (left + PROCESS) + weights,
-    )
-
-
-def _handed_over(layout: Layout, facts: ModelFacts, between: int) -> int:
-    """Bytes of a rank while DeepSpeed is given the weights (strategies.zero.fill), and makes what it keeps (`between`): in stage 1 and 2
-    the whole model in fp32, at first with what it computes in beside it; in stage 3 a block so at a time, and fp32 values of its part."""
-    lower = layout.precision != "fp32"
-    low = LOW if lower else 0
-    if layout.strategy.whole_weights:
-        return FULL * facts.parameters + max(low * facts.parameters, between)
-    every = Part(((0, len(facts.block_weights)),))
-    piece = max(largest_block(facts, every).entries, ends(facts, every).entries) or facts.parameters
-    kept = FULL * flattened(facts, layout.mesh.world_size).pieces if lower else 0
-    return between + kept + (FULL + low) * piece
-
-
-def _pinned(layout: Layout, facts: ModelFacts) -> int:
-    """Bytes that DeepSpeed keeps on the host besides states, for offloading: the low weights that its step writes, and one gradient."""
-    optimizer, parameters = layout.strategy.offloads()
-    cut = flattened(facts, layout.mesh.world_size)
-    if optimizer == "none" and parameters == "none":
-        return 0
-    low = LOW if layout.precision != "fp32" else FULL
-    return low * (cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size) + low * cut.largest
-
-
-def _saved(layout: Layout, facts: ModelFacts) -> int:
-    """A rank's part of a checkpoint (fp32 weights and moments) in host memory: where it is written in the background it is copied first,
-    and DeepSpeed's is gathered there in any case."""
-    if not layout.config.checkpoint.asynchronous and layout.data_parallel != "zero":
-        return 0
     kept = (FULL * (1 + slots(layout.config.optimizer)) + layout.strategy.outer_bytes()) * facts.trainable
-    copies = 2 if layout.data_parallel == "zero" and layout.config.checkpoint.asynchronous else 1
-    return copies * -(-kept // layout.mesh.world_size)
+    saved = own.copies * -(-kept // layout.mesh.world_size)
+    return HostMemory(
+        load=ranks * (own.load + PROCESS) + min(WINDOW, weights),
+        train=ranks * ((peak if layout.device == "cpu" else own.between) + PROCESS),
+        save=ranks * (own.between + PROCESS + saved),
+        # Rank 0 builds the whole model in fp32, adapters merged.
+        export=0 if layout.config.checkpoint.export == "none" else ranks * (own.export + PROCESS) + weights,
+    )

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import cast
 
+from drumline.core.cost import WIDTH, Flow, Volume
 from drumline.core.estimate import Seconds
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.core.rollouts import VLLMGenerator
 from drumline.core.stages import bubble, stage_cost
 from drumline.hardware.cluster import Cluster
-from drumline.planner.cost.buffers import samples_copy
-from drumline.planner.cost.states import shards_of
-from drumline.planner.cost.volume import WIDTH, Flow, Volume
-from drumline.strategies.fsdp2.spec import FSDP2Strategy
+from drumline.planner.cost.memory import samples_copy
 
 # Bytes in 16-bit precisions. Eager: four published runs of torchtitan on H100 (7B with full and selective AC, 8B on 8 and on 128), within
 # 3%. Compiled: four of llm-foundry's fused kernels (7B and 70B on H100, 13B and 30B on A100), within 9%. The runs are in
@@ -116,7 +113,7 @@ def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
 
 def _threads(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
     """nn.DataParallel's: for each micro-batch the first device hands its weights to the others, and adds up their gradients."""
-    if layout.data_parallel != "dp" or layout.devices_per_rank == 1:
+    if layout.devices_per_rank == 1:
         return 0.0
     devices, bytes_ = layout.devices_per_rank, 4.0 * (facts.parameters + facts.trainable)
     return layout.batch.accumulation * cluster.collective_seconds("all_gather", bytes_ * (devices - 1) / devices, devices)
@@ -144,42 +141,22 @@ def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> fl
 
 
 def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> float:
-    """Copies between device and host, and between host and disk. FSDP2 copies beside computing: what takes longer counts. DeepSpeed
-    waits: gradients go down after each micro-batch, weights come up after the step (stage 3 with parameters on the host: for each
-    micro-batch too)."""
-    optimizer, weights = layout.strategy.offloads()
+    """Copies between device and host, and between host and disk. Of copies beside computing, what takes longer counts."""
+    optimizer, _ = layout.strategy.offloads()
     if optimizer == "none" or (layout.device == "cpu" and optimizer != "nvme"):
         return 0.0
-    trainable, rounds, low = _trainable_here(layout, facts), layout.batch.accumulation, WIDTH[layout.precision]
-    if layout.data_parallel == "fsdp2":
-        strategy = cast(FSDP2Strategy, layout.strategy)
-        up = 4 * facts.parameters / _parts(layout) * rounds * (2 if strategy.reshard_after_forward else 1)
-        down = 4 * trainable * (rounds if strategy.sync_each_micro_batch else 1)
-        return max(0.0, _copy(cluster, up, down) - busy)
-    up, down = low * trainable, 4 * trainable * rounds
-    if weights != "none":
-        up += low * facts.parameters / _parts(layout) * rounds
-    taken = _copy(cluster, up, down)
-    if optimizer == "nvme":  # fp32 weights and moments are read and written back; all ranks of a host share the drive
-        stored = 12 * trainable * min(cluster.per_node, layout.mesh.world_size)
-        taken += cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored)
-    return taken
-
-
-def _copy(cluster: Cluster, up: float, down: float) -> float:
-    """Seconds of bytes to the device and to the host; 0 on a CPU."""
-    return cluster.host_seconds("to_device", up) + cluster.host_seconds("to_host", down)
-
-
-def _parts(layout: Layout) -> int:
-    """Ranks that share the weights."""
-    mesh = layout.mesh
-    return mesh.tp * mesh.pp * (mesh.shard if layout.data_parallel == "zero" else shards_of(layout))
+    copied = layout.strategy.copied(layout, facts, _trainable_here(layout, facts))
+    taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds("to_host", copied.down)
+    if copied.hidden:
+        return max(0.0, taken - busy)
+    stored = copied.stored * min(cluster.per_node, layout.mesh.world_size)  # all ranks of a host share the drive
+    return taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
 
 
 def _trainable_here(layout: Layout, facts: ModelFacts) -> float:
     """Parameters that a rank updates, of all trainable models."""
-    return sum(model.trainable for _, model in layout.trainable(facts)) / _parts(layout)
+    mesh = layout.mesh
+    return sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * layout.strategy.shards(mesh))
 
 
 # --------------------------------------------------------------------------------- rollouts and models that only answer
@@ -213,7 +190,7 @@ def rollout_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> floa
     at_once = min(generator.batch, each)
     vllm, copied = isinstance(generator, VLLMGenerator), samples_copy(layout)
     # Under autocast, sampling reads the policy's fp32 weights; a copy, vLLM's model and DeepSpeed's are in the type that they compute in.
-    width = 2 if layout.precision != "fp32" and (vllm or copied or layout.data_parallel == "zero") else 4
+    width = 2 if layout.precision != "fp32" and (vllm or copied or layout.strategy.keeps_low) else 4
     bandwidth = cluster.calibration.memory or cluster.device.bandwidth
     rate = cluster.rate(layout.precision, at_once, facts.hidden) or cluster.rate("fp32")
     kept = 2 * facts.kv_heads * facts.head_dim * facts.layers * width * at_once * layout.length / 2

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from drumline.core.cost import FULL, LOW, WIDTH, Beside, Buffers, Copied, State, Volume, kind_of, stepping
 from drumline.core.degrees import Degrees, mixes
+from drumline.core.estimate import Activations
+from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh, divide
-from drumline.core.plan import Plan
+from drumline.core.plan import Layout, Plan
 from drumline.core.rule import Case, Rule, no_option
 from drumline.core.section import Ranks
 from drumline.core.strategy import OFFLOADED, DataParallel, Precision, Space, StrategySpec
+from drumline.core.weights import Part, ends, largest_block, rank_params
 
 MOST_COPIES = 4  # sizes of a hybrid's shard groups that are tried: a host, two, four, eight
 
@@ -134,6 +140,69 @@ class FSDP2Strategy(Degrees):
     def offloaded(self, device: str) -> list[tuple[int, StrategySpec]]:
         """States on the host: of use where that is another memory."""
         return [(3, self.model_copy(update={"offload": "cpu"}))] if device == "cuda" and self.offload != "cpu" else []
+
+    # --------------------------------------------------------------------------------------------------------------- cost
+
+    def shards(self, mesh: Mesh) -> int:
+        """Context parallel ranks shard with the data ranks, copies do not."""
+        return mesh.shard * mesh.cp
+
+    def buffers(self, layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
+        """The root's weights stay gathered from forward on; of the blocks the running one and the prefetched ones (torch's fully_shard)."""
+        tp, shards, piped = layout.mesh.tp, self.shards(layout.mesh), layout.mesh.pp > 1
+        width, reduced = (LOW if kind_of(layout) == "low" else FULL), WIDTH[self.reduce_dtype]
+        root, block, whole = ends(facts, mine, tp), largest_block(facts, mine, tp), rank_params(facts, mine, tp)
+        frozen = min(width, WIDTH[layout.precision])  # of a frozen entry
+        gathered, one, every = (width * (has.entries - has.low) + frozen * has.low for has in (root, block, whole))
+        behind = self.prefetch if self.backward_prefetch is None else self.backward_prefetch
+        # While a block's weights are copied out of what was gathered for it, both are there.
+        running, begun, returning = one * (1 + (self.prefetch or 1)), one, one * (behind or 1)
+        if not self.reshard_after_forward:
+            gathered, running, begun, returning = every, one, 0, one
+        waits = (not self.sync_each_micro_batch and layout.batch.accumulation > 1) or piped
+        unreduced = reduced * whole.trainable if waits else 0
+        # Unsharded gradients; the buffer in which those of the block before are being reduced, and the result.
+        result = FULL * math.ceil(block.trainable / shards)
+        reduction, second = width * block.trainable, reduced * block.trainable + result
+        if unreduced:
+            reduction, second = (width + 2 * reduced + width) * block.trainable + result, 0
+        offloaded = self.offload == "cpu" and layout.device == "cuda"
+        copies = FULL * (root.entries + block.entries) / shards if offloaded else 0
+        return Buffers(
+            through=gathered + unreduced + copies,
+            block=running,
+            begun=begun,
+            backward=returning + reduction,
+            second=second,
+            last=(width + reduced) * root.trainable,
+            step=0.0 if offloaded else stepping(layout, rank_params(facts, mine, tp, shards), True),
+        )
+
+    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+        """Each block is gathered for forward and, unless it stays whole, for backward; the root (embedding, last norm, head) once. All that
+        for each micro-batch. A stage of a pipeline keeps in backward what it has gathered, so it gathers once more than there are
+        micro-batches, whatever the schedule. Shards are filled up to equal size; gradients are reduced in `reduce_dtype`."""
+        shards, rounds, piped = self.shards(layout.mesh), layout.batch.accumulation, layout.mesh.pp > 1
+        width = WIDTH[self.gathered_in(layout.precision, layout.config.images_alone) or "fp32"]
+        spared = width - min(width, WIDTH[layout.precision])  # bytes of a frozen entry
+        units, root = (width * has[name] - spared * has[f"{name}_low"] for name in ("units", "root"))
+        forward = 1 if piped and not self.reshard_after_forward else rounds
+        backward = 0 if not self.reshard_after_forward else 1 if piped else rounds
+        blocks = max(1, len(facts.block_weights)) / layout.mesh.pp  # of a rank, mean over the stages
+        rooted = 1 if piped else rounds
+        volume.add("all_gather", rooted * root, shards, "shard", rooted)
+        volume.add("all_gather", forward * units, shards, "shard", forward * blocks, "forward")
+        volume.add("all_gather", backward * units, shards, "shard", backward * blocks, "backward")
+        reductions = rounds if self.sync_each_micro_batch and not piped else 1
+        reduced = reductions * WIDTH[self.reduce_dtype] * (has["units_trainable"] + has["root_trainable"])
+        beside: Beside = "backward" if reductions == rounds else "last"
+        volume.add("reduce_scatter", reduced * shards, shards, "shard", reductions * (blocks + 1), beside)
+        volume.add("all_reduce", reduced, self.replicate, "replicate", reductions * (blocks + 1), beside)
+
+    def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
+        rounds, mesh = layout.batch.accumulation, layout.mesh
+        up = 4 * facts.parameters / (mesh.tp * mesh.pp * self.shards(mesh)) * rounds * (2 if self.reshard_after_forward else 1)
+        return Copied(up, 4 * trainable * (rounds if self.sync_each_micro_batch else 1), hidden=True)
 
     def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
         from drumline.strategies.fsdp2.transform import spread

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from drumline.core.cost import NUMBER, Volume
+from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh
-from drumline.core.plan import Plan
+from drumline.core.plan import Layout, Plan
 from drumline.core.rule import no_option
 from drumline.core.section import MOST_STEPS, Steps
 from drumline.core.strategy import DataParallel, StrategySpec
+
+CHUNK = 2**24  # fp32 entries that engine.in_pieces takes at once
 
 
 class Apart(StrategySpec):
@@ -44,8 +50,14 @@ class Apart(StrategySpec):
         often = 1 / self.period
         return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
 
-    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
+    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float]:
         return "all_reduce", 1 / self.period if step is None else float(self.averages(step))
+
+    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+        """All trainable weights, where they are exchanged; a number for the norm at each step."""
+        ranks, (kind, share) = layout.mesh.data_ranks, self.exchanged(step)
+        volume.add(kind, share * 4 * facts.trainable, ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
+        volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
         from drumline.parallel.native import prepare

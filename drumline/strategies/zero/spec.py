@@ -17,6 +17,7 @@ from drumline.core.section import PathText
 from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 from drumline.strategies.single.spec import SingleStrategy
+from drumline.strategies.zero.cost import ZeroCosts
 from drumline.strategies.zero.options import Offload, OffloadField, ZeroPlusPlus
 
 CPU = Offload(kind="cpu")
@@ -26,8 +27,7 @@ def _on_disk(case: Case) -> bool:
     return case.strategy.offloads()[0] == "nvme"
 
 
-class Zero(StrategySpec):
-    stage: ClassVar[Literal[1, 2, 3]]
+class Zero(ZeroCosts):
     simplicity: ClassVar[int] = 4
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
@@ -144,9 +144,6 @@ class Zero1Strategy(Zero):
     rules = (*Zero.rules, *NO_DISK)
     kind: Literal["zero1"] = "zero1"
 
-    def early_gradients(self, gradients: int, precision: Precision) -> int:
-        return gradients * 2 // 3 if precision == "bf16" else 0
-
 
 class Zero2Strategy(Zero):
     position: ClassVar[int] = 8
@@ -241,6 +238,3 @@ class Zero3Strategy(Zero):
             disk = Offload(kind="nvme", path=space.nvme)
             yield cls(offload_optimizer=disk)
             yield cls(offload_optimizer=disk, offload_parameters=disk)
-
-    def early_gradients(self, gradients: int, precision: Precision) -> int:
-        return gradients

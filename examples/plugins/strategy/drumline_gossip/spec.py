@@ -17,7 +17,7 @@ class Gossip(Apart):
     kind: Literal["gossip"] = "gossip"
     period: Steps = Field(1, description="Steps between two averagings with the neighbour.")
 
-    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
+    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float]:
         """Each rank sends its weights to one neighbour, where local SGD has an all-reduce."""
         return "p2p", 1 / self.period if step is None else float(self.averages(step))
 

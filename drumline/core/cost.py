@@ -1,0 +1,280 @@
+"""What a strategy costs: the bytes that a rank holds and sends. Here are the terms, and the costs of copies of the model, which every
+strategy has where it says nothing else. In bytes, exact: as the engines allocate them and their `rank_params()` counts them (a count of
+steps, 4 bytes a tensor, is left out there and here). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from drumline.core.estimate import Activations, Traffic
+from drumline.core.facts import ModelFacts, Weight
+from drumline.core.rule import quantizes
+from drumline.core.weights import Part, Sizes, largest_block, rank_params, weights_of
+from drumline.hardware.cluster import Collective
+
+if TYPE_CHECKING:
+    from drumline.core.config import OptimizerConfig
+    from drumline.core.plan import Layout
+
+MIB = 2**20
+FULL, LOW = 4, 2  # bytes of an entry
+WIDTH = {"fp32": FULL, "bf16": LOW, "fp16": LOW}
+# Bits of an entry that QLoRA has packed; 4-bit blocks of 64 have a scale of 8 bits each, of which every 256 share one of 32 bits.
+PACKED = {"none": 32.0, "8bit": 8.0, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
+BLOCK = 256  # of parallel.compress.Int8
+BUCKET = 25 * MIB  # of parallel.data_parallel
+NUMBER = 8  # bytes of an fp64
+# fp32: all of it. autocast: the residual stream and weights in fp32, products in a low precision. low: weights and all between in it.
+Kind = Literal["fp32", "autocast", "low"]
+Axis = Literal["pp", "replicate", "shard", "cp", "tp", "gradients"]  # gradients: replicate × shard × cp; shard: with cp
+Beside = Literal["forward", "backward", "last", "nothing"]
+
+
+# ------------------------------------------------------------------------------------------------------------------- terms
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of one rank: on its device, and what offloading keeps in host memory or on NVMe. On a CPU all is on the device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    host_parameters: int = 0
+    host_gradients: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def host(self) -> int:
+        return self.host_parameters + self.host_gradients + self.host_optimizer
+
+    def here(self) -> State:
+        """The same where device and host share one memory."""
+        return State(self.parameters + self.host_parameters, self.gradients + self.host_gradients, self.optimizer + self.host_optimizer)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes by when they are there. `early`: of the gradients, those that are there before backward, whatever the accumulation."""
+
+    always: float = 0.0
+    forward: float = 0.0  # up to the loss
+    through: float = 0.0  # from forward's begin to backward's end
+    block: float = 0.0  # besides, while a block runs forward
+    begun: float = 0.0  # from backward's begin to its end
+    backward: float = 0.0  # besides, while a block runs backward
+    second: float = 0.0  # more than that from the second block on, when what the first one saved is gone
+    last: float = 0.0  # at the end of backward
+    step: float = 0.0
+    average: float = 0.0  # behind backward, while gradients are averaged without DDP
+    early: int = 0
+
+
+class Host(NamedTuple):
+    """Bytes of a rank's states in host memory: while it trains, while weights are loaded, while rank 0 exports the model; and how many
+    `copies` of its part of a checkpoint (fp32 weights and moments) are there while it saves."""
+
+    between: int
+    load: int
+    export: int
+    copies: int
+
+
+class Copied(NamedTuple):
+    """Bytes of a step that go to the device and to the host; `stored`: read from a disk, and as many written. `hidden`: copies run
+    beside computing."""
+
+    up: float
+    down: float
+    stored: float = 0.0
+    hidden: bool = False
+
+
+class Flow(NamedTuple):
+    """`bytes_` that a rank sends in one step by collectives of one `kind`, in `calls` of them, among `ranks` of one `axis` of the mesh.
+    `beside`: what is computed meanwhile: a forward, a backward, the backward of the last micro-batch, or nothing."""
+
+    kind: Collective
+    bytes_: float
+    ranks: int
+    axis: Axis
+    calls: float
+    beside: Beside
+
+
+# Bytes that leave each of n ranks in the ring algorithm, as `telemetry.traffic` has them: of what a rank has, of a reduce-scatter the
+# whole.
+SHARES: dict[Collective, Callable[[float, int], float]] = {
+    "all_reduce": lambda bytes_, n: bytes_ * 2 * (n - 1) / n,
+    "all_gather": lambda bytes_, n: bytes_ * (n - 1),
+    "reduce_scatter": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "all_to_all": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "broadcast": lambda bytes_, n: bytes_ * (n - 1) / n,
+    "p2p": lambda bytes_, n: bytes_,
+}
+
+
+@dataclass
+class Volume:
+    """All flows of a step. `part`: the share of the ranks that makes the next calls; `axis`, `calls` and `beside`: see Flow."""
+
+    part: float = 1.0
+    flows: list[Flow] = field(default_factory=list)
+
+    def add(self, kind: Collective, bytes_: float, ranks: int, axis: Axis, calls: float = 1, beside: Beside = "nothing") -> None:
+        if ranks > 1 and bytes_:
+            self.flows.append(Flow(kind, self.part * SHARES[kind](bytes_, ranks), ranks, axis, self.part * calls, beside))
+
+    def traffic(self) -> Traffic:
+        """All of it, by kind of collective."""
+        sums = Counter[str]()
+        for flow in self.flows:
+            sums[flow.kind] += flow.bytes_  # type: ignore[assignment]
+        return Traffic(**sums)
+
+
+# --------------------------------------------------------------------------------------------------------- copies of a model
+
+
+def kind_of(layout: Layout) -> Kind:
+    if layout.precision == "fp32":
+        return "fp32"
+    low = layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
+    return "low" if low else "autocast"
+
+
+def slots(options: OptimizerConfig) -> int:
+    """Tensors that the optimizer keeps of a weight, in its shape and fp32."""
+    return 2 if options.kind == "adamw" else 1 if options.momentum else 0
+
+
+def weight_bytes(layout: Layout, has: Sizes) -> int:
+    """Bytes of the weights: fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs."""
+    packed = has.linear if quantizes(layout.config) else 0
+    low, bits = has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
+    return 4 * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
+
+
+def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
+    """The rank's weights, and fp32 gradients and moments of the trainable ones; moments are shaped like the weights."""
+    has = rank_params(facts, mine, layout.mesh.tp, layout.strategy.shards(layout.mesh))
+    kept = (4 * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
+    state = State(weight_bytes(layout, has), 4 * has.trainable, kept)
+    if layout.strategy.offloads()[0] == "cpu":
+        return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
+    return state
+
+
+def in_buckets(layout: Layout) -> bool:
+    """Whether gradients of copies are averaged in each step, and lie in DDP's buckets."""
+    mesh = layout.mesh
+    return mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp == 1 and layout.strategy.exchanged(None) is None
+
+
+def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
+    """Bytes of a step that is not fused, over trainable fp32 weights: on a GPU all at once (foreach), on a CPU one by one."""
+    options = layout.config.optimizer
+    if options.fused and (options.kind == "adamw" or not sharded):
+        return 0.0
+    copies = 1 if options.kind == "adamw" or options.weight_decay else 0
+    return FULL * (copies * here.trainable if layout.device == "cuda" and not sharded else 3 * here.largest)
+
+
+def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
+    """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
+    mesh, strategy, options = layout.mesh, layout.strategy, layout.strategy.copies()
+    here, gradients, buckets = rank_params(facts, mine, mesh.tp), state.gradients, in_buckets(layout)
+    # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
+    # Frozen weights are in the low type already; packed ones are unpacked while they are used.
+    low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
+    copies = LOW * rank_params(facts, Part(mine.stages, False, False), mesh.tp).trainable if low else 0
+    largest, recomputes = largest_block(facts, mine, mesh.tp), layout.activation_checkpointing != "none"
+    one = LOW * (largest.trainable * low + largest.linear * packed)
+    always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
+    if buckets and not options.gradient_as_bucket_view:
+        always += gradients
+    if mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp > 1:
+        average = min(gradients, 2 * max(options.bucket_cap_mb * MIB, FULL * here.largest))
+    forward, through = (copies, 0) if recomputes else (0, copies)
+    if kept is not None and kept.copies is not None and not packed:  # packed weights cannot be traced
+        blocks = mine.blocks if layout.pipeline else facts.layers
+        made, through = (blocks * block + at_ends for block, at_ends in (kept.copies, kept.copies_kept))
+        forward = max(0, made - through)
+    if buckets and layout.batch.accumulation > 1:
+        through += gradients  # up to the last micro-batch they are added up outside of DDP's buckets
+    return Buffers(
+        always=always,
+        forward=forward,
+        through=through,
+        # Unpacked weights of a block exist while they are used: no more than all.
+        block=one if packed else 0.0,
+        # A new gradient is a tensor of its own until it is added to the one that is there. Averaging weights, local SGD and DiLoCo take no
+        # more than gradients did, which are gone by then.
+        backward=(one if recomputes or packed else 0) + FULL * here.largest,
+        last=2 * gradients if layout.devices_per_rank > 1 else 0.0,  # the first GPU adds up those of the others
+        step=stepping(layout, here, mesh.tp > 1),
+        average=average,
+        early=gradients if buckets else 0,
+    )
+
+
+def send_gradients(volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+    """Gradients in fp32, once a step. Copies of parts (tp, pp) have flat buckets, with a flag for each gradient. DDP: before the step's
+    first forward the buffers of the first rank go to all.
+
+    int8 and topk work bucket by bucket, and which bucket a gradient is in depends on the order in which backward makes them: exact where
+    one bucket holds all; else int8 sends up to 1.02 × 256 × ranks bytes a bucket more, topk up to 4 × (ranks − 1) more or fewer.
+    """
+    mesh, options = layout.mesh, layout.strategy.copies()
+    ranks, compression = mesh.data_ranks * mesh.cp, options.compression
+    if mesh.tp * mesh.pp > 1:
+        entries = has["trainable"] + has["tensors"]
+        volume.add("all_reduce", 4 * entries, ranks, "gradients", math.ceil(4 * entries / BUCKET))
+        return
+    weights = [(weight, number) for weight, number in weights_of(facts) if weight.trainable]
+    if options.broadcast_buffers:
+        volume.add("broadcast", facts.buffer_bytes, ranks, "gradients")
+    if options.find_unused_parameters and not options.static_graph:
+        # Which ranks have a gradient.
+        volume.add("all_reduce", 4 * sum(number for _, number in weights), ranks, "gradients")
+    buckets = math.ceil(4 * facts.trainable / (options.bucket_cap_mb * MIB))
+    how: Any = {"axis": "gradients", "calls": buckets, "beside": "last"}
+    kind = compression.kind if compression.compresses(10**9 if step is None else step) else "none"
+    if kind == "int8":
+        part = -(-facts.trainable // (ranks * BLOCK)) * (BLOCK + 4)
+        volume.add("all_to_all", part * ranks, ranks, "gradients", buckets)
+        volume.add("all_gather", part, ranks, **how)
+    elif kind == "topk":
+        volume.add("all_gather", 8 * max(1, round(compression.ratio * facts.trainable)), ranks, **how)
+    elif kind == "powersgd":
+        volume.add("all_reduce", 4 * sum(number * _powersgd(weight, compression.rank) for weight, number in weights), ranks, **how)
+    else:
+        volume.add("all_reduce", (4 if kind == "none" else 2) * facts.trainable, ranks, **how)
+
+
+def _powersgd(weight: Weight, rank: int) -> int:
+    """Entries that are sent of a gradient: both factors, or all of it where that would not halve it."""
+    if len(weight.shape) < 2:
+        return weight.numel
+    rows = weight.shape[0]
+    columns = weight.numel // rows
+    low = rank * (rows + columns)
+    return low if rank <= min(rows, columns) and 2 * low <= rows * columns else weight.numel
+
+
+def send_norm(volume: Volume, layout: Layout, has: Counter[str]) -> None:
+    """A number for each axis along which gradients are cut, over the ranks that hold the other parts; and one over the stages."""
+    for there in (has["cut"], has["uncut"]):
+        if there:
+            volume.add("all_reduce", NUMBER, layout.strategy.shards(layout.mesh), "shard")
+    if has["cut"]:
+        volume.add("all_reduce", NUMBER, layout.mesh.tp, "tp")
+    volume.add("all_reduce", NUMBER, layout.mesh.pp, "pp")
