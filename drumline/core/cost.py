@@ -145,6 +145,7 @@ class Volume:
 
 
 def kind_of(layout: Layout) -> Kind:
+    """How the layout computes."""
     if layout.precision == "fp32":
         return "fp32"
     low = layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None
@@ -176,7 +177,7 @@ def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
 def in_buckets(layout: Layout) -> bool:
     """Whether gradients of copies are averaged in each step, and lie in DDP's buckets."""
     mesh = layout.mesh
-    return mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp == 1 and layout.strategy.exchanged(None) is None
+    return mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp == 1 and layout.strategy.exchange is None
 
 
 def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:

@@ -20,6 +20,7 @@ from drumline.core.rule import Rule
 from drumline.core.section import KIND_ALONE, MOST_STEPS, Section
 from drumline.core.weights import Part
 from drumline.errors import PlanError
+from drumline.hardware.cluster import Collective
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
@@ -100,6 +101,7 @@ class StrategySpec(Spec):
     one_process: ClassVar[bool] = False
     package: ClassVar[str | None] = None  # that it needs besides this one's dependencies
     in_step: ClassVar[bool] = False  # without tp, cp and pp: ranks take each forward together, on whole samples of their own
+    exchange: ClassVar[Collective | None] = None  # of weights now and then, where gradients are not averaged in each step
     takes_packed: ClassVar[bool] = False  # without tp, cp and pp: goes with QLoRA's packed weights
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
     keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
@@ -252,11 +254,6 @@ class StrategySpec(Spec):
     def copied(self, layout: Layout, facts: ModelFacts, trainable: float) -> Copied:
         """What offloading copies in a step. `trainable`: parameters that a rank updates."""
         return Copied(0.0, 0.0)
-
-    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float] | None:
-        """For a strategy that exchanges weights now and then, not gradients each step: by which collective, and in how much of the step
-        after `step` steps (None: of a long run's mean). None for the others."""
-        return None
 
     # ----------------------------------------------------------------------------------------------- with torch, imported late
 

@@ -133,7 +133,7 @@ def nearest(name: str, known: list[str]) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- by the driver's name
 
-# Words that stand next to each other in the driver's name of a device of the catalog.
+# Words in the driver's name of a device of the catalog.
 DRIVERS = ("B200", "H200", "H200 NVL", "H100", "H100 NVL", "H100 PCIe", "A100", "A800", "H20", "GB200", "V100 SXM2", "V100 SXM3", "L40S",
            "RTX A6000", "RTX 6000 Ada", "A10", "T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X")  # fmt: skip
 # A slice of a device, or another chip that carries the name of a known one.
@@ -143,7 +143,8 @@ OTHERS = {"MIG", "Laptop", "Ti", "D", "Max"}
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
     """The device by the name that its driver gives, of several sizes the one nearest in memory; None where the catalog lacks it."""
     parts = device_name.replace("-", " ").split()
-    found = [key for key in DRIVERS if _within(key.split(), parts)]
+    # Whole words that stand next to each other, so that A10 is not found in A100.
+    found = [key for key in DRIVERS if f" {key} " in f" {' '.join(parts)} "]
     if not found or OTHERS & set(parts):
         return None
     known = plain(max(found, key=len))
@@ -155,8 +156,3 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s of one device at fp32, bf16 or fp16, by the name its driver gives; None where it is not known."""
     spec = by_driver(device_name) or DEVICES.get(device_name)
     return spec.flops.get(precision) if spec else None
-
-
-def _within(key: list[str], parts: list[str]) -> bool:
-    """Whether the words of a key stand next to each other among a name's (so that A10 is not found in A100)."""
-    return any(parts[i : i + len(key)] == key for i in range(len(parts) - len(key) + 1))

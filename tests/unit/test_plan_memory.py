@@ -3,21 +3,25 @@ and models besides the policy against real engines. Peaks and states of real run
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from drumline.core.config import Config
-from drumline.core.estimate import Memory
+from drumline.core.cost import State, Volume
+from drumline.core.estimate import Memory, Traffic
 from drumline.core.facts import ModelFacts, Weight
 from drumline.core.plan import BatchPlan, Layout, Plan, RolePlan
 from drumline.core.stages import plan_pipeline
+from drumline.core.strategy import StrategySpec
 from drumline.core.weights import Part, part, rank_params
 from drumline.hardware.cluster import Cluster, DeviceSpec, Link
 from drumline.planner.cost.activations import formula
 from drumline.planner.cost.memory import flying, host_memory, memory
+from drumline.planner.cost.traffic import flows
 from tests.harness import LETTERS
 
 H, KV, F, V, LAYERS = 64, 32, 128, 1000, 8
@@ -96,6 +100,27 @@ def test_states_of_zero_are_those_of_the_paper() -> None:
     assert [one.parameters, one.gradients, one.optimizer] == pytest.approx([2 * P, 6 * P, 12 * P / 8], rel=1e-3)
     whole = of({"kind": "ddp"}, **low)
     assert [whole.parameters, whole.gradients, whole.optimizer] == [4 * P, 4 * P, 8 * P]
+
+
+class Lean(StrategySpec):
+    """A strategy of one's own: copies without moments, whose ranks exchange 7 bytes for each gradient."""
+
+    kind: Literal["lean"] = "lean"
+
+    def state(self, layout: Layout, facts: ModelFacts, mine: Part) -> State:
+        return replace(super().state(layout, facts, mine), optimizer=0)
+
+    def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
+        volume.add("all_to_all", 7 * facts.trainable, layout.mesh.data_ranks, "gradients")
+
+
+def test_a_strategy_of_one_s_own_says_what_it_costs() -> None:
+    copies = layout({"kind": "ddp"}, 8)
+    own = copies.model_copy(update={"config": copies.config.model_copy(update={"strategy": Lean()})})
+    costs, there = memory(own, FACTS, CLUSTER), memory(copies, FACTS, CLUSTER)
+    assert (costs.parameters, costs.gradients, costs.optimizer) == (there.parameters, there.gradients, 0)
+    assert there.phases["clip"] - costs.phases["clip"] == there.optimizer == 8 * FACTS.parameters
+    assert flows(own, FACTS).traffic() == Traffic(all_to_all=7 * FACTS.parameters * 7 / 8)
 
 
 @pytest.mark.parametrize(

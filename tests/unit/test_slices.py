@@ -9,7 +9,7 @@ import pytest
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
-from tests.unit.asked import _lines, asked
+from tests.unit.asked import PACKAGE, _lines, asked
 
 ASKS = """
 config.algorithm.kind == "sft"
@@ -49,6 +49,15 @@ def test_strategies_are_asked_for_answers_and_not_for_their_kind() -> None:
     kinds(StrategySpec)
     found = asked(StrategySpec, ("strategies/", "core/registry.py"))
     assert len(found) <= 10, found
+
+
+def test_the_planner_s_costs_compare_no_strategy() -> None:
+    """What a strategy costs it says itself (`StrategySpec.state`, `buffers`, `host`, `send`, `copied`)."""
+    for path in sorted((PACKAGE / "planner" / "cost").glob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assert not {node.attr for node in nodes if isinstance(node, ast.Attribute)} & {"data_parallel", "engine", "stage"}, path.name
+        imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not [name for name in imported if name.startswith("drumline.strategies")], path.name
 
 
 @pytest.mark.parametrize(("code", "lines"), [(ASKS, [2, 3, 5, 6, 8, 9, 10, 11, 12, 14]), (ASKS_NOTHING, [])])

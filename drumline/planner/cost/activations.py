@@ -166,7 +166,9 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
     h, q, kv, feed = block.hidden, block.queries / tp, block.keys / tp, block.feed / tp
     width = 4 if kind == "fp32" else 2
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
-    total = block.norms * (_norm(block, kind) + (4 if block.rms else 8))
+    # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
+    stream = 2 if kind == "low" else 4
+    total = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8))
     for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
         if inputs[part]:
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
@@ -184,12 +186,6 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
             # Adapters want fp32 inputs, of which autocast makes low ones: besides those that attention keeps.
             total += width * q * ("out" in block.adapted)
     return total
-
-
-def _norm(block: Block, kind: Kind) -> float:
-    """Bytes of a token that a norm keeps of its input: as it is, or of RMS norms in fp32 and, for the weight's gradient, normed."""
-    width = 2 if kind == "low" else 4
-    return block.hidden * (4 + width * block.trainable if block.rms else width)
 
 
 def head_bytes(kind: Kind, vocabulary: int, hidden: int, chunk: int, tokens: float, trainable: bool) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ host_memory                                  ──▶ bytes of a host: while we
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from drumline.core.cost import FULL, LOW, WIDTH, Buffers, State, kind_of, slots
 from drumline.core.estimate import PROCESS, Activations, HostMemory, Memory
@@ -72,15 +72,18 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     state, other = state_of(layout, facts, mine), auxiliary_of(layout, facts, rank)
     kept = activations or formula(layout, facts)
     phases = _phases(layout, facts, mine, rank, state, layout.strategy.buffers(layout, facts, mine, state, kept), kept)
-    phases["rollout"] = Phase(0.0, other.rollout, 0.0, 0.0)
-    beside = other.copy + engine
+    phases["rollout"] = Phase(0.0, _rollout(layout, facts), 0.0, 0.0)
+    beside = engine + (WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0)
     base = state.parameters + state.optimizer + other.parameters + other.optimizer + beside
     # Trainable models go through a step one after the other, each beside the gradients of those before it.
-    totals = {name: math.ceil(base + each.total + other.gradients * (name != "rollout")) for name, each in phases.items()}
+    totals = {name: math.ceil(base + sum(each) + other.gradients * (name != "rollout")) for name, each in phases.items()}
     name = max(totals, key=lambda phase: totals[phase])
     peak, phase = totals[name], phases[name]
-    overhead = overhead_of(layout)
-    factor = layout.strategy.reserve if layout.device == "cuda" else 1.0
+    factor, overhead, mesh = 1.0, 0, layout.mesh
+    if layout.device == "cuda":
+        # The context, and a communicator for all ranks and for each axis of the mesh.
+        axes = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
+        factor, overhead = layout.strategy.reserve, CONTEXT + GROUP * (1 + axes if axes else 0)
     return Memory(
         parameters=state.parameters + other.parameters,
         gradients=state.gradients + other.gradients,
@@ -96,17 +99,7 @@ def of_rank(layout: Layout, facts: ModelFacts, activations: Activations | None, 
     )
 
 
-def overhead_of(layout: Layout) -> int:
-    """Bytes on a GPU of the context, and of a communicator for all ranks and for each axis of the mesh."""
-    if layout.device != "cuda":
-        return 0
-    mesh = layout.mesh
-    cut = sum(size > 1 for size in (mesh.pp, mesh.replicate, mesh.shard, mesh.cp, mesh.tp))
-    return CONTEXT + GROUP * (1 + cut if cut else 0)
-
-
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Bytes at the peak of a part of the step, without weights and optimizer."""
 
     gradients: float
@@ -114,17 +107,14 @@ class Phase:
     logits: float
     buffers: float
 
-    @property
-    def total(self) -> float:
-        return self.gradients + self.activations + self.logits + self.buffers
-
 
 def _phases(
     layout: Layout, facts: ModelFacts, mine: Part, rank: int, state: State, buffers: Buffers, kept: Activations
 ) -> dict[str, Phase]:
-    tokens, blocks = _tokens(layout), mine.blocks if layout.pipeline else facts.layers
+    rows, blocks = math.ceil(layout.rows / layout.devices_per_rank), mine.blocks if layout.pipeline else facts.layers
+    tokens = rows * layout.length / layout.mesh.cp  # of one micro-batch on one device
     if layout.config.images_alone:
-        images = math.ceil(layout.rows / layout.devices_per_rank) * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
+        images = rows * BYTES_PER_IMAGE_FLOP * facts.flops_per_token
         saved = images * (0.5 if layout.precision != "fp32" else 1.0)
         running = returning = saved / max(1, blocks)
         ends = head = tail = left = 0.0
@@ -154,17 +144,12 @@ def _phases(
         "forward": Phase(there, saved + running, 0.0, through + buffers.forward + buffers.block),
         "loss": Phase(there, saved + ends, head, through + buffers.forward),
         "head": Phase(there, saved + ends + norm, tail, through + buffers.begun),
-        "blocks": max(first, second, key=lambda phase: phase.total),
+        "blocks": max(first, second, key=sum),
         "end": Phase(every, one + returning, 0.0, through + buffers.begun + at_end),
         "average": Phase(every, 0.0, 0.0, buffers.always + buffers.average),
         "clip": Phase(every, 0.0, 0.0, buffers.always),
         "step": Phase(every, 0.0, 0.0, buffers.always + buffers.step),
     }
-
-
-def _tokens(layout: Layout) -> float:
-    """Tokens of one micro-batch on one device."""
-    return math.ceil(layout.rows / layout.devices_per_rank) * layout.length / layout.mesh.cp
 
 
 def _head(layout: Layout, facts: ModelFacts, mine: Part, tokens: float, kept: Activations) -> tuple[float, float, float]:
@@ -219,33 +204,19 @@ def _in_pipes(layout: Layout, facts: ModelFacts, rank: int, tokens: float, numbe
 # ----------------------------------------------------------------------------------------- auxiliary models and sampling
 
 
-@dataclass(frozen=True)
-class Auxiliary:
-    """Bytes of one rank. `copy`: of a whole model to sample from, which stays between rollouts; `rollout`: what sampling takes besides."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    copy: int
-    rollout: float
-
-
-def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> Auxiliary:
-    """The auxiliary models and the sampling of stage `rank` of the pipeline."""
-    parameters = gradients = optimizer = 0
-    reference = layout.config.algorithm.reference_of(layout.config)
+def auxiliary_of(layout: Layout, facts: ModelFacts, rank: int) -> State:
+    """What auxiliary models hold on the devices of stage `rank` of the pipeline."""
+    states, reference = list[State](), layout.config.algorithm.reference_of(layout.config)
     for name, role in layout.roles.items():
         if (sizes := facts.roles.get(name)) is None:
             continue
         own, mine = layout.of_role(name), part_of(sizes, role.layers, layout.mesh.pp, rank)
         if role.trainable:
-            state = state_of(own, sizes, mine)
-            parameters, gradients, optimizer = parameters + state.parameters, gradients + state.gradients, optimizer + state.optimizer
+            states.append(state_of(own, sizes, mine))
         # A reference that answers before the first step is gone by the first gradients, which take as much.
         elif name != "reference" or reference != "precomputed" or sizes.parameters > facts.trainable:
-            parameters += _frozen(layout, own, sizes, mine)
-    copy = WIDTH[layout.precision] * facts.parameters if samples_copy(layout) else 0
-    return Auxiliary(parameters, gradients, optimizer, copy, _rollout(layout, facts))
+            states.append(State(_frozen(layout, own, sizes, mine), 0, 0))
+    return State(*(sum(getattr(state, name) for state in states) for name in ("parameters", "gradients", "optimizer")))
 
 
 def _frozen(layout: Layout, own: Layout, sizes: ModelFacts, mine: Part) -> int:

@@ -46,13 +46,17 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
     parts = [_busy(layout, model, cluster) for _, model in layout.trainable(facts)]
     forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
     hidden = {"forward": forward, "backward": backward, "last": backward / layout.batch.accumulation}
-    busy, waits = forward + backward, 0.0
+    busy, waits, devices = forward + backward, 0.0, layout.devices_per_rank
+    communication = _exposed(layout, cluster, volume.flows, hidden)
+    if devices > 1:  # nn.DataParallel: for each micro-batch the first device hands its weights to the others, and adds up their gradients
+        bytes_ = 4.0 * (facts.parameters + facts.trainable) * (devices - 1) / devices
+        communication += layout.batch.accumulation * cluster.collective_seconds("all_gather", bytes_, devices)
     if layout.pipeline is not None:
         idle = bubble(layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.stages_per_rank, layout.batch.accumulation)
         waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
     return Seconds(
         compute=busy,
-        communication=_exposed(layout, cluster, volume.flows, hidden) + _threads(layout, facts, cluster),
+        communication=communication,
         bubble=waits,
         optimizer=optimizer_seconds(layout, facts, cluster),
         offload=offload_seconds(layout, facts, cluster, busy),
@@ -109,14 +113,6 @@ def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
     strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
     stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
     return max(1, min(flow.ranks, cluster.per_node // stride))
-
-
-def _threads(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
-    """nn.DataParallel's: for each micro-batch the first device hands its weights to the others, and adds up their gradients."""
-    if layout.devices_per_rank == 1:
-        return 0.0
-    devices, bytes_ = layout.devices_per_rank, 4.0 * (facts.parameters + facts.trainable)
-    return layout.batch.accumulation * cluster.collective_seconds("all_gather", bytes_ * (devices - 1) / devices, devices)
 
 
 @lru_cache(maxsize=1024)

@@ -27,6 +27,7 @@ class Apart(StrategySpec):
         *no_option("compression", "it sends weights once a period, not gradients each step", "a longer period"),
         *no_option("offload_cpu offload_nvme", "each rank keeps a whole optimizer by itself", "zero2 with offload_optimizer"),
     )
+    exchange: ClassVar[Literal["all_reduce", "p2p"]] = "all_reduce"
     period: Steps = Field(8, description="Steps between two averagings.")
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
@@ -50,13 +51,10 @@ class Apart(StrategySpec):
         often = 1 / self.period
         return {"together": often, **({"apart": 1 - often} if often < 1 else {})}
 
-    def exchanged(self, step: int | None) -> tuple[Literal["all_reduce", "p2p"], float]:
-        return "all_reduce", 1 / self.period if step is None else float(self.averages(step))
-
     def send(self, volume: Volume, layout: Layout, facts: ModelFacts, has: Counter[str], step: int | None) -> None:
         """All trainable weights, where they are exchanged; a number for the norm at each step."""
-        ranks, (kind, share) = layout.mesh.data_ranks, self.exchanged(step)
-        volume.add(kind, share * 4 * facts.trainable, ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
+        ranks, share = layout.mesh.data_ranks, self.step_shares()["together"] if step is None else float(self.averages(step))
+        volume.add(self.exchange, share * 4 * facts.trainable, ranks, "gradients", share * math.ceil(facts.trainable / CHUNK))
         volume.add("all_reduce", NUMBER, ranks, "gradients")
 
     def prepare(self, plan: Plan, model: Any, values: Any, **options: Any) -> Any:
