@@ -168,7 +168,7 @@ def _saved(facts: ModelFacts, block: Block, kind: Kind, length: int, attention: 
     inputs = {part: block.trainable or part in block.adapted for part in ("qkv", "out", "up", "down")}
     # A norm keeps its input as it is, or of RMS norms in fp32 and, for the weight's gradient, normed.
     stream = 2 if kind == "low" else 4
-    total = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8))
+    total: float = block.norms * (h * (4 + stream * block.trainable if block.rms else stream) + (4 if block.rms else 8))
     for part, copies in (("qkv", 3), ("up", 2 if block.gated else 1)):
         if inputs[part]:
             # Autocast makes each of them a copy of its own out of the fp32 result of the norm.
