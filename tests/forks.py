@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 import weakref
@@ -101,11 +100,15 @@ class Forked(subprocess.Popen[str]):
         return code
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or 1e9)
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            time.sleep(0.005)
+        if (code := self.poll()) is None:
+            watched = os.pidfd_open(self.pid)  # a question every few milliseconds would take time from the ranks
+            try:
+                ended = select.select([watched], [], [], timeout)[0]
+            finally:
+                os.close(watched)
+            code = self.poll() if ended else None
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:

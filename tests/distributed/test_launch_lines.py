@@ -126,6 +126,7 @@ def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_mistake_on_main_s_own_line(config: Path) -> None:
     code, out = ran([*TORCHRUN, "main.py", "--config", "CONFIG", "--mode", "no"], config)
     assert code != 0 and out.count("main.py: error: argument --mode: invalid choice: 'no'") == 1, out
