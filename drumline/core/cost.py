@@ -157,27 +157,16 @@ def slots(options: OptimizerConfig) -> int:
     return 2 if options.kind == "adamw" else 1 if options.momentum else 0
 
 
-def weight_bytes(layout: Layout, has: Sizes) -> int:
-    """Bytes of the weights: fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs."""
-    packed = has.linear if quantizes(layout.config) else 0
-    low, bits = has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
-    return 4 * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
-
-
 def native_state(layout: Layout, facts: ModelFacts, mine: Part) -> State:
     """The rank's weights, and fp32 gradients and moments of the trainable ones; moments are shaped like the weights."""
     has = rank_params(facts, mine, layout.mesh.tp, layout.strategy.shards(layout.mesh))
-    kept = (4 * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
-    state = State(weight_bytes(layout, has), 4 * has.trainable, kept)
-    if layout.strategy.offloads()[0] == "cpu":
-        return State(0, 0, 0, state.parameters, state.gradients, state.optimizer)
-    return state
-
-
-def in_buckets(layout: Layout) -> bool:
-    """Whether gradients of copies are averaged in each step, and lie in DDP's buckets."""
-    mesh = layout.mesh
-    return mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp == 1 and layout.strategy.exchange is None
+    # Weights are fp32, except frozen ones (models.freeze.keep_low) and those that QLoRA packs.
+    packed = has.linear if quantizes(layout.config) else 0
+    low, bits = has.low - packed, PACKED[getattr(layout.config.adapter, "quantize", "none")]
+    weights = FULL * (has.entries - packed - low) + WIDTH[layout.precision] * low + math.ceil(packed * bits / 8)
+    kept = (FULL * slots(layout.config.optimizer) + layout.strategy.outer_bytes()) * has.trainable
+    state = weights, FULL * has.trainable, kept
+    return State(0, 0, 0, *state) if layout.strategy.offloads()[0] == "cpu" else State(*state)
 
 
 def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
@@ -192,7 +181,9 @@ def stepping(layout: Layout, here: Sizes, sharded: bool) -> float:
 def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, kept: Activations | None) -> Buffers:
     """The buffers of one process, DP, DDP, TP and pipelines of those, local SGD, DiLoCo."""
     mesh, strategy, options = layout.mesh, layout.strategy, layout.strategy.copies()
-    here, gradients, buckets = rank_params(facts, mine, mesh.tp), state.gradients, in_buckets(layout)
+    here, gradients, copied = rank_params(facts, mine, mesh.tp), state.gradients, mesh.data_ranks * mesh.cp > 1
+    # Gradients of copies that are averaged in each step lie in DDP's buckets.
+    buckets = copied and mesh.tp * mesh.pp == 1 and strategy.exchange is None
     # Autocast keeps its copies of the weights of linear layers until backward has used them; with recomputation until the block's end.
     # Frozen weights are in the low type already; packed ones are unpacked while they are used.
     low, packed = kind_of(layout) == "autocast", quantizes(layout.config)
@@ -202,7 +193,7 @@ def copies_buffers(layout: Layout, facts: ModelFacts, mine: Part, state: State, 
     always, average = strategy.kept_bytes(mesh.world_size) * here.trainable, 0.0
     if buckets and not options.gradient_as_bucket_view:
         always += gradients
-    if mesh.data_ranks * mesh.cp > 1 and mesh.tp * mesh.pp > 1:
+    if copied and mesh.tp * mesh.pp > 1:
         average = min(gradients, 2 * max(options.bucket_cap_mb * MIB, FULL * here.largest))
     forward, through = (copies, 0) if recomputes else (0, copies)
     if kept is not None and kept.copies is not None and not packed:  # packed weights cannot be traced

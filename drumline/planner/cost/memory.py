@@ -35,24 +35,13 @@ IMAGE_SHARE = 0.5  # of the tokens of a vision-language model, those taken to st
 def memory(layout: Layout, facts: ModelFacts, cluster: Cluster, activations: Activations | None = None) -> Memory:
     """Bytes of the fullest rank: of a pipeline, the one whose peak is highest. `activations` None: by formula; traced ones are of the
     layout's own precision, checkpointing, adapter and tensor parallelism."""
-    engine = _sampler(layout, cluster)
-    return max((of_rank(layout, facts, activations, rank, engine) for rank in _fullest(layout, facts)), key=lambda m: m.peak)
-
-
-def _sampler(layout: Layout, cluster: Cluster) -> int:
-    """Bytes that a vLLM engine in each rank keeps from the first rollout on (rl.vllm): its share of the GPU."""
-    generator = getattr(layout.config.algorithm, "generator", None)
-    if not isinstance(generator, VLLMGenerator) or generator.url is not None or layout.device == "cpu":
-        return 0
-    return int(generator.memory * cluster.device.memory_bytes)
-
-
-def _fullest(layout: Layout, facts: ModelFacts) -> list[int]:
-    """Ranks of a pipeline that may be the fullest: both ends, and of those between the one that most blocks wait on."""
-    ranks = layout.mesh.pp
-    if ranks <= 3:
-        return list(range(ranks))
-    return [0, max(range(1, ranks - 1), key=lambda r: flying(layout, r, stage_of(layout, facts, r).blocks)[0]), ranks - 1]
+    generator, engine, ranks = getattr(layout.config.algorithm, "generator", None), 0, list(range(layout.mesh.pp))
+    if isinstance(generator, VLLMGenerator) and generator.url is None and layout.device == "cuda":
+        # An engine in each rank keeps its share of the GPU from the first rollout on (rl.vllm).
+        engine = int(generator.memory * cluster.device.memory_bytes)
+    if len(ranks) > 3:  # both ends, and of those between the one that most blocks wait on
+        ranks = [0, max(ranks[1:-1], key=lambda rank: flying(layout, rank, stage_of(layout, facts, rank).blocks)[0]), ranks[-1]]
+    return max((of_rank(layout, facts, activations, rank, engine) for rank in ranks), key=lambda m: m.peak)
 
 
 def stage_of(layout: Layout, facts: ModelFacts, rank: int) -> Part:

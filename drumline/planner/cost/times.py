@@ -54,12 +54,13 @@ def seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, volume: Volume)
     if layout.pipeline is not None:
         idle = bubble(layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.stages_per_rank, layout.batch.accumulation)
         waits = busy * (_slowest(facts, layout.pipeline.layers, layout.mesh.pp) / (1 - idle) - 1)
+    optimizer, offload = _update(layout, facts, cluster, busy)
     return Seconds(
         compute=busy,
         communication=communication,
         bubble=waits,
-        optimizer=optimizer_seconds(layout, facts, cluster),
-        offload=offload_seconds(layout, facts, cluster, busy),
+        optimizer=optimizer,
+        offload=offload,
         rollout=rollout_seconds(layout, facts, cluster),
     )
 
@@ -97,22 +98,17 @@ def _exposed(layout: Layout, cluster: Cluster, flows: list[Flow], hidden: dict[s
     """Seconds of exposed communication: all that nothing is computed beside, the surplus of what takes longer than the computing beside
     it, and one call of each flow, before the first block can start or after the last has ended."""
     wires: dict[str, float] = {}
-    exposed = 0.0
+    exposed, mesh = 0.0, layout.mesh
+    # Neighbours in the mesh share a host, tensor parallel ones first.
+    strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
     for flow in flows:
-        each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, _together(layout, cluster, flow))
+        together = max(1, min(flow.ranks, cluster.per_node // strides.get(flow.axis, mesh.world_size // mesh.pp)))
+        each = cluster.collective_seconds(flow.kind, flow.bytes_ / flow.calls, flow.ranks, together)
         alone = flow.calls if flow.beside == "nothing" else min(1.0, flow.calls)
         exposed += alone * each
         if flow.beside != "nothing":
             wires[flow.beside] = wires.get(flow.beside, 0.0) + CONTENTION * (flow.calls - alone) * each
     return exposed + sum(max(0.0, wire - hidden[beside]) for beside, wire in wires.items())
-
-
-def _together(layout: Layout, cluster: Cluster, flow: Flow) -> int:
-    """The ranks of a group that share a host: neighbours in the mesh do, tensor parallel ones first."""
-    mesh = layout.mesh
-    strides = {"tp": 1, "cp": mesh.tp, "shard": mesh.tp, "gradients": mesh.tp, "replicate": mesh.tp * mesh.cp * mesh.shard}
-    stride = strides.get(flow.axis, mesh.world_size // mesh.pp)
-    return max(1, min(flow.ranks, cluster.per_node // stride))
 
 
 @lru_cache(maxsize=1024)
@@ -127,32 +123,26 @@ def _slowest(facts: ModelFacts, layers: tuple[tuple[int, int], ...], ranks: int)
 # ---------------------------------------------------------------------------------------------------------- on the host
 
 
-def optimizer_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster) -> float:
-    """Seconds of clipping and the update: bytes over the bandwidth of the memory that holds the optimizer's states."""
-    options, trainable = layout.config.optimizer, _trainable_here(layout, facts)
-    here = trainable * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
-    if layout.device == "cpu" or layout.strategy.offloads()[0] == "none":
-        return here / (cluster.calibration.memory or cluster.device.bandwidth)
-    return here * min(cluster.per_node, layout.mesh.world_size) / HOST_BANDWIDTH
-
-
-def offload_seconds(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> float:
-    """Copies between device and host, and between host and disk. Of copies beside computing, what takes longer counts."""
-    optimizer, _ = layout.strategy.offloads()
-    if optimizer == "none" or (layout.device == "cpu" and optimizer != "nvme"):
-        return 0.0
-    copied = layout.strategy.copied(layout, facts, _trainable_here(layout, facts))
+def _update(layout: Layout, facts: ModelFacts, cluster: Cluster, busy: float) -> tuple[float, float]:
+    """Seconds of clipping and the update: bytes over the bandwidth of the memory that holds the optimizer's states; and of copies between
+    device, host and disk: of those beside computing, what takes longer counts."""
+    options, mesh, strategy = layout.config.optimizer, layout.mesh, layout.strategy
+    # Parameters that a rank updates, of all trainable models.
+    trainable = sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * strategy.shards(mesh))
+    moved = trainable * ((FUSED if options.fused else SEVERAL)[options.kind] + CLIPPED)
+    place, on_host = strategy.offloads()[0], min(cluster.per_node, mesh.world_size)  # ranks that share its memory and its drive
+    if layout.device == "cpu" or place == "none":
+        step = moved / (cluster.calibration.memory or cluster.device.bandwidth)
+    else:
+        step = moved * on_host / HOST_BANDWIDTH
+    if place == "none" or (layout.device == "cpu" and place != "nvme"):
+        return step, 0.0
+    copied = strategy.copied(layout, facts, trainable)
     taken = cluster.host_seconds("to_device", copied.up) + cluster.host_seconds("to_host", copied.down)
     if copied.hidden:
-        return max(0.0, taken - busy)
-    stored = copied.stored * min(cluster.per_node, layout.mesh.world_size)  # all ranks of a host share the drive
-    return taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
-
-
-def _trainable_here(layout: Layout, facts: ModelFacts) -> float:
-    """Parameters that a rank updates, of all trainable models."""
-    mesh = layout.mesh
-    return sum(model.trainable for _, model in layout.trainable(facts)) / (mesh.tp * mesh.pp * layout.strategy.shards(mesh))
+        return step, max(0.0, taken - busy)
+    stored = copied.stored * on_host
+    return step, taken + (cluster.disk_seconds("read", stored) + cluster.disk_seconds("write", stored))
 
 
 # --------------------------------------------------------------------------------- rollouts and models that only answer
