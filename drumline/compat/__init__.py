@@ -1,7 +1,7 @@
 """Configs of other tools: accelerate's, DeepSpeed's, Hugging Face-style training arguments → the same things in Drumline's words.
 
-Tables say what each key becomes (`accelerate`, `deepspeed`, `arguments`), `rules` do it, and `groups` puts together what stands
-in several keys. Nothing is dropped silently: a key without a meaning gets a note, one whose effect Drumline lacks is an error.
+Tables have a rule for each key (`accelerate`, `deepspeed`, `arguments`), and `groups` combines several keys. Nothing is dropped
+silently: a key without a meaning gets a note, one whose effect Drumline lacks is an error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Kind = Literal["accelerate", "deepspeed", "training"]
 
 
 def recognise(values: Mapping[Any, Any]) -> Kind | None:
-    """Whose config this is; None: Drumline's own, or nobody's. One that says `data.train` in Drumline's way is Drumline's."""
-    if _own_data(values.get("data")):
+    """The tool whose config this is; None for Drumline's own, which any with `data.train` in Drumline's form is, and for any other."""
+    train = values["data"].get("train") if isinstance(values.get("data"), dict) else None
+    if isinstance(train, list) and any(isinstance(source, dict) for source in train):
         return None
     keys = {str(key) for key in values}
     if {"zero_optimization", "train_micro_batch_size_per_gpu"} & keys and not (keys & TABLE.keys()) - DEEPSPEED_TOO:
@@ -39,26 +40,21 @@ def recognise(values: Mapping[Any, Any]) -> Kind | None:
 DEEPSPEED_TOO = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16", "bf16"}
 
 
-def _own_data(data: Any) -> bool:
-    train = data.get("train") if isinstance(data, dict) else None
-    return isinstance(train, list) and any(isinstance(source, dict) for source in train)
-
-
 def _holds_arguments(name: str, section: Any) -> bool:
-    """A section of training arguments: under a name that Drumline does not have, or with keys that its section does not have."""
+    """Whether a section has training arguments: under a name that Drumline does not have, or with keys that its section does not have."""
     if not isinstance(section, dict):
         return False
-    known = {*TABLE, *SECTIONS[name]} & {str(key) for key in section}
+    keys = {str(key) for key in section}
+    known = {*TABLE, *SECTIONS[name]} & keys
     if name not in Config.model_fields:
         return bool(known)
-    field = Config.model_fields[name].annotation
-    own = set(getattr(field, "model_fields", ()))
-    return bool(known - own) and not ({str(key) for key in section} & own) - known
+    own = set(getattr(Config.model_fields[name].annotation, "model_fields", ()))
+    return bool(known - own) and not (keys & own) - known
 
 
 def translate(values: Mapping[Any, Any], lines: Mapping[Place, int], name: str, base: Path, folder: Path) -> Sheet | None:
-    """A sheet with the values of an old file in Drumline's words; None where it is none. Raises ConfigError by the old file's line. Files
-    that it names are looked for from `base` and from the current folder; the new paths are relative to `folder`."""
+    """A sheet with the values of an old file under Drumline's keys; None for any other file. Files that it names are relative to `base` or
+    to the current folder, new paths to `folder`. Raises ConfigError with the old file's line."""
     kind = recognise(values)
     if kind is None:
         return None

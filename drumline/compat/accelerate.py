@@ -5,10 +5,9 @@ Keys by accelerate 1.15 (`commands/config/config_args.py`, `commands/launch.py`)
 
 from __future__ import annotations
 
-from drumline.compat.deepspeed import EXPORT, STAGES, clip, device, low_precision, own_deepspeed_file, put_offload
+from drumline.compat.deepspeed import EXPORT, STAGES, clip, low_precision, own_deepspeed_file, put_offload
 from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, refuse
-from drumline.core.by_name import nearest
+from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
 from drumline.core.suggest import by_word
 
 WHAT = "an accelerate config"
@@ -31,95 +30,70 @@ def accelerate_file(sheet: Sheet, olds: list[Old]) -> None:
 
 
 def combine(sheet: Sheet) -> None:
-    """Strategy, processes and precision out of the keys that wait."""
-    taken = sheet.taken
-    type_ = taken.get("distributed_type")
+    """Set strategy, processes and precision by the keys that wait."""
+    waiting = sheet.waiting
+    type_ = waiting.get("distributed_type")
     kind = one_of(TYPES, dict.fromkeys(OTHER_DEVICES, DEVICES))(type_) if type_ else None
-    sections: dict[str, tuple[str, Rule]] = {
-        "fsdp_config": ("fsdp2", fsdp),
-        "deepspeed_config": ("zero2", lambda sheet, old: read_deepspeed(sheet, old, old.by_key())),
-        "megatron_lm_config": ("ddp", lambda sheet, old: read_megatron(sheet, old, prefixed(old, "megatron_lm_", MEGATRON))),
-    }
-    for name, (wanted, translate) in sections.items():
-        old = taken.pop(name, None)
+    type_name = str(type_.value).lower() if type_ else None
+    for name, translate in (("fsdp_config", read_fsdp), ("deepspeed_config", read_deepspeed), ("megatron_lm_config", read_megatron)):
+        old = waiting.pop(name, None)
         if old is None or not old.inside():
             continue
-        if kind in (None, wanted) and (name != "megatron_lm_config" or (type_ and str(type_.value).lower() == "megatron_lm")):
-            translate(sheet, old)
+        if name == f"{type_name}_config" or (type_ is None and name != "megatron_lm_config"):
+            translate(sheet, old, old.inside())
         else:
             sheet.note(old, f"without effect: distributed_type is {type_.value}" if type_ else "without effect")
     if type_ and kind and sheet.get("strategy.kind") is None:
         sheet.put("strategy.kind", kind, type_)
-    if type_ and str(type_.value).upper() == "MULTI_CPU":
+    if type_ and type_name == "multi_cpu":
         sheet.put("run.device", "cpu", type_)
-    if (old := taken.pop("parallelism_config", None)) is not None:
-        read(PARALLELISM, sheet, prefixed(old, "parallelism_config_", PARALLELISM), "parallelism_config")
+    if (old := waiting.pop("parallelism_config", None)) is not None:
+        read(PARALLELISM, sheet, old.inside(), "parallelism_config", "parallelism_config_")
     processes(sheet)
     low_precision(sheet)
 
 
 def processes(sheet: Sheet) -> None:
     """Processes of this machine. Several machines need one launcher each, as under other launchers."""
-    taken = sheet.taken
-    machines = whole(taken["num_machines"]) if "num_machines" in taken else 1
-    if (old := taken.get("num_processes")) is not None and whole(old) > 0:
+    waiting, machines = sheet.waiting, machine_count(sheet)
+    if (old := waiting.get("num_processes")) is not None and whole(old) > 0:
         if whole(old) % machines:
             raise refuse(old, f"{old.value} processes do not divide over {machines} machines", "make it a multiple of num_machines")
         sheet.put("launch.nproc", whole(old) // machines, old)
     if machines > 1:
-        address = taken["main_process_ip"].value if "main_process_ip" in taken else "HOST"
-        port = taken["main_process_port"].value if "main_process_port" in taken else 29500
+        address = waiting["main_process_ip"].value if "main_process_ip" in waiting else "HOST"
+        port = waiting["main_process_port"].value if "main_process_port" in waiting else 29500
         sheet.note(
-            taken["num_machines"],
+            waiting["num_machines"],
             f"start it on each machine: torchrun --nnodes {machines} --node-rank R --nproc-per-node N --master-addr {address}"
             f" --master-port {port} -m drumline train CONFIG.yaml",
         )
         return
-    if (old := taken.get("main_process_port")) is not None and whole(old):
+    if (old := waiting.get("main_process_port")) is not None and whole(old):
         sheet.put("launch.port", whole(old), old)
     for name in ("main_process_ip", "machine_rank"):
-        if (old := taken.get(name)) is not None and old.value not in (0, "0", "127.0.0.1", "localhost"):
+        if (old := waiting.get(name)) is not None and old.value not in (0, "0", "127.0.0.1", "localhost"):
             sheet.note(old, "one machine needs none")
 
 
-def prefixed(old: Old, prefix: str, table: dict[str, Rule]) -> list[Old]:
-    """The keys of a section with or without the prefix that accelerate's own files give them."""
-    made = []
-    for each in old.inside():
-        bare = each.key.removeprefix(prefix)
-        guess = None if bare in table else nearest(bare, list(table))
-        if guess:
-            raise refuse(each, f"unknown key {each.key!r} of {old.key}", f"did you mean {prefix + guess!r}?")
-        made.append(Old(bare, each.value, each.source, each.place))
-    return made
+def machine_count(sheet: Sheet) -> int:
+    """num_machines; 1 where it is not set or 0."""
+    return max(1, whole(sheet.waiting["num_machines"])) if "num_machines" in sheet.waiting else 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- FSDP
 
 
-def fsdp(sheet: Sheet, old: Old) -> None:
-    """fsdp_config, of accelerate or of Hugging Face's Trainer."""
-    read_fsdp(sheet, prefixed(old, "fsdp_", FSDP))
-    sharding(sheet, old)
-
-
-def read_fsdp(sheet: Sheet, olds: list[Old]) -> None:
-    """Keys of FSDP without their prefix. How far to shard waits for `sharding`."""
-    read(FSDP, sheet, olds, "fsdp_config")
-
-
-def sharding(sheet: Sheet, section: Old) -> None:
-    """Set how far to shard, by two keys: FSDP1's sharding_strategy, and reshard_after_forward, which has the same names in FSDP1."""
-    answers: dict[str, tuple[Old, tuple[str, bool | None, bool]]] = {}
-    version = sheet.taken.pop("version", None)
-    for name in ("sharding_strategy", "reshard_after_forward"):
-        if (old := sheet.taken.pop(name, None)) is None:
-            continue
-        if name == "reshard_after_forward" and str(old.value).lower() in ("true", "false"):
-            answers[name] = (old, ("fsdp2", flag(old), False))
-        else:
-            answers[name] = (old, one_of(SHARDING)(old))
-    first, *rest = answers.values() or [(section, ("fsdp2", True, False))]
+def read_fsdp(sheet: Sheet, section: Old, olds: list[Old]) -> None:
+    """Keys of fsdp_config, of accelerate or of Hugging Face's Trainer. Two of them set how far to shard: FSDP1's sharding_strategy, and
+    reshard_after_forward, which has the same names in FSDP1."""
+    read(FSDP, sheet, olds, "fsdp_config", "fsdp_")
+    found: list[tuple[Old, tuple[str, bool | None, bool]]] = []
+    version = sheet.waiting.pop("version", None)
+    for name, old in pop(sheet, "sharding_strategy", "reshard_after_forward").items():
+        plain = name == "reshard_after_forward" and str(old.value).lower() in ("true", "false")
+        found.append((old, ("fsdp2", flag(old), False) if plain else one_of(SHARDING)(old)))
+    first, *rest = found or [(section, ("fsdp2", True, False))]
     for other, means in rest:
         # FSDP2 reads reshard_after_forward, FSDP1 sharding_strategy; the one that is not read may keep its default.
         if means[:2] != first[1][:2] and not (version and str(version.value) == "1" and means[1] is True):
@@ -133,14 +107,9 @@ def sharding(sheet: Sheet, section: Old) -> None:
         return
     sheet.put("strategy.reshard_after_forward", reshard, old)
     if hybrid:
-        machines = whole(sheet.taken["num_machines"]) if "num_machines" in sheet.taken else 1
+        machines = machine_count(sheet)
         sheet.put("strategy.replicate", machines, old)
         sheet.note(old, f"a copy a machine: strategy.replicate is {machines}; raise it for more copies")
-
-
-def _wrap(sheet: Sheet, old: Old) -> None:
-    if name_list(old):
-        sheet.put("strategy.wrap", name_list(old), old)
 
 
 PREFETCH = {"backward_pre": 1, "backward_post": 0, "no_prefetch": 0, "no": 0, "1": 1, "2": 0}
@@ -148,7 +117,9 @@ FSDP: dict[str, Rule] = by_word(
     {
         "version sharding_strategy reshard_after_forward mixed_precision": later(),
         "cpu_offload offload_params": to("strategy.offload", lambda old: "cpu" if flag(old) else "none"),
-        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": _wrap,
+        "transformer_layer_cls_to_wrap transformer_cls_names_to_wrap": lambda sheet, old: (
+            sheet.put("strategy.wrap", name_list(old), old) if name_list(old) else None
+        ),
         "auto_wrap_policy min_num_params": gone("units are the model's own block classes; strategy.wrap names others"),
         "backward_prefetch": to("strategy.backward_prefetch", one_of(PREFETCH)),
         "forward_prefetch": to("strategy.prefetch", lambda old: int(flag(old))),
@@ -183,24 +154,22 @@ PARALLELISM: dict[str, Rule] = by_word(
 # ----------------------------------------------------------------------------------------------------- DeepSpeed, Megatron
 
 
-def read_deepspeed(sheet: Sheet, old: Old, inner: dict[str, Old]) -> None:
+def read_deepspeed(sheet: Sheet, section: Old, olds: list[Old]) -> None:
     """Keys of deepspeed_config, wherever they come from: a stage and a few switches, or the path of a DeepSpeed JSON."""
-    if (file := inner.get("deepspeed_config_file")) is not None and str(file.value).lower() not in ("none", ""):
-        own_deepspeed_file(sheet, file)
-        inner = {key: each for key, each in inner.items() if key != "zero_stage"}
-    read(DEEPSPEED, sheet, list(inner.values()), "deepspeed_config")
-    stage = sheet.taken.pop("zero_stage", None)
+    for file in olds:
+        if file.key == "deepspeed_config_file" and str(file.value).lower() not in ("none", ""):
+            own_deepspeed_file(sheet, file)
+            olds = [old for old in olds if old.key != "zero_stage"]
+    read(DEEPSPEED, sheet, olds, "deepspeed_config")
+    stage = sheet.waiting.pop("zero_stage", None)
     if sheet.get("strategy.kind") is None:
-        kind = one_of(STAGES)(stage) if stage else "zero2"
-        sheet.put("strategy.kind", kind, stage or old)
+        sheet.put("strategy.kind", one_of(STAGES)(stage) if stage else "zero2", stage or section)
     kind = sheet.get("strategy.kind")
-    for part, name in (("optimizer", "offload_optimizer"), ("param", "offload_parameters")):
-        where, path = sheet.taken.pop(f"offload_{part}_device", None), sheet.taken.pop(f"offload_{part}_nvme_path", None)
-        if where is None or str(where.value).lower() in ("none", ""):
-            continue
-        section = {"device": where.value} | ({"nvme_path": path.value} if path and str(path.value).lower() != "none" else {})
-        made = device(Old(where.key, section, where.source, where.place))
-        put_offload(sheet, kind, name, made, where)
+    for name, part in (("offload_optimizer", "optimizer"), ("offload_parameters", "param")):
+        given = pop(sheet, f"offload_{part}_device", f"offload_{part}_nvme_path")
+        inner = {key.removeprefix(f"offload_{part}_"): each for key, each in given.items() if str(each.value).lower() != "none"}
+        if "device" in inner and inner["device"].value != "":
+            put_offload(sheet, kind, name, inner["device"], inner)
 
 
 DEEPSPEED: dict[str, Rule] = by_word(
@@ -219,10 +188,10 @@ DEEPSPEED: dict[str, Rule] = by_word(
 )
 
 
-def read_megatron(sheet: Sheet, old: Old, olds: list[Old]) -> None:
-    """Megatron's degrees are those of ddp with tp, pp and cp."""
-    sheet.put("strategy.kind", "ddp", old)
-    read(MEGATRON, sheet, olds, "megatron_lm_config")
+def read_megatron(sheet: Sheet, section: Old, olds: list[Old]) -> None:
+    """Keys of megatron_lm_config. Megatron's degrees are those of ddp with tp, pp and cp."""
+    sheet.put("strategy.kind", "ddp", section)
+    read(MEGATRON, sheet, olds, "megatron_lm_config", "megatron_lm_")
 
 
 def _recompute(sheet: Sheet, old: Old) -> None:
@@ -292,7 +261,7 @@ OTHER_DEVICES = ("xla", "tpu", "multi_npu", "multi_mlu", "multi_sdaa", "multi_mu
 
 def _no_fp8(_: Sheet, old: Old) -> None:
     if old.inside():
-        raise refuse(old, "FP8 is not to be had", "use mixed_precision: bf16")
+        raise refuse(old, "FP8 is not supported", "use mixed_precision: bf16")
 
 
 TABLE: dict[str, Rule] = by_word(

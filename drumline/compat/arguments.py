@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from drumline.compat import accelerate as acc
 from drumline.compat import groups
-from drumline.compat.deepspeed import clip, found, new_path, tracker
+from drumline.compat.deepspeed import clip, found, new_path, power_of_two, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
-from drumline.compat.rules import Rule, flag, gone, later, name_list, number, one_of, only, read, switch, to, whole
+from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, refuse
 from drumline.core.suggest import by_word
-
-
-def _checkpointing(sheet: Sheet, old: Old) -> None:
-    kinds = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
-    sheet.put("memory.activation_checkpointing", one_of(kinds)(old), old)
 
 
 def _backend(sheet: Sheet, old: Old) -> None:
@@ -53,13 +50,8 @@ def _optimizer(sheet: Sheet, old: Old) -> None:
         sheet.put("optimizer.fused", False, old)
 
 
-def _hub(sheet: Sheet, old: Old) -> None:
-    if old.value not in (*AUTO, False):
-        sheet.note(old, "nothing is sent to the hub; RUN/export is the folder to upload")
-
-
 def _batch(sheet: Sheet, old: Old) -> None:
-    """batch_size: guides to launchers give it to the loader of each process."""
+    """batch_size: guides for launchers give it to the loader of each process."""
     if old.value not in AUTO:
         sheet.put("batch.micro_batch", whole(old), old)
         sheet.note(old, "taken for the samples of one device, as guides for launchers mean it; of all devices it is global_batch_size")
@@ -73,13 +65,11 @@ def _distributed(sheet: Sheet, old: Old) -> None:
         later("distributed_strategy")(sheet, old)
 
 
-def _if_on(rule: Rule) -> Rule:
-    return lambda sheet, old: rule(sheet, old) if flag(old) else None
-
-
 SECRET = "secrets stand in the environment (HF_TOKEN), not in a config"
 ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")}
+CHECKPOINTING = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
 HOST = "the launcher says it: torchrun's flags, or --nproc"
+HUB = "nothing is sent to the hub; RUN/export is the folder to upload"
 LENGTHS = "rows of like length share a micro-batch anyhow"
 LOADER = "a thread collates ahead (data.prefetch); there are no loader processes"
 LOGS = "events.jsonl has every figure; the display is one line a step"
@@ -135,8 +125,8 @@ TABLE: dict[str, Rule] = by_word(
         "min_lr_ratio min_lr_rate": to("schedule.min_ratio", number),
         "mixed_precision precision": later("mixed_precision"),
         "tf32": to("precision.tf32", flag),
-        "initial_scale_power": to("precision.initial_scale", lambda old: 2.0 ** number(old)),
-        "gradient_checkpointing activation_checkpointing": _checkpointing,
+        "initial_scale_power": to("precision.initial_scale", power_of_two),
+        "gradient_checkpointing activation_checkpointing": to("memory.activation_checkpointing", one_of(CHECKPOINTING), skip=()),
         "torch_compile": to("compile.enabled", flag),
         "torch_compile_mode": to("compile.mode"),
         "torch_compile_backend": only("inductor", why="blocks are compiled by torch's own backend", fix="remove it"),
@@ -154,8 +144,8 @@ TABLE: dict[str, Rule] = by_word(
         "eval_on_start": to("eval.at_start", flag),
         "per_device_eval_batch_size per_gpu_eval_batch_size": to("eval.micro_batch", whole),
         "logging_steps log_interval log_every": to("run.log_every", step_count),
-        "use_wandb": _if_on(tracker("wandb")),
-        "use_tensorboard": _if_on(tracker("tensorboard")),
+        "use_wandb": if_on(tracker("wandb")),
+        "use_tensorboard": if_on(tracker("tensorboard")),
         "report_to": _trackers,
         "max_steps": to("run.steps", _steps),
         "num_train_epochs num_epochs epochs max_epochs": to("run.epochs", number),
@@ -246,53 +236,47 @@ TABLE: dict[str, Rule] = by_word(
         "use_liger_kernel liger_kernel_config use_liger": gone("the cross-entropy never makes all logits at once: algorithm.loss_chunk"),
         "torch_empty_cache_steps": gone("torch keeps its own cache"),
         "hub_token token use_auth_token hf_token push_to_hub_token wandb_api_key api_key": gone(SECRET),
-        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision": _hub,
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision": gone(HUB, *AUTO, False),
     }
 )
 
 
-WHAT = "training arguments"
-
 # Sections that guides sort the same arguments into, and what they call things there.
-SECTIONS: dict[str, dict[str, str]] = {
-    "training": {}, "train": {}, "training_args": {}, "training_arguments": {}, "trainer": {}, "args": {}, "general": {}, "logging": {},
-    "hardware": {}, "memory": {}, "performance": {}, "run": {}, "environment": {},
-    "model": {"name": "model_name_or_path", "path": "model_name_or_path", "id": "model_name_or_path", "name_or_path": "model_name_or_path",
-              "revision": "model_revision", "tokenizer": "tokenizer_name", "attention": "attn_implementation"},
+SECTIONS: dict[str, dict[str, str]] = by_word({
+    "training train training_args training_arguments trainer args general logging hardware memory performance run environment": {},
     "model_args": {},
-    "data": {"train": "train_file", "train_path": "train_file", "path": "train_file", "file": "train_file", "eval": "validation_file",
-             "eval_path": "validation_file", "validation": "validation_file", "val_file": "validation_file", "val_path": "validation_file",
-             "name": "dataset_name", "config": "dataset_config_name", "split": "dataset_train_split",
-             "num_workers": "dataloader_num_workers",
-             "prefetch_factor": "dataloader_prefetch_factor", "pin_memory": "dataloader_pin_memory", "text_field": "dataset_text_field",
-             "text_column": "dataset_text_field", "drop_last": "dataloader_drop_last", "shuffle": "shuffle_dataset",
-             "num_proc": "dataset_num_proc", "seed": "data_seed", "streaming": "dataset_streaming"},
-    "optimizer": {"type": "optim", "name": "optim", "kind": "optim", "betas": "adam_betas", "eps": "adam_epsilon", "beta1": "adam_beta1",
-                  "beta2": "adam_beta2"},
-    "scheduler": {"type": "lr_scheduler_type", "name": "lr_scheduler_type", "kind": "lr_scheduler_type",
-                  "num_warmup_steps": "warmup_steps"},
-    "distributed": {"strategy": "distributed_strategy", "type": "distributed_strategy", "backend": "distributed_backend",
-                    "timeout": "ddp_timeout", "tp": "tensor_parallel_size", "tensor_parallel": "tensor_parallel_size",
-                    "pp": "pipeline_parallel_size", "pipeline_parallel": "pipeline_parallel_size", "cp": "context_parallel_size",
-                    "context_parallel": "context_parallel_size"},
+    "model": by_word({"name path id name_or_path": "model_name_or_path", "revision": "model_revision", "tokenizer": "tokenizer_name",
+                      "attention": "attn_implementation"}),
+    "data dataset data_args": by_word({
+        "train train_path path file": "train_file", "eval eval_path validation val_file val_path": "validation_file",
+        "name": "dataset_name", "config": "dataset_config_name", "split": "dataset_train_split", "num_workers": "dataloader_num_workers",
+        "prefetch_factor": "dataloader_prefetch_factor", "pin_memory": "dataloader_pin_memory", "drop_last": "dataloader_drop_last",
+        "text_field text_column": "dataset_text_field", "shuffle": "shuffle_dataset", "num_proc": "dataset_num_proc",
+        "seed": "data_seed", "streaming": "dataset_streaming"}),
+    "optimizer": by_word({"type name kind": "optim", "betas": "adam_betas", "eps": "adam_epsilon", "beta1": "adam_beta1",
+                          "beta2": "adam_beta2"}),
+    "scheduler lr_scheduler": by_word({"type name kind": "lr_scheduler_type", "num_warmup_steps": "warmup_steps"}),
+    "distributed parallelism": by_word({
+        "strategy type": "distributed_strategy", "backend": "distributed_backend", "timeout": "ddp_timeout",
+        "tp tensor_parallel": "tensor_parallel_size", "pp pipeline_parallel": "pipeline_parallel_size",
+        "cp context_parallel": "context_parallel_size"}),
     "ddp": {"backend": "ddp_backend", "timeout": "ddp_timeout", "broadcast_buffers": "ddp_broadcast_buffers"},
-    "lora": {"r": "lora_r", "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules",
-             "enabled": "use_peft", "bias": "lora_bias", "task_type": "lora_task_type", "modules_to_save": "lora_modules_to_save"},
+    "lora peft": by_word({"r rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules",
+                          "enabled": "use_peft", "bias": "lora_bias", "task_type": "lora_task_type",
+                          "modules_to_save": "lora_modules_to_save"}),
     "dataloader": {"batch_size": "per_device_train_batch_size", "num_workers": "dataloader_num_workers",
                    "pin_memory": "dataloader_pin_memory", "prefetch_factor": "dataloader_prefetch_factor",
                    "drop_last": "dataloader_drop_last", "shuffle": "shuffle_dataset"},
-    "evaluation": {"strategy": "eval_strategy", "steps": "eval_steps", "batch_size": "per_device_eval_batch_size"},
-    "checkpoint": {"strategy": "save_strategy", "steps": "save_steps", "dir": "output_dir", "resume": "resume_from_checkpoint"},
-}  # fmt: skip
-SECTIONS |= {"dataset": SECTIONS["data"], "data_args": SECTIONS["data"], "peft": SECTIONS["lora"], "lr_scheduler": SECTIONS["scheduler"]}
-SECTIONS |= {"eval": SECTIONS["evaluation"], "checkpointing": SECTIONS["checkpoint"], "parallelism": SECTIONS["distributed"]}
+    "evaluation eval": {"strategy": "eval_strategy", "steps": "eval_steps", "batch_size": "per_device_eval_batch_size"},
+    "checkpoint checkpointing": {"strategy": "save_strategy", "steps": "save_steps", "dir": "output_dir",
+                                 "resume": "resume_from_checkpoint"},
+})  # fmt: skip
 
 
 def training_arguments(sheet: Sheet, olds: list[Old]) -> None:
     """Put training arguments on the sheet. Raises ConfigError by the old file's line."""
     flat = [each for old in olds for each in flatten(old)]
-    known = {**acc.TABLE, **TABLE, **groups.PREFERENCES}
-    read(known, sheet, flat, WHAT)
+    read({**acc.TABLE, **TABLE, **groups.PREFERENCES}, sheet, flat, "training arguments")
     groups.combine(sheet)
     acc.combine(sheet)
     groups.defaults(sheet, flat[0])
@@ -302,5 +286,5 @@ def flatten(old: Old) -> list[Old]:
     """The arguments of a section under the names that the table knows; anything else is one argument."""
     if not isinstance(old.value, dict) or old.key not in SECTIONS or old.key in ("fsdp", "deepspeed"):
         return [old]
-    name_list = SECTIONS[old.key]
-    return [each for one in old.inside() for each in flatten(Old(name_list.get(one.key, one.key), one.value, one.source, one.place))]
+    names = SECTIONS[old.key]
+    return [each for one in old.inside() for each in flatten(replace(one, key=names.get(one.key, one.key)))]

@@ -1,15 +1,16 @@
-"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, and what it says of batch, rate and precision.
+"""A DeepSpeed config, in a file of its own or inside another one → strategy zeroN, batch, rate and precision.
 
 Keys by DeepSpeed 0.19 (`deepspeed/runtime/constants.py`, `deepspeed/runtime/zero/config.py`), which is not imported here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from drumline.compat.rules import Rule, flag, gone, later, nothing, number, one_of, only, read, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, listed, pop, refuse
+from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, listed, pop, refuse, shown
 from drumline.core.suggest import by_word
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
@@ -20,8 +21,8 @@ WHAT = "a DeepSpeed config"
 
 
 def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None) -> None:
-    """Put a whole DeepSpeed config on the sheet. `own_file`: its path, where Drumline's engine is to read it itself; then only what the
-    plan must know is taken out of it. Without one, whatever has no word in Drumline goes to strategy.options."""
+    """Put a whole DeepSpeed config on the sheet. `own_file`: its path if Drumline's engine reads it; then only what the plan requires is
+    taken out of it. Without one, keys that Drumline does not have go to strategy.options."""
     aside = Sheet(sheet.base, sheet.folder) if own_file else sheet
     zero = next((old for old in olds if old.key == "zero_optimization"), None)
     inside = zero.inside() if zero else []
@@ -37,24 +38,27 @@ def deepspeed_config(sheet: Sheet, olds: list[Old], own_file: str | None = None)
             target.note(old, "only DeepSpeed's engine knows it, and ZeRO stage 0 is plain DDP")
         else:
             read({**TABLE, **ENGINE_ONLY}, target, [old], WHAT)
-    if zero is not None and own_file is None:
-        _offload(sheet, kind)
+    for name, old in pop(sheet, "offload_optimizer", "offload_parameters").items():
+        cpu = {"device": replace(old, value="cpu" if flag(old) else "none")} if old.key.startswith("cpu_offload") else None
+        put_offload(sheet, kind, name, old, cpu or old.by_key())
 
 
-def option(*place: str) -> Rule:
+def option(section: str = "") -> Rule:
     """The value goes on to DeepSpeed as it is."""
+    return lambda sheet, old: to(f"strategy.options{section}.{old.key}")(sheet, old)
 
-    def rule(sheet: Sheet, old: Old) -> None:
-        if old.value not in AUTO:
-            sheet.put(".".join(("strategy.options", *place, old.key)), old.value, old)
 
-    return rule
+def power_of_two(old: Old) -> float:
+    """The loss scale by its power. Raises ConfigError for one that fp64 cannot hold."""
+    if number(old) > 1000:
+        raise refuse(old, f"{shown(old.value)} given, a power of two is wanted", "write a number such as 16")
+    return 2.0 ** number(old)
 
 
 def _low(precision: str) -> Rule:
-    """fp16: {enabled: true, …}: whether it is on waits for the others that speak of precision."""
+    """fp16: {enabled: true, …}: `enabled` waits for the other keys of precision."""
     translations = {
-        "initial_scale_power": to("precision.initial_scale", lambda old: 2.0 ** number(old)),
+        "initial_scale_power": to("precision.initial_scale", power_of_two),
         "loss_scale": only(0, why="Drumline's loss scale is dynamic", fix="set it to 0, and initial_scale_power to begin elsewhere"),
     }
     silent = gone("Drumline's loss scaler has no such setting")
@@ -70,31 +74,19 @@ def _low(precision: str) -> Rule:
     return rule
 
 
-def device(old: Old) -> dict[str, Any]:
-    """offload_…: {device: cpu | nvme, nvme_path: …, pin_memory: …} as Drumline's own section."""
-    inner = old.by_key()
-    kind = one_of({"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"})(inner["device"]) if "device" in inner else "none"
-    made: dict[str, Any] = {"kind": kind}
-    if kind == "nvme":
+def put_offload(sheet: Sheet, kind: str, name: str, old: Old, inner: dict[str, Old]) -> None:
+    """Set the place of optimizer states or parameters by the keys of section `old`: {device: cpu | nvme, nvme_path: …, pin_memory: …}.
+    DeepSpeed offloads parameters under ZeRO-3 only."""
+    kinds = {"no": "none", "none": "none", "cpu": "cpu", "nvme": "nvme"}
+    made: dict[str, Any] = {"kind": one_of(kinds)(inner["device"]) if "device" in inner else "none"}
+    if made["kind"] == "none":
+        return
+    if made["kind"] == "nvme":
         if "nvme_path" not in inner or inner["nvme_path"].value in AUTO:
             raise refuse(old, "nvme without nvme_path", "add nvme_path: a folder on the disk")
         made["path"] = str(inner["nvme_path"].value)
-    if "pin_memory" in inner and kind != "none" and flag(inner["pin_memory"]):
+    if "pin_memory" in inner and flag(inner["pin_memory"]):
         made["pin_memory"] = True
-    return made
-
-
-def _offload(sheet: Sheet, kind: str) -> None:
-    """Set where DeepSpeed keeps its states, for strategy `kind`."""
-    for name in ("offload_optimizer", "offload_parameters"):
-        if (old := sheet.taken.pop(name, None)) is not None:
-            made = {"kind": "cpu" if flag(old) else "none"} if old.key.startswith("cpu_offload") else device(old)
-            if made["kind"] != "none":
-                put_offload(sheet, kind, name, made, old)
-
-
-def put_offload(sheet: Sheet, kind: str, name: str, made: dict[str, Any], old: Old) -> None:
-    """Parameters are offloaded under ZeRO-3 only, as in DeepSpeed itself."""
     if kind == "ddp" or (name == "offload_parameters" and kind != "zero3"):
         sheet.note(old, f"without effect: DeepSpeed offloads {'nothing at stage 0' if kind == 'ddp' else 'parameters at stage 3 only'}")
     else:
@@ -125,12 +117,12 @@ def _enabled(then: Rule) -> Rule:
 
 
 def tracker(name: str) -> Rule:
-    """A rule that adds a tracker."""
+    """Add a tracker."""
     return lambda sheet, old: sheet.put("run.report_to", [*sheet.values.get("run", {}).pop("report_to", []), name], old)
 
 
 def clip(old: Old) -> float | None:
-    """0 is DeepSpeed's and Hugging Face's way to say: never."""
+    """The limit of the gradient's norm; None for 0, with which DeepSpeed and Hugging Face never clip."""
     return number(old) or None
 
 
@@ -143,8 +135,8 @@ OPTIMIZER: dict[str, Rule] = by_word(
         "momentum": to("optimizer.momentum", number),
         "torch_adam fused": gone("the engine picks the kernel"),
         "adam_w_mode": only(True, why="plain Adam adds decay to the gradient; Drumline's AdamW does not", fix="set it to true"),
-        "bias_correction": only(True, why="AdamW without bias correction is not to be had", fix="set it to true"),
-        "amsgrad": only(why="AMSGrad is not to be had", fix="set it to false"),
+        "bias_correction": only(True, why="AdamW without bias correction is not supported", fix="set it to true"),
+        "amsgrad": only(why="AMSGrad is not supported", fix="set it to false"),
         "adamw_mode": gone("the optimizer is AdamW"),
     }
 )
@@ -162,7 +154,7 @@ SCHEDULER: dict[str, Rule] = by_word(
 )
 
 EXPORT = "`drumline export --dtype bf16` writes 16-bit weights from any checkpoint"
-ZERO_OPTION = option("zero_optimization")
+ZERO_OPTION = option(".zero_optimization")
 ZERO: dict[str, Rule] = by_word(
     {
         "stage": nothing,  # read before the others: it decides what they mean
@@ -175,7 +167,7 @@ ZERO: dict[str, Rule] = by_word(
         "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save": gone(EXPORT),
         "stage3_gather_fp16_weights_on_model_save": gone("`drumline export --dtype fp16` writes 16-bit weights from any checkpoint"),
         "elastic_checkpoint": gone("every checkpoint is read on any number of devices"),
-        "load_from_fp32_weights": gone("weights are kept in fp32 checkpoints always"),
+        "load_from_fp32_weights": gone("checkpoints always hold fp32 weights"),
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions": ZERO_OPTION,
         "allgather_bucket_size overlap_comm sub_group_size round_robin_gradients legacy_stage1 ignore_unused_parameters": ZERO_OPTION,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters": ZERO_OPTION,
@@ -189,7 +181,7 @@ ZERO: dict[str, Rule] = by_word(
     }
 )
 
-# What the plan must know, whoever reads the rest.
+# Keys that the plan requires (`PLANNED`), and other keys with a meaning.
 TABLE: dict[str, Rule] = by_word(
     {
         "train_batch_size": to("batch.global_samples", whole),
@@ -244,7 +236,7 @@ def low_precision(sheet: Sheet) -> None:
     """Set the precision of bf16, fp16 and mixed_precision, which may stand side by side. Raises ConfigError with both places where two
     are on."""
     kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "bf16", "fp16").items()]
-    if (old := sheet.taken.pop("mixed_precision", None)) is not None:
+    if (old := sheet.waiting.pop("mixed_precision", None)) is not None:
         kinds.append((one_of(PRECISIONS, {"fp8": "there is no FP8 here: use bf16"})(old), old))
     # accelerate writes `mixed_precision: no` by default, also beside a DeepSpeed JSON that has bf16 on.
     on = [(kind, old) for kind, old in kinds if kind != "fp32"]

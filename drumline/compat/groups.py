@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 from drumline.compat.deepspeed import PRECISIONS, found, new_path
@@ -21,7 +22,7 @@ NO_SCHEDULES = {
 
 
 def combine(sheet: Sheet) -> None:
-    """Every group in turn. What waits afterwards is accelerate's."""
+    """Combine every group in turn. Keys that wait afterwards are accelerate's."""
     for group in (_preferences, _rate, _betas, _warmup, _dtype, _intervals, _data, choose, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
@@ -33,13 +34,13 @@ def combine(sheet: Sheet) -> None:
 
 
 def _rate(sheet: Sheet) -> None:
-    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is set. Beside
-    num_gpus guides mean × √devices by it."""
+    """use_linear_scaling: base_learning_rate × devices (Goyal et al. 2017), or × samples / base_batch_size where that is set. Guides with
+    num_gpus mean × √devices."""
     old = pop(sheet, "learning_rate", "base_learning_rate", "use_linear_scaling")
     plain, base = old.get("learning_rate"), old.get("base_learning_rate")
     scaled = "use_linear_scaling" in old and flag(old["use_linear_scaling"])
     if scaled:
-        root = base is not None and "num_processes" in sheet.taken and sheet.taken["num_processes"].key == "num_gpus"
+        root = base is not None and "num_processes" in sheet.waiting and sheet.waiting["num_processes"].key == "num_gpus"
         sheet.put("optimizer.lr_scaling", "sqrt" if root else "linear", old["use_linear_scaling"])
         if root:
             what = "beside base_learning_rate and num_gpus it is base_learning_rate × √num_gpus, as in guides"
@@ -75,37 +76,37 @@ def _warmup(sheet: Sheet) -> None:
     for each in old["lr_scheduler_kwargs"].inside() if "lr_scheduler_kwargs" in old else ():
         if each.key not in ("min_lr", "min_lr_rate", "min_lr_ratio"):
             raise refuse(each, f"no {each.key} here", "schedule has warmup_steps, warmup_ratio, min_ratio and decay_ratio")
-        low, lr = number(each), sheet.get("optimizer.lr", 5e-5)
+        low, lr = number(each), sheet.get("optimizer.lr") or 5e-5
         sheet.put("schedule.min_ratio", low / lr if each.key == "min_lr" else low, each)
 
 
 def _dtype(sheet: Sheet) -> None:
-    """The precision by torch_dtype, where nothing else sets it. It is the type of the weights there; here these are fp32."""
-    old = sheet.taken.pop("dtype", None)
+    """The precision by torch_dtype, if nothing else sets it. It is the type of the weights there; Drumline's are fp32."""
+    old = sheet.waiting.pop("dtype", None)
     if old is None or str(old.value) == "auto":
         return
     kind = PRECISIONS.get(str(old.value).lower().removeprefix("torch."))
     if kind is None:
         raise refuse(old, f"no type {shown(old.value)} here", f"there are {', '.join(dict.fromkeys(PRECISIONS.values()))}")
-    if {"bf16", "fp16", "mixed_precision"} & sheet.taken.keys() or kind == "fp32":
+    if {"bf16", "fp16", "mixed_precision"} & sheet.waiting.keys() or kind == "fp32":
         sheet.note(old, "master weights are fp32; the compute type is `precision`")
     else:
         sheet.note(old, f"master weights are fp32; they are computed with in {kind}")
         sheet.put("precision.kind", kind, old)
 
 
-# ----------------------------------------------------------------------------------------------------------- when, and on what
+# ------------------------------------------------------------------------------------------------------ intervals and data
 
 
 def step_count(old: Old) -> int:
-    """A number of steps. Parts of the run (0.1) have no home: how long it is stands only after the data is read."""
+    """A number of steps. Raises ConfigError for a part of the run (0.1): its length is known only after the data is read."""
     if 0 < number(old) < 1:
         raise refuse(old, f"{old.value} of all steps", "write a number of steps")
     return whole(old)
 
 
 def _intervals(sheet: Sheet) -> None:
-    """When to save and to evaluate: a strategy of no, steps, epoch or best, and a number of steps → `every`."""
+    """`every` of checkpoints and evaluations, by a strategy (no, steps, epoch, best) and a number of steps."""
     evaluation = ("eval", "eval.every", "evaluated", sheet.get("run.log_every", 500))
     for prefix, dotted, what, default in (("save", "checkpoint.every", "saved", 500), evaluation):
         old = pop(sheet, f"{prefix}_strategy", f"{prefix}_steps")
@@ -127,7 +128,7 @@ COLUMNS = {"text": "dataset_text_field", "prompt": "prompt_column", "completion"
 
 
 def _data(sheet: Sheet) -> None:
-    """Files or a hub's data set, with limits and columns."""
+    """Set files or a hub's data set, with limits and columns."""
     old = pop(sheet, "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "train_file",
                "validation_file", "max_train_samples", "max_eval_samples", "dataset_text_field", "prompt_column", "completion_column",
                "messages_column")  # fmt: skip
@@ -211,7 +212,7 @@ def _adapter(sheet: Sheet) -> None:
 
 # ------------------------------------------------------------------------------------------------------------------- defaults
 
-# What transformers' Trainer (5.23) takes where an argument is left out, and Drumline another: dotted key → value, and the name there.
+# Defaults of transformers' Trainer (5.23) that differ from Drumline's: dotted key → value, and the name there.
 DEFAULTS: dict[str, tuple[Any, str]] = {
     "batch.micro_batch": (8, "per_device_train_batch_size"),
     "batch.accumulation": (1, "gradient_accumulation_steps"),
@@ -225,7 +226,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
 
 
 def defaults(sheet: Sheet, old: Old) -> None:
-    """Fill in what the Trainer would have taken, and say so in one note. `old`: any key of the file."""
+    """Set the Trainer's own defaults, with one note. `old`: any key of the file."""
     filled = []
     for dotted, (value, name) in DEFAULTS.items():
         section = dotted.partition(".")[0]
@@ -236,21 +237,16 @@ def defaults(sheet: Sheet, old: Old) -> None:
         sheet.put(dotted, value, Old(name, value, old.source, (name,)))
         filled.append(f"{dotted} {shown(value)}")
     if filled:
-        sheet.notes.append(f"{old.source.name}: not said there, so transformers' own defaults: {', '.join(filled)}")
+        sheet.notes.append(f"{old.source.name}: not set there, so transformers' own defaults: {', '.join(filled)}")
 
 
 # What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO.
 
 
-def _choices(field: str) -> tuple[str, ...]:
-    """The values of a field of DPO."""
-    dpo = find(AlgorithmSpec, "dpo")
-    assert dpo is not None
-    return get_args(dpo.model_fields[field].annotation)
-
-
+_DPO = find(AlgorithmSpec, "dpo")
+assert _DPO is not None
 # Loss there → kind of algorithm here. All but two are losses of DPO, with the same names.
-LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*_choices("loss"), "sft"), "dpo")}
+LOSSES = {"simpo": "simpo", "orpo": "orpo", **dict.fromkeys((*get_args(_DPO.model_fields["loss"].annotation), "sft"), "dpo")}
 PAIRS_RATE = 1e-6  # what TRL's trainers for pairs take
 PREFERENCES: dict[str, Rule] = by_word(
     {
@@ -261,8 +257,8 @@ PREFERENCES: dict[str, Rule] = by_word(
         "f_divergence_type": to("algorithm.f_divergence"),
         "f_alpha_divergence_coef": to("algorithm.f_alpha", number),
         "discopop_tau": to("algorithm.discopop_tau", number),
-        "precompute_ref_log_probs": lambda sheet, old: sheet.put("algorithm.reference", "precomputed" if flag(old) else "live", old),
-        "ref_model ref_model_name_or_path": lambda sheet, old: sheet.put("algorithm.reference_model.id", str(old.value), old),
+        "precompute_ref_log_probs": to("algorithm.reference", lambda old: "precomputed" if flag(old) else "live", skip=()),
+        "ref_model ref_model_name_or_path": to("algorithm.reference_model.id", lambda old: str(old.value), skip=()),
     }
 )
 
@@ -275,7 +271,7 @@ def _preferences(sheet: Sheet) -> None:
         raise contradiction(old["pref_loss"], kind)
     if kind is not None and str(kind.value) != "nll":
         _losses(sheet, kind, old.get("loss_weights"))
-        if not {"learning_rate", "base_learning_rate"} & sheet.taken.keys() and sheet.get("optimizer.lr") is None:
+        if not {"learning_rate", "base_learning_rate"} & sheet.waiting.keys() and sheet.get("optimizer.lr") is None:
             sheet.put("optimizer.lr", PAIRS_RATE, kind)
     for each in (old[name] for name in ("cpo_alpha", "pref_ftx") if name in old):
         if number(each):
@@ -284,7 +280,7 @@ def _preferences(sheet: Sheet) -> None:
 
 def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:
     names = name_list(old)
-    unknown = next((name for name in names if name not in LOSSES), None)
+    unknown = next((name for name in names if name not in LOSSES), None if names else "")
     if unknown is not None:
         raise refuse(old, f"no loss {unknown!r} here", f"there are nll, {', '.join(LOSSES)}")
     algorithm = LOSSES[names[0]]
@@ -294,7 +290,7 @@ def _losses(sheet: Sheet, old: Old, weights: Old | None) -> None:
     if not isinstance(values, list) or len(values) != len(names):
         raise refuse(weights or old, f"{len(names)} losses and not as many weights", "give one weight for each")
     sheet.put("algorithm.kind", algorithm, old)
-    pairs: dict[str, Any] = dict(zip(names, map(float, values), strict=True))
+    pairs = {name: number(replace(weights or old, value=value)) for name, value in zip(names, values, strict=True)}
     if "sft" in pairs:
         sheet.put("algorithm.sft_weight", pairs.pop("sft"), old)
     if algorithm == "dpo" and not pairs:

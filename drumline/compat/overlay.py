@@ -1,15 +1,16 @@
-"""A launcher's or an accelerate file's strategy, laid over a config that leaves it open."""
+"""A launcher's or an accelerate file's strategy, laid over a config that does not set it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.compat import accelerate as acc
-from drumline.compat import recognise, rules
+from drumline.compat import recognise
 from drumline.compat.deepspeed import deepspeed_file, load_file, low_precision
+from drumline.compat.rules import read
 from drumline.compat.sheet import AUTO, Old, Sheet, Source, shown
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
@@ -40,31 +41,15 @@ def from_file(path: Path) -> Overlay:
     return _made(sheet)
 
 
-# What `accelerate launch` hands on: variables that its config file or flags became → the same keys. Names by accelerate 1.15,
-# `utils/launch.py`. It exports most of them with their defaults, so a default says nothing here.
+# `accelerate launch` exports the keys of its config file and its flags as variables: prefix, keys. Names by accelerate 1.15,
+# `utils/launch.py`. It exports most of them with their defaults, so a default has no meaning here.
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every way to launch sets it
 
 
-def _variables(prefix: str, keys: str) -> dict[str, str]:
-    """The variables that hand these keys on: PREFIX_KEY → key."""
-    return {f"{prefix}_{key.upper()}": key for key in keys.split()}
-
-
-FSDP = {
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "transformer_layer_cls_to_wrap",
-    **_variables("FSDP", "offload_params backward_prefetch forward_prefetch ignored_modules"),
-    **_variables("FSDP", "activation_checkpointing activation_checkpointing_offload"),
-}
-DEEPSPEED = {
-    **_variables("ACCELERATE", "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"),
-    **_variables("ACCELERATE_DEEPSPEED", "zero_stage offload_optimizer_device offload_param_device"),
-    **_variables("ACCELERATE_DEEPSPEED", "offload_optimizer_nvme_path offload_param_nvme_path"),
-}
-MEGATRON = _variables(
-    "MEGATRON_LM", "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
-)
-PARALLELISM = _variables("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
-DYNAMO = _variables("ACCELERATE_DYNAMO", "backend mode")
+FSDP = "offload_params backward_prefetch forward_prefetch ignored_modules activation_checkpointing activation_checkpointing_offload"
+DEEPSPEED = "zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"
+DEEPSPEED_TOP = "deepspeed_config_file deepspeed_moe_layer_cls_names gradient_accumulation_steps gradient_clipping"
+MEGATRON = "tp_degree pp_degree context_parallel_size num_micro_batches recompute_activations recompute_granularity"
 
 
 def from_environment(environ: Mapping[str, str]) -> Overlay | None:
@@ -73,34 +58,35 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
         return None
     source, sheet = Source("accelerate launch"), Sheet(Path(), Path())
 
-    def read(names: Mapping[str, str]) -> list[Old]:
-        return [Old(key, environ[name], source, (name,)) for name, key in names.items() if environ.get(name, "None") != "None"]
+    def given(prefix: str, keys: str) -> list[Old]:
+        names = {key: f"{prefix}_{key.upper()}" for key in keys.split()}
+        return [Old(key, environ[name], source, (name,)) for key, name in names.items() if environ.get(name, "None") != "None"]
 
     def on(name: str) -> Old | None:
         return Old(name, True, source, (name,)) if environ.get(name, "").lower() in ("true", "1") else None
 
     if switch := on("ACCELERATE_USE_FSDP"):
-        acc.read_fsdp(sheet, read({**FSDP, **_sharding(environ)}))
-        acc.sharding(sheet, switch)
+        layers = [replace(old, key="transformer_layer_cls_to_wrap") for old in given("FSDP", "transformer_cls_to_wrap")]
+        acc.read_fsdp(sheet, switch, [*layers, *given("FSDP", f"{FSDP} {_sharding(environ)}")])
     elif switch := on("ACCELERATE_USE_DEEPSPEED"):
-        acc.read_deepspeed(sheet, switch, {old.key: old for old in read(DEEPSPEED)})
+        acc.read_deepspeed(sheet, switch, [*given("ACCELERATE", DEEPSPEED_TOP), *given("ACCELERATE_DEEPSPEED", DEEPSPEED)])
     elif switch := on("ACCELERATE_USE_MEGATRON_LM"):
-        acc.read_megatron(sheet, switch, read(MEGATRON))
+        acc.read_megatron(sheet, switch, given("MEGATRON_LM", MEGATRON))
     if on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        rules.read(acc.PARALLELISM, sheet, [old for old in read(PARALLELISM) if old.value != "1"], "parallelism_config")
-    acc.compile_blocks(sheet, {old.key: old for old in read(DYNAMO)})
-    sheet.taken |= {old.key: old for old in read({LAUNCHED: "mixed_precision"})}
+        degrees = given("PARALLELISM_CONFIG", "dp_replicate_size tp_size cp_size sp_size")
+        read(acc.PARALLELISM, sheet, [old for old in degrees if old.value != "1"], "parallelism_config")
+    acc.compile_blocks(sheet, {old.key: old for old in given("ACCELERATE_DYNAMO", "backend mode")})
+    sheet.waiting |= {old.key: old for old in given("ACCELERATE", "mixed_precision")}
     low_precision(sheet)
     default = environ[LAUNCHED] == "no"  # its default; a config that names a precision knows better
     return _made(sheet, frozenset({("precision", "kind")}) if default else frozenset())
 
 
-def _sharding(environ: Mapping[str, str]) -> dict[str, str]:
-    """The one of the two that this version of FSDP reads: the launcher exports both, the other one by its default."""
+def _sharding(environ: Mapping[str, str]) -> str:
+    """The one of the two keys that this version of FSDP reads: the launcher exports both, the other one with its default."""
     reshard = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    if environ.get("FSDP_VERSION") == "2" or (reshard not in ("true", "false") and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"):
-        return {"FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward"}
-    return {"FSDP_SHARDING_STRATEGY": "sharding_strategy"}
+    names = reshard not in ("true", "false") and environ.get("FSDP_SHARDING_STRATEGY") == "FULL_SHARD"
+    return "reshard_after_forward" if environ.get("FSDP_VERSION") == "2" or names else "sharding_strategy"
 
 
 def _made(sheet: Sheet, weak: frozenset[Place] = frozenset()) -> Overlay:

@@ -1,8 +1,9 @@
-"""What a table of old keys is made of: one rule a key. A rule writes on the sheet what the key means for the new config."""
+"""The rules of tables of old keys: a table has one for each key. A rule writes on the sheet what the key means for the new config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from drumline.compat.sheet import AUTO, Old, Sheet, contradiction, refuse, shown
@@ -10,7 +11,6 @@ from drumline.core.by_name import nearest
 
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]
-
 
 # ------------------------------------------------------------------------------------------------------- what a value says
 
@@ -25,24 +25,21 @@ def flag(old: Old) -> bool:
     raise refuse(old, f"{shown(old.value)} given, true or false is wanted", "write true or false")
 
 
-def whole(old: Old) -> int:
-    """A whole number, also as text."""
-    try:
-        if isinstance(old.value, bool) or float(old.value) != int(float(old.value)):
-            raise ValueError
-        return int(float(old.value))
-    except (TypeError, ValueError, OverflowError):
-        raise refuse(old, f"{shown(old.value)} given, a whole number is wanted", "write a number such as 2") from None
-
-
-def number(old: Old) -> float:
+def number(old: Old, whole: bool = False) -> float:
     """A number, also as text: PyYAML reads 1e-5 as text, so old files may have put it in quotes."""
     try:
-        if isinstance(old.value, bool):
+        found = float(old.value)
+        if isinstance(old.value, bool) or (whole and not found.is_integer()):
             raise ValueError
-        return float(old.value)
-    except (TypeError, ValueError):
-        raise refuse(old, f"{shown(old.value)} given, a number is wanted", "write a number such as 1.0e-5") from None
+    except (TypeError, ValueError, OverflowError):
+        wanted, example = ("a whole number", "2") if whole else ("a number", "1.0e-5")
+        raise refuse(old, f"{shown(old.value)} given, {wanted} is wanted", f"write a number such as {example}") from None
+    return found
+
+
+def whole(old: Old) -> int:
+    """A whole number, also as text."""
+    return int(number(old, whole=True))
 
 
 def name_list(old: Old) -> list[str]:
@@ -70,23 +67,19 @@ def one_of(table: Mapping[str, Any], why_not: Mapping[str, str] | None = None) -
 # ------------------------------------------------------------------------------------------------------------- what a key does
 
 
-def as_is(old: Old) -> Any:
-    return old.value
+def to(dotted: str, convert: Convert = lambda old: old.value, skip: tuple[Any, ...] = AUTO) -> Rule:
+    """The value goes to a key of the new config; values in `skip` set nothing."""
+    return lambda sheet, old: None if old.value in skip else sheet.put(dotted, convert(old), old)
 
 
-def to(dotted: str, convert: Convert = as_is) -> Rule:
-    """The value goes to a key of the new config; `auto` and null set nothing."""
-
-    def rule(sheet: Sheet, old: Old) -> None:
-        if old.value not in AUTO:
-            sheet.put(dotted, convert(old), old)
-
-    return rule
+def if_on(rule: Rule) -> Rule:
+    """The rule applies where the old key is true."""
+    return lambda sheet, old: rule(sheet, old) if flag(old) else None
 
 
 def switch(dotted: str, value: Any) -> Rule:
     """A key of the new config gets this value where the old one is true."""
-    return lambda sheet, old: sheet.put(dotted, value, old) if flag(old) else None
+    return if_on(to(dotted, lambda _: value))
 
 
 def nothing(sheet: Sheet, old: Old) -> None:
@@ -100,16 +93,16 @@ def later(name: str | None = None) -> Rule:
         if old.value in AUTO:
             return
         key = name or old.key
-        if key in sheet.taken and sheet.taken[key].value != old.value:
-            raise contradiction(old, sheet.taken[key])
-        sheet.taken[key] = old
+        if key in sheet.waiting and sheet.waiting[key].value != old.value:
+            raise contradiction(old, sheet.waiting[key])
+        sheet.waiting[key] = old
 
     return rule
 
 
-def gone(why: str) -> Rule:
-    """The key has no meaning any more, and the run loses nothing: a note tells `why`."""
-    return lambda sheet, old: sheet.note(old, why)
+def gone(why: str, *silent: Any) -> Rule:
+    """The key has no meaning any more, and the run loses nothing: a note gives the reason, except for values in `silent`."""
+    return lambda sheet, old: None if old.value in silent else sheet.note(old, why)
 
 
 def only(*neutral: Any, why: str, fix: str) -> Rule:
@@ -123,12 +116,14 @@ def only(*neutral: Any, why: str, fix: str) -> Rule:
     return rule
 
 
-def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str) -> None:
-    """Apply the table's rule to each old key. Raises ConfigError for a key that is not in it, with the nearest one that is."""
+def read(table: Mapping[str, Rule], sheet: Sheet, olds: list[Old], what: str, prefix: str = "") -> None:
+    """Apply the table's rule to each old key, with or without `prefix`. Raises ConfigError for a key that is not in it, with the nearest
+    one that is."""
     for old in olds:
-        rule = table.get(old.key)
+        key = old.key.removeprefix(prefix)
+        rule = table.get(key)
         if rule is None:
-            guess = nearest(old.key, list(table))
-            fix = f"did you mean {guess!r}?" if guess else "remove it, or write it as a key of Drumline: `drumline schema` has them"
-            raise refuse(old, f"unknown key {old.key!r} of {what}", fix)
-        rule(sheet, old)
+            guess = nearest(key, list(table))
+            own = "remove it, or write it as a key of Drumline: `drumline schema` has them"
+            raise refuse(old, f"unknown key {old.key!r} of {what}", f"did you mean {prefix + guess!r}?" if guess else own)
+        rule(sheet, replace(old, key=key))

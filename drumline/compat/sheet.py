@@ -15,19 +15,15 @@ AUTO = ("auto", None)  # values that set nothing
 
 @dataclass(frozen=True)
 class Source:
-    """A file of another tool, or what another launcher exports (without lines)."""
+    """A file of another tool, or the variables of another launcher (without lines)."""
 
     name: str
     lines: Mapping[Place, int] = field(default_factory=dict)
 
-    def where(self, place: Place) -> str:
-        line = f":{self.lines[place]}" if place in self.lines else ""
-        return f"{self.name}{line}: {'.'.join(place)}"
-
 
 @dataclass(frozen=True)
 class Old:
-    """A key of an old file. `key`: its name in the tables; `place`: where it stands in the file."""
+    """A key of an old file. `key`: its name in the tables; `place`: its position in the file."""
 
     key: str
     value: Any
@@ -36,7 +32,8 @@ class Old:
 
     @property
     def where(self) -> str:
-        return self.source.where(self.place)
+        line = f":{self.source.lines[self.place]}" if self.place in self.source.lines else ""
+        return f"{self.source.name}{line}: {'.'.join(self.place)}"
 
     def inside(self) -> list[Old]:
         """The keys of the section below this one, none for an empty one. Raises ConfigError where it is no section."""
@@ -53,14 +50,14 @@ class Old:
 
 @dataclass
 class Sheet:
-    """The new config while rules write it. `origins`: the old key of each new value; `taken`: old keys that wait until a group combines
+    """The new config while rules write it. `origins`: the old key of each new value; `waiting`: old keys that wait until a group combines
     them; `base`: the folder of the old file; `folder`: of the new config, which its paths are relative to."""
 
     base: Path
     folder: Path
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Place, Old] = field(default_factory=dict)
-    taken: dict[str, Old] = field(default_factory=dict)
+    waiting: dict[str, Old] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resume: str | None = None  # the checkpoint that the old file resumes from
 
@@ -78,13 +75,9 @@ class Sheet:
             self.origins.setdefault(place[:length], old)
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """The value that is set so far, else `default`."""
-        inside: Any = self.values
-        for name in dotted.split("."):
-            if not isinstance(inside, dict) or name not in inside:
-                return default
-            inside = inside[name]
-        return inside
+        """The value of `section.key` that is set so far, else `default`."""
+        section, _, key = dotted.partition(".")
+        return self.values.get(section, {}).get(key, default)
 
     @property
     def set_at(self) -> dict[Place, str]:
@@ -98,7 +91,7 @@ class Sheet:
 
 def pop(sheet: Sheet, *names: str) -> dict[str, Old]:
     """Those of the keys that wait; the sheet loses them."""
-    return {name: sheet.taken.pop(name) for name in names if name in sheet.taken}
+    return {name: sheet.waiting.pop(name) for name in names if name in sheet.waiting}
 
 
 def refuse(old: Old, what: str, fix: str) -> ConfigError:

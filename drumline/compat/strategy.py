@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
 
 from drumline.compat import accelerate as acc
 from drumline.compat.deepspeed import STAGES, deepspeed_config, found, load_file, own_deepspeed_file
@@ -30,28 +29,36 @@ def choose(sheet: Sheet) -> None:
     named = old.pop("distributed_strategy", None)
     old = {name: each for name, each in old.items() if _is_on(sheet, each)}
     kind = one_of(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
-    shards, zero = _fsdp_parts(old), [old[name] for name in ("deepspeed", "zero_stage") if name in old]
-    if kind in (None, "fsdp2") and shards:
-        _fsdp(sheet, old)
-    elif shards and kind is not None and named is not None:
-        _unused(sheet, shards, named)
-    if (kind is None or kind == "deepspeed" or kind.startswith("zero")) and zero:
-        _zero(sheet, old)
-    elif zero and named is not None:
-        _unused(sheet, zero, named)
+    groups = (
+        (_fsdp_parts(old), kind in (None, "fsdp2"), _fsdp),
+        ([old[name] for name in ("deepspeed", "zero_stage") if name in old], kind in (None, "deepspeed", "zero1", "zero2", "zero3"), _zero),
+    )
+    for parts, chosen, translate in groups:
+        if parts and chosen:
+            translate(sheet, old)
+        elif named is not None:
+            # A section for another strategy is a guide's way to show all of them; one word is a contradiction.
+            for each in parts:
+                if not isinstance(each.value, dict):
+                    raise contradiction(each, named)
+                sheet.note(each, f"without effect: {named.where} is {named.value}")
     if named is not None and kind not in (None, "auto") and (kind != "deepspeed" or sheet.get("strategy.kind") is None):
         sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
-    _degrees(sheet, {name: old[name] for name in ("tp", "pp", "cp") if name in old})
+    for name in ("tp", "pp", "cp"):
+        if name in old and whole(old[name]) > 1:
+            if (kind := sheet.get("strategy.kind")) is None:
+                sheet.put("strategy.kind", "ddp", old[name])
+            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old[name]), old[name])
     _ddp(sheet)
 
 
 def _is_on(sheet: Sheet, old: Old) -> bool:
-    """A section of a guide may have `enabled: false`."""
-    for each in old.inside() if isinstance(old.value, dict) else ():
-        if each.key == "enabled" and not flag(each):
-            sheet.note(old, "without effect: enabled is false")
-            return False
-    return True
+    """False for a section with `enabled: false`, as guides write it."""
+    on = old.by_key().get("enabled") if isinstance(old.value, dict) else None
+    if on is None or flag(on):
+        return True
+    sheet.note(old, "without effect: enabled is false")
+    return False
 
 
 def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
@@ -62,39 +69,28 @@ def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
     return [old[name] for name in ("fsdp", "fsdp_config", "fsdp_layer") if name in old]
 
 
-def _unused(sheet: Sheet, parts: Iterable[Old], named: Old) -> None:
-    """A section for another strategy is a guide's way to show all of them; one word is a contradiction."""
-    for old in parts:
-        if not isinstance(old.value, dict):
-            raise contradiction(old, named)
-        sheet.note(old, f"without effect: {named.where} is {named.value}")
-
-
 def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
     """fsdp: "full_shard auto_wrap offload", with fsdp_config as keys and values or the path of a JSON."""
-    first = next(iter(_fsdp_parts(old)))
-    keys: dict[str, Any] = {}
-    switch = old.get("fsdp")
-    if switch is not None and isinstance(switch.value, str | list):
-        for word in name_list(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
+    olds: list[Old] = []
+    words = old.get("fsdp")
+    if words is not None and isinstance(words.value, str | list):
+        for word in name_list(words) if isinstance(words.value, list) else words.value.replace(",", " ").split():
             low = word.lower()
             if low in acc.SHARDING:
-                keys["sharding_strategy"] = low
+                olds.append(replace(words, key="sharding_strategy", value=low))
             elif low == "offload":
-                keys["offload_params"] = True
+                olds.append(replace(words, key="offload_params", value=True))
             elif low not in ("auto_wrap", "true"):
-                raise refuse(switch, f"no {word!r} here", f"there are {', '.join(SHARDING)}, offload, auto_wrap")
-        acc.read_fsdp(sheet, [Old(key, value, switch.source, switch.place) for key, value in keys.items()])
+                raise refuse(words, f"no {word!r} here", f"there are {', '.join(SHARDING)}, offload, auto_wrap")
     for name in ("fsdp", "fsdp_config"):
         section = old.get(name)
         if section is not None and isinstance(section.value, dict):
-            inside = {key: value for key, value in section.value.items() if key != "enabled"}
-            acc.read_fsdp(sheet, acc.prefixed(Old(section.key, inside, section.source, section.place), "fsdp_", acc.FSDP))
+            olds += [each for each in section.inside() if each.key != "enabled"]
         elif name == "fsdp_config" and section is not None and isinstance(section.value, str):
-            acc.read_fsdp(sheet, load_file(found(sheet.base, section.value), section))
+            olds += load_file(found(sheet.base, section.value), section)
     if "fsdp_layer" in old:
-        acc.read_fsdp(sheet, [Old("transformer_layer_cls_to_wrap", old["fsdp_layer"].value, first.source, old["fsdp_layer"].place)])
-    acc.sharding(sheet, first)
+        olds.append(replace(old["fsdp_layer"], key="transformer_layer_cls_to_wrap"))
+    acc.read_fsdp(sheet, _fsdp_parts(old)[0], olds)
 
 
 def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
@@ -108,28 +104,19 @@ def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
         elif "zero_optimization" in inner or not inner.keys() & {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}:
             deepspeed_config(sheet, list(inner.values()))
         else:
+            olds = [each for each in inner.values() if each.key != "enabled"]
             names = {"stage": "zero_stage"}
-            kept = {names.get(k, k): Old(names.get(k, k), e.value, e.source, e.place) for k, e in inner.items() if k != "enabled"}
-            acc.read_deepspeed(sheet, section, kept)
+            acc.read_deepspeed(sheet, section, [replace(each, key=names.get(each.key, each.key)) for each in olds])
     elif section is not None and isinstance(section.value, str) and section.value:
         own_deepspeed_file(sheet, section)
     if (stage := old.get("zero_stage")) is not None:
         sheet.put("strategy.kind", one_of(STAGES)(stage), stage)
 
 
-def _degrees(sheet: Sheet, degrees: dict[str, Old]) -> None:
-    for name, old in degrees.items():
-        if whole(old) > 1:
-            kind = sheet.get("strategy.kind")
-            if kind is None:
-                sheet.put("strategy.kind", "ddp", old)
-            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old), old)
-
-
 def _ddp(sheet: Sheet) -> None:
     """Options of DDP, which the argument names have on any strategy."""
-    olds = {name: sheet.taken.pop(f"ddp.{name}") for name in DDP if f"ddp.{name}" in sheet.taken}
-    for name, old in olds.items():
+    for dotted, old in pop(sheet, *(f"ddp.{name}" for name in DDP)).items():
+        name = dotted.removeprefix("ddp.")
         kind = sheet.get("strategy.kind")
         if kind is None:
             sheet.put("strategy.kind", "ddp", old)

@@ -46,6 +46,7 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
     (ACC + "distributed_type: NO\nnum_processes: 1\n", {"strategy.kind": "single", "launch.nproc": 1}),
     (ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n", {"strategy.kind": "ddp", "launch.nproc": 2}),
     (ACC + "distributed_type: MULTI_CPU\nmain_process_port: 29501\n", {"run.device": "cpu", "launch.port": 29501}),
+    (ACC + "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 0\n", {"strategy.kind": "ddp", "launch.nproc": 4}),
     (ACC + "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", {"precision.kind": "bf16"}),
     (ACC + "distributed_type: MULTI_GPU\nmixed_precision: no\n", {"precision.kind": "fp32"}),
     (ACC + "distributed_type: 'NO'\nfp16: true\n", {"precision.kind": "fp16"}),
@@ -219,6 +220,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (ACC + "distributed_type: 'NO'\nnum_proceses: 1\n", ["did you mean 'num_processes'?"]),
     ('{"zero_optimization": {"stage": 2, "reduce_bucket_siz": 1}}', ["zero_optimization.reduce_bucket_siz", "did you mean"]),
     ('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lamb"}}', ["optimizer.type: no 'Lamb'"]),
+    ('{"zero_optimization": {}, "fp16": {"enabled": true, "initial_scale_power": 5000}}', ["fp16.initial_scale_power: 5000 given"]),
+    (DATA + "loss_type: ''\n", ["old.yaml:2: loss_type: no loss ''"]),
+    (DATA + "loss_type: [sigmoid, ipo]\nloss_weights: [a, 1]\n", ["old.yaml:3: loss_weights: 'a' given, a number is wanted"]),
+    (DATA + "learning_rate: 0\nlr_scheduler_kwargs: {min_lr: 1e-6}\n", ["old.yaml:2: learning_rate", "greater than 0"]),
+    (DATA + "deepspeed: {stage: 2, zero_stage: 3}\n", ["deepspeed.zero_stage: 3, but old.yaml:2: deepspeed.stage says 2", "keep one"]),
 ]  # fmt: skip
 
 
