@@ -21,6 +21,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import compress
 from pathlib import Path
@@ -197,26 +198,20 @@ def verify(folder: Path, sha256: dict[str, list[str]], rank: int = 0, ranks: int
             raise DataError(what, where=str(folder / name), fix="make it again: drumline prepare CONFIG.yaml")
 
 
-class Verification:
-    """`verify` on some caches, in a thread: hashing releases Python's lock while other things load."""
+def verify_in_background(caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> Future[None]:
+    """The outcome of `verify` on some caches, in a thread: hashing releases Python's lock while other things load."""
+    outcome: Future[None] = Future()
 
-    def __init__(self, caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> None:
-        self.found: Exception | None = None
-        self.thread = threading.Thread(target=self._run, args=(caches, rank, ranks), name="verify-data", daemon=True)
-        self.thread.start()
-
-    def _run(self, caches: list[tuple[Path, dict[str, list[str]]]], rank: int, ranks: int) -> None:
+    def run() -> None:
         try:
             for folder, sha256 in caches:
                 verify(folder, sha256, rank, ranks)
+            outcome.set_result(None)
         except Exception as error:  # noqa: BLE001 - `result` raises it
-            self.found = error
+            outcome.set_exception(error)
 
-    def result(self) -> None:
-        """Wait for the end. Raises DataError."""
-        self.thread.join()
-        if self.found is not None:
-            raise self.found
+    threading.Thread(target=run, name="verify-data", daemon=True).start()
+    return outcome
 
 
 def _digest(path: Path, block: int) -> str:

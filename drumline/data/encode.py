@@ -56,8 +56,7 @@ class PromptRows:
             raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
     def encode(self, row: Row) -> Encoded | None:
-        prompt = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
-        text, ids = self.encoder.prompt(prompt, row.origin, row.values.get("tools"))
+        text, ids = self.encoder.prompt(row)
         if not ids:
             raise DataError("the prompt is empty", where=row.origin, fix="a completion goes on from one token at least")
         size = len(ids)
@@ -90,7 +89,7 @@ class PairRows:
     def encode(self, row: Row) -> Encoded | None:
         prompt, *answers = _parts(row)
         full = [self._example(prompt, answer, name, row) for answer, name in zip(answers, SIDES, strict=True)]
-        if _same(*full):
+        if np.array_equal(full[0].tokens, full[1].tokens):
             raise DataError("`chosen` and `rejected` are the same answer", where=row.origin, fix="take the row out")
         pair = cut_pair(full[0], full[1], self.data.max_length, self.data.truncation, row.origin)
         if pair is None:
@@ -101,10 +100,10 @@ class PairRows:
     def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
         if _blank(answer):
             raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
-        if not self.encoder.has_template and not (isinstance(prompt, str) and isinstance(answer, str)):
-            fix = "set model.chat_template to a Jinja file"
-            raise DataError("the pair holds messages and this tokenizer has no chat template", where=row.origin, fix=fix)
-        if "prompt" not in row.values and isinstance(prompt, str) and isinstance(answer, str) and "tools" not in row.values:
+        texts = isinstance(prompt, str) and isinstance(answer, str)
+        if not texts:
+            self.encoder.require_template("the pair holds messages", row)
+        if texts and not {"prompt", "tools"} & row.values.keys():
             return self.encoder.plain(prompt, answer, row.origin)
         example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
         if not example.learned:
@@ -173,8 +172,5 @@ def cut_pair(chosen: Example, rejected: Example, max_length: int, policy: Policy
         return None
     keep = slice(max_length) if policy == "right" else slice(over, None)
     one, other = (Example(side.tokens[keep], side.learn[keep]) for side in (chosen, rejected))
-    return None if _same(one, other) or not (one.learned and other.learned) else (one, other)
-
-
-def _same(one: Example, other: Example) -> bool:
-    return np.array_equal(one.tokens, other.tokens)
+    distinct = one.learned and other.learned and not np.array_equal(one.tokens, other.tokens)
+    return (one, other) if distinct else None

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.data.batches import FILLER_WIDTH, IGNORE, TokenBatch
+from drumline.data.batches import FILLER_WIDTH, TokenBatch, collate
 
 Tokens = npt.NDArray[np.int64]
 
@@ -101,24 +101,19 @@ def collate_episodes(episodes: Episodes, picks: Sequence[int], pad_id: int, widt
     """A batch of the episodes with indices `picks` (-1: a filler of weight 0), padded to `width` tokens; None: to the longest."""
     lengths = [FILLER_WIDTH if pick < 0 else len(episodes.prompts[pick]) + len(episodes.completions[pick]) for pick in picks]
     width = max(FILLER_WIDTH, *lengths) if width is None else width
-    assert max(lengths) <= width, f"an episode of {max(lengths)} tokens does not fit a batch of width {width}"
-    ids_BT = torch.full((len(picks), width), pad_id, dtype=torch.int64)
-    targets_BT = torch.full_like(ids_BT, IGNORE)
+    rows: list[Any] = [None] * len(picks)
     spread: dict[str, Any] = {name: torch.zeros(len(picks), width) for name in _NUMBERS}
-    weight = 0.0
     for row, pick in enumerate(picks):
         if pick < 0:
             continue
-        prompt, completion = torch.from_numpy(episodes.prompts[pick]), torch.from_numpy(episodes.completions[pick])
+        prompt, completion = episodes.prompts[pick], episodes.completions[pick]
         start, size = len(prompt), len(completion)
-        ids_BT[row, : start + size] = torch.cat((prompt, completion))
-        places = slice(start - 1, start - 1 + size)
-        targets_BT[row, places] = completion
+        rows[row] = [(np.concatenate((prompt, completion)), np.arange(start + size) >= start)]
         for name, into in spread.items():
-            into[row, places] = getattr(episodes, _NUMBERS[name])[pick, :size]
-        weight += float(episodes.weight_N[pick])
-    positions_BT = torch.arange(width).repeat(len(picks), 1)
-    return EpisodeBatch(ids_BT, targets_BT, positions_BT, weight=weight, lengths_B=torch.tensor(lengths), **spread)
+            into[row, start - 1 : start - 1 + size] = getattr(episodes, _NUMBERS[name])[pick, :size]
+    fields: dict[str, Any] = vars(collate(rows, pad_id, width)) | {"lengths_B": torch.tensor(lengths)}
+    fields["weight"] = sum((float(episodes.weight_N[pick]) for pick in picks if pick >= 0), 0.0)
+    return EpisodeBatch(**fields, **spread)
 
 
 def learned_episodes(rows: int, length: int) -> EpisodeBatch:

@@ -1,4 +1,4 @@
-"""The hash of everything that a prepared dataset is made from: the name of its cache."""
+"""The hash of everything that a prepared dataset is made from, which is the name of its cache; and how two caches differ."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from drumline.core.config import Config
 from drumline.core.data import DigitsSource, FileSource, HubSource, SavedSource, Source, TasksSource
-from drumline.data.cache import VERSION
+from drumline.core.plan import DataIdentity
+from drumline.data.cache import VERSION, TokenCache, digest_of, read_info
 from drumline.data.files import find
 from drumline.data.sources import call_hub
 from drumline.data.tasks import no_reasoning_gym
@@ -120,3 +124,47 @@ def template_path(config: Config, base_dir: Path) -> Path | None:
     if not path.is_file():
         raise ConfigError(f"no such file: {path}", where="model.chat_template", fix="paths are relative to the folder of the YAML")
     return path
+
+
+# ---------------------------------------------------------------------------------------------- how two caches differ
+
+
+def identify(cache: TokenCache) -> DataIdentity:
+    """The identity of a token cache."""
+    # Rows that differ with equal tokens change nothing that is trained on.
+    files = {name: digests for name, digests in cache.info["sha256"].items() if name != "rows.npy"}
+    return DataIdentity(cache=str(cache.folder), content=digest_of(files), rows=cache.info["rows"], row_set=cache.info["row_set"])
+
+
+def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
+    """What changed, for a message; None if nothing did. Counts added and removed rows if the old cache is still there."""
+    if old.content == new.content:
+        return None if old.code == new.code else "the function that gives the rows has changed, and the rows that are compared have not"
+    before, after = _rows(old), _rows(new)
+    if before is not None and after is not None:
+        return _difference(before, after)
+    if old.row_set == new.row_set:
+        return f"the same {new.rows:,} rows, in another order or with other tokens"
+    return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"
+
+
+def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
+    """The hashes of the rows, in order; None if that cache is gone."""
+    info = read_info(Path(identity.cache))
+    if info is None or info["row_set"] != identity.row_set:
+        return None
+    try:
+        return np.asarray(np.load(Path(identity.cache) / "rows.npy", allow_pickle=False))
+    except (OSError, ValueError):
+        return None
+
+
+def _difference(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -> str:
+    kinds, which = np.unique(np.concatenate((before, after)), return_inverse=True)
+    old, new = which[: len(before)], which[len(before) :]
+    change = np.bincount(new, minlength=len(kinds)) - np.bincount(old, minlength=len(kinds))
+    added, removed = int(change[change > 0].sum()), int(-change[change < 0].sum())
+    changes = [f"{count:,} rows {what}" for count, what in ((added, "added"), (removed, "removed")) if count]
+    if not np.array_equal(old[change[old] == 0], new[change[new] == 0]):
+        changes.append("the others in another order" if changes else f"the same {len(after):,} rows in another order")
+    return ", ".join(changes) or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"

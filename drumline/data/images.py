@@ -51,9 +51,8 @@ class ImageRows:
     def encode(self, row: Row) -> Encoded | None:
         """The row cut to data.max_length. An image that does not fit is left out as a whole."""
         placed, paths = place_images(row)
-        if paths and not self.encoder.has_template:
-            fix = "set model.chat_template to a Jinja file"
-            raise DataError("images need a chat template and this tokenizer has none", where=row.origin, fix=fix)
+        if paths:
+            self.encoder.require_template("images need a chat template", row)
         short = self.encoder.encode(placed)
         images = [(path, self.vision.grid(path, row.origin)) for path in paths]
         found = int((short.tokens == self.vision.token_id).sum())

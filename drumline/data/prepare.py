@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.config import Config
-from drumline.core.data import Source
-from drumline.data.cache import bounds, commit, read_info, temporary_folder, verify, write_layout
-from drumline.data.fingerprint import cache_key, template_path
+from drumline.core.data import Source, TasksSource
+from drumline.core.plan import DataPlan
+from drumline.data.cache import TokenCache, bounds, commit, left_out, read_info, temporary_folder, verify, write_layout
+from drumline.data.fingerprint import cache_key, identify, template_path
 from drumline.data.images import count_images, join_metas
 from drumline.data.packing import cut, pack
-from drumline.data.sources import Row, describe, expected_rows, read_rows
+from drumline.data.sources import Row, describe, read_rows
 from drumline.data.workers import Chunk, Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
@@ -125,6 +126,31 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
     return tasks
 
 
+def data_plan(prepared: Prepared, config: Config, vision: Vision | None = None) -> DataPlan:
+    """What the token caches hold, for a plan."""
+    train = TokenCache.open(prepared.train)
+    held_out = TokenCache.open(prepared.eval) if prepared.eval else None
+    return DataPlan(
+        train_cache=str(prepared.train),
+        eval_cache=str(prepared.eval) if prepared.eval else None,
+        train_samples=len(train),
+        train_tokens=int(train.lengths.sum()),
+        eval_samples=len(held_out) if held_out else 0,
+        images=train.info.get("images", 0),
+        image_tokens=train.info.get("patches", 0) // vision.merge**2 if vision else 0,
+        samples_with_images=train.info.get("samples_with_images", 0),
+        labels=config.algorithm.classes(train, held_out),
+        identity=identify(train),
+        left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
+    )
+
+
+def prompt_columns(prepared: Prepared) -> set[str]:
+    """The columns that every prompt has for the rewards."""
+    caches = [TokenCache.open(folder) for folder in (prepared.train, prepared.eval) if folder is not None]
+    return set.intersection(*(set(cache.meta(sample)) for cache in caches for sample in range(len(cache))))
+
+
 # ------------------------------------------------------------------------------------------------------------ one pass
 
 
@@ -178,8 +204,8 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     model = config.model.model_copy(update={"chat_template": str(template) if template else None})
     job = Job(tokenizer_path, model, config.algorithm, config.data, task.vision)
     forms = config.algorithm.forms
-    expected = [expected_rows(source) for source in task.sources]
-    total = None if None in expected else sum(filter(None, expected))
+    sizes = [min(source.size, source.limit or source.size) for source in task.sources if isinstance(source, TasksSource)]
+    total = sum(sizes) if len(sizes) == len(task.sources) else None  # others do not tell before they are read
     stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))
     rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir, forms) for source in task.sources)
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:

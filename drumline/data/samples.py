@@ -1,14 +1,13 @@
-"""Samples of `kind: python` sources, for any module, and their micro-batches."""
+"""Samples of the user's own: those of `kind: python` sources, for any module, and any dataset in a loop of the user's own."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 
 from drumline.core.by_name import find_object
 from drumline.core.data import PythonSource, Source
-from drumline.core.plan import DataIdentity
+from drumline.core.plan import BatchPlan, DataIdentity
 from drumline.data.sources import describe
+from drumline.data.stream import GlobalOrder, assign
 from drumline.errors import DataError
 from drumline.foreign import first_line
 from drumline.vendor.torch import tree_leaves, tree_map_only
@@ -28,23 +28,17 @@ SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 def indexed(dataset: object) -> bool:
-    """Whether a dataset has a length and is read by index; others can only be gone through."""
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    """Whether a dataset has a length and is read by index; others are iterated over."""
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)  # it inherits a __getitem__ that raises
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not iterable
 
 
-class Samples:
+class Samples(torch.utils.data.ConcatDataset[Any]):
     """Several datasets, one behind the other. `lengths` int32[N]: ones, since all samples count alike for `stream.assign`."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts, self.ends = parts, list(accumulate(map(len, parts)))
-        self.lengths = np.ones(self.ends[-1], np.int32)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Any:
-        part = bisect_right(self.ends, index)
-        return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+        super().__init__(parts)
+        self.lengths = np.ones(len(self), np.int32)
 
 
 def read_samples(sources: Sequence[Source], base_dir: Path) -> Samples:
@@ -131,3 +125,56 @@ class SampleCollator:
         content = self.collate([self.samples[index] for index in real or [0]])
         weight = float(len(real)) if self.weigh is None else float(self.weigh(content))
         return SampleBatch(content, weight if real else 0.0)
+
+
+# ------------------------------------------------------------------------------------------ a loop of the user's own
+
+
+def global_batches(dataset: Any, batch: BatchPlan, data_rank: int, position: int, stop: int | None, seed: int | None) -> Iterator[Any]:
+    """This rank's part of each global batch from `position` on: its micro-batches, each a list of what the dataset gives.
+
+    `stop`: passes over the dataset; None: without end. The last global batch is filled up from the pass that would follow. `seed`: of the
+    shuffled order; None: as the data come, as an iterable dataset always does. Raises DataError for a dataset without samples.
+    """
+    size = batch.global_samples
+    ranks = size // (batch.micro_batch * batch.accumulation)
+    # All samples count alike, so they are dealt in order.
+    mine = assign(np.ones(size, np.int64), ranks, batch.accumulation, batch.micro_batch)[data_rank]
+    if indexed(dataset):
+        if not len(dataset):
+            raise DataError("the dataset has no samples", where="batches")
+        order = GlobalOrder(len(dataset), seed or 0, seed is not None)
+        while stop is None or position < stop * len(dataset):
+            ids = order.ids(position, position + size)
+            yield [[dataset[int(ids[place])] for place in places] for places in mine]
+            position += size
+        return
+    rows = islice(_passes(dataset), position, None)
+    while True:
+        taken = list(islice(rows, size))
+        if stop is not None and taken[0][0] >= stop:
+            return
+        yield [[taken[place][1] for place in places] for places in mine]
+
+
+def _passes(dataset: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """(number of the pass, sample), without end."""
+    number = 0
+    while True:
+        empty = True
+        for row in dataset:
+            empty = False
+            yield number, row
+        if empty:
+            what = "the dataset gives no samples" if not number else f"the dataset gives nothing in pass {number + 1}: it can be read once"
+            raise DataError(what, where="batches", fix="" if not number else "give a dataset whose iter() starts again, or epochs=1")
+        number += 1
+
+
+def held_out(dataset: Any, micro_batch: int, data_rank: int, data_ranks: int) -> Iterator[tuple[list[Any], bool]]:
+    """(samples, whether they count): each sample once over all ranks, and as many micro-batches on each, as collectives want it."""
+    rows, first = (dataset[i] for i in range(len(dataset))) if indexed(dataset) else iter(dataset), None
+    while taken := list(islice(rows, micro_batch * data_ranks)):
+        first = first or taken[:1]
+        mine = taken[data_rank * micro_batch : (data_rank + 1) * micro_batch]
+        yield mine or first, bool(mine)

@@ -65,11 +65,6 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iter
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
 
 
-def expected_rows(source: Source) -> int | None:
-    """The number of rows if it is known without reading, else None."""
-    return min(source.size, source.limit or source.size) if isinstance(source, TasksSource) else None
-
-
 def describe(source: Source) -> str:
     """A short name of the source, for messages."""
     if isinstance(source, FileSource | SavedSource):

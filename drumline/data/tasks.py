@@ -14,7 +14,7 @@ from drumline.errors import DataError, EnvironmentFault
 from drumline.hardware.detect import cache_dir
 
 TEST_DIGITS = 360  # the last ones
-_ROWS_TRIED = 16  # other rows whose answers are tried first
+_ROWS_TRIED = 16  # other rows, whose answers are tried first
 _EDITS_TRIED = 64
 
 
@@ -89,24 +89,20 @@ def wrong_answer(dataset: Any, number: int, rows: int, seed: str, where: str) ->
 
 
 def _candidates(dataset: Any, number: int, rows: int, own: str, draw: random.Random) -> Iterator[str]:
+    """Answers of other rows, then `own` with one letter or digit replaced by another of its kind; without any, with a digit at its end."""
     for other in draw.sample(range(rows), min(rows, _ROWS_TRIED)):
         answer = dataset[other]["answer"]
         if other != number and isinstance(answer, str):
             yield answer
+    places = [index for index, char in enumerate(own) if char.isalnum()]
     for _ in range(_EDITS_TRIED):
-        yield _edited(own, draw)
-
-
-def _edited(text: str, draw: random.Random) -> str:
-    """`text` with one letter or digit replaced by another of its kind; a text without any gets a digit at its end."""
-    places = [index for index, char in enumerate(text) if char.isalnum()]
-    if not places:
-        return text + draw.choice("0123456789")
-    at = draw.choice(places)
-    char = text[at]
-    kind = "0123456789" if char.isdigit() else "abcdefghijklmnopqrstuvwxyz"
-    new = draw.choice([other for other in kind if other != char.lower()])
-    return text[:at] + (new.upper() if char.isupper() else new) + text[at + 1 :]
+        if not places:
+            yield own + draw.choice("0123456789")
+            continue
+        at = draw.choice(places)
+        kind = "0123456789" if own[at].isdigit() else "abcdefghijklmnopqrstuvwxyz"
+        new = draw.choice([other for other in kind if other != own[at].lower()])
+        yield own[:at] + (new.upper() if own[at].isupper() else new) + own[at + 1 :]
 
 
 def read_digits(source: DigitsSource) -> Iterator[Raw]:

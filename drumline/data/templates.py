@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.data import DataConfig
-from drumline.data.sources import Row, Tools
+from drumline.data.sources import Row
 from drumline.errors import DataError
 from drumline.foreign import judged
 
@@ -66,14 +66,6 @@ def truncate(example: Example, max_length: int, policy: Policy, origin: str, uni
     return Example(example.tokens[keep], example.learn[keep])
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The row of a conversation, for messages, and the tools that it may call."""
-
-    origin: str
-    tools: Tools | None = None
-
-
 class Encoder:
     """Encodes rows with one tokenizer. With `everything`, and for `learn_on: all`, every token is a target."""
 
@@ -89,47 +81,48 @@ class Encoder:
 
     def encode(self, row: Row) -> Example:
         """The row as tokens, not yet truncated. Raises DataError that names the row."""
-        values, place = row.values, _Place(row.origin, row.values.get("tools"))
+        values = row.values
         if "text" in values:
             return self.plain("", values["text"], row.origin)
-        self._require_shown(place)
+        self._require_shown(row)
         if "messages" in values:
-            if not self.has_template:
-                fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
-                raise DataError("`messages` need a chat template and this tokenizer has no chat template", where=row.origin, fix=fix)
-            return self._chat(values["messages"], 0, place)
+            fix = "set model.chat_template to a Jinja file, or map prompt and completion, or text"
+            self.require_template("`messages` need a chat template", row, fix)
+            return self._chat(values["messages"], 0, row)
         prompt, completion = values["prompt"], values["completion"]
         if self.has_template:
             before = as_messages(prompt, "user")
-            return self._chat(before + as_messages(completion, "assistant"), len(before), place)
+            return self._chat(before + as_messages(completion, "assistant"), len(before), row)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            fix = "set model.chat_template to a Jinja file"
-            raise DataError("`prompt` and `completion` hold messages and this tokenizer has no chat template", where=row.origin, fix=fix)
+            self.require_template("`prompt` and `completion` hold messages", row)
         return self.plain(prompt, completion, row.origin)
 
-    def prompt(self, content: str | Messages, origin: str, tools: Tools | None = None) -> tuple[str, list[int]]:
-        """A prompt as text and as tokens: a conversation, without a last answer, with the template's generation prompt; without a
+    def prompt(self, row: Row) -> tuple[str, list[int]]:
+        """A row's prompt as text and as tokens: a conversation, without a last answer, with the template's generation prompt; without a
         template plain text, with the tokenizer's first special tokens but not its last. Raises DataError."""
-        place = _Place(origin, tools)
-        self._require_shown(place)
-        if not self.has_template:
-            if isinstance(content, str):
-                return content, self._with_bos(content)
-            fix = "set model.chat_template to a Jinja file"
-            raise DataError("the prompt holds messages and this tokenizer has no chat template", where=origin, fix=fix)
+        content = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
+        self._require_shown(row)
+        if not self.has_template and isinstance(content, str):
+            return content, self._with_bos(content)
+        self.require_template("the prompt holds messages", row)
         messages = as_messages(content, "user")
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise DataError("there is nothing before the assistant's answer to take as a prompt", where=origin)
-        text = self._render(messages, place, add_generation_prompt=True)
+            raise DataError("there is nothing before the assistant's answer to take as a prompt", where=row.origin)
+        text = self._render(messages, row, add_generation_prompt=True)
         return text, _Tokens(self.tokenizer, text).ids
 
-    def _require_shown(self, place: _Place) -> None:
+    def require_template(self, what: str, row: Row, fix: str = "set model.chat_template to a Jinja file") -> None:
+        """Raises DataError for a row that needs a chat template if the tokenizer has none."""
+        if not self.has_template:
+            raise DataError(f"{what} and this tokenizer has no chat template", where=row.origin, fix=fix)
+
+    def _require_shown(self, row: Row) -> None:
         """Raises DataError if the template would leave a row's tools out silently."""
-        if place.tools and not self.shows_tools:
+        if row.values.get("tools") and not self.shows_tools:
             fix = "set model.chat_template to one that does, or leave them out with `columns: {tools: ''}`"
-            raise DataError("this row has tools, and the chat template does not show any", where=place.origin, fix=fix)
+            raise DataError("this row has tools, and the chat template does not show any", where=row.origin, fix=fix)
 
     # ------------------------------------------------------------------------------------------------------ plain text
 
@@ -163,13 +156,13 @@ class Encoder:
 
     # ----------------------------------------------------------------------------------------------------------- chats
 
-    def _chat(self, messages: Messages, first: int, place: _Place) -> Example:
+    def _chat(self, messages: Messages, first: int, row: Row) -> Example:
         """The rendered conversation; the targets are in the assistant turns from message `first` on."""
         roles = [message["role"] for message in messages]
         if self.marks_turns and not self.learn_all and "assistant" not in roles[:first]:
-            marked = self._render(messages, place, **_MARKED)
+            marked = self._render(messages, row, **_MARKED)
             return Example(np.asarray(marked["input_ids"], np.int32), np.asarray(marked["assistant_masks"], np.uint8))
-        text = self._render(messages, place)
+        text = self._render(messages, row)
         tokens = _Tokens(self.tokenizer, text)
         ids = np.asarray(tokens.ids, np.int32)
         if self.learn_all:
@@ -177,15 +170,15 @@ class Encoder:
         learn = np.zeros(len(ids), np.uint8)
         for index in range(first, len(messages)):
             if roles[index] == "assistant":
-                start, stop = self._span(messages, index, text, place)
-                learn[slice(*self._close(tokens, tokens.at(start, place.origin), tokens.at(stop, place.origin)))] = 1
+                start, stop = self._span(messages, index, text, row)
+                learn[slice(*self._close(tokens, tokens.at(start, row.origin), tokens.at(stop, row.origin)))] = 1
         return Example(ids, learn)
 
-    def _span(self, messages: Messages, index: int, text: str, place: _Place) -> tuple[int, int]:
+    def _span(self, messages: Messages, index: int, text: str, row: Row) -> tuple[int, int]:
         """The characters [start, stop) of assistant turn `index` in `text`."""
-        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], place)
-        before = self._render(messages[:index], place) if index else ""
-        head = self._render(messages[:index], place, add_generation_prompt=True) if index else self._first_head(text, place)
+        through = text if index == len(messages) - 1 else self._render(messages[: index + 1], row)
+        before = self._render(messages[:index], row) if index else ""
+        head = self._render(messages[:index], row, add_generation_prompt=True) if index else self._first_head(text, row)
         whole, headed = text.startswith(through), text.startswith(head)
         content = messages[index].get("content", "")
         content = ("".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)).strip()
@@ -205,12 +198,12 @@ class Encoder:
                 at -= 1
             return at, stop
         fix = "mark the assistant's turns with {% generation %} in an own model.chat_template, or set data.learn_on: all"
-        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=place.origin, fix=fix)
+        raise DataError(f"the chat template does not render what messages[{index}] says in its place", where=row.origin, fix=fix)
 
-    def _first_head(self, text: str, place: _Place) -> str:
+    def _first_head(self, text: str, row: Row) -> str:
         """The text before the content of an assistant turn that opens the conversation: there is no earlier turn to render."""
         opening = [{"role": "user", "content": "?"}]
-        bare, prompted = self._render(opening, place), self._render(opening, place, add_generation_prompt=True)
+        bare, prompted = self._render(opening, row), self._render(opening, row, add_generation_prompt=True)
         header = prompted[len(bare) :] if prompted.startswith(bare) else ""
         at = text.find(header)
         return text[: at + len(header)] if header and at >= 0 else ""
@@ -223,10 +216,10 @@ class Encoder:
             return start, last + 1
         return start, stop + (stop < len(tokens.ids) and tokens.ids[stop] in self.special)
 
-    def _render(self, messages: Messages, place: _Place, **options: Any) -> Any:
+    def _render(self, messages: Messages, row: Row, **options: Any) -> Any:
         """The result of `apply_chat_template`, by default as text. Raises DataError if the template refuses the conversation."""
-        with judged("the chat template refuses this conversation", place.origin, DataError):
-            return self.tokenizer.apply_chat_template(messages, **{"tools": place.tools, "tokenize": False, **options})
+        with judged("the chat template refuses this conversation", row.origin, DataError):
+            return self.tokenizer.apply_chat_template(messages, **{"tools": row.values.get("tools"), "tokenize": False, **options})
 
 
 def turn_end(tokenizer: Any) -> int | None:

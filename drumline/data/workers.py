@@ -130,27 +130,20 @@ def digest(row: Row) -> bytes:
 
 
 def encode_all(job: Job, rows: Iterator[Row], workers: int | None) -> Iterator[Chunk]:
-    """Chunks of `rows` in order. `workers` None: one per core this process may use, at most 8; few rows are tokenised in line."""
+    """Chunks of `rows` in order. `workers` None: one per core this process may use, at most 8; few rows are tokenised in line. At most four
+    chunks a process wait, so that a fast source does not fill the memory."""
     first = list(islice(rows, IN_LINE_ROWS))
     count = workers or min(8, usable_cores())
+    rows = chain(first, rows)
+    chunks = iter(lambda: list(islice(rows, _CHUNK_ROWS)), [])
     if len(first) < IN_LINE_ROWS or count == 1:
-        yield from map(job.encode, _chunks(chain(first, rows)))
+        yield from map(job.encode, chunks)
         return
-    yield from _encode_on(job, chain(first, rows), count)
-
-
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while chunk := list(islice(rows, _CHUNK_ROWS)):
-        yield chunk
-
-
-def _encode_on(job: Job, rows: Iterator[Row], count: int) -> Iterator[Chunk]:
-    """The chunks from `count` processes. At most four chunks a process wait, so that a fast source does not fill the memory."""
     pool = worker_pool(count)
     pickled = pickle.dumps(job)
     waiting: deque[Future[Chunk]] = deque()
     try:
-        for chunk in _chunks(rows):
+        for chunk in chunks:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
             try:
                 waiting.append(pool.submit(_work, pickled, chunk))

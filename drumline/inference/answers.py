@@ -70,7 +70,7 @@ def _questions(plan: Plan, loaded: LoadedModel, base_dir: Path) -> Iterator[Ques
         encoder = Encoder(loaded.tokenizer, everything=False, data=config.data)
         for source in config.data.eval:
             for row in read_rows(source, base_dir, PROMPT_FORMS):
-                yield Question(encoder.prompt(row.values["prompt"], row.origin)[1], str(row.extra["answer"]), row.extra)
+                yield Question(encoder.prompt(row)[1], str(row.extra["answer"]), row.extra)
         return
     cache = TokenCache.open(data.eval_cache)
     for sample in range(len(cache)):

@@ -144,8 +144,7 @@ def _cached(name: str, revision: str | None) -> str | None:
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:
     """The prepared data; None where there is none yet: the planner then takes rows to be as long as they may be."""
-    from drumline.data.identity import describe
-    from drumline.data.prepare import cached
+    from drumline.data.prepare import cached, data_plan
     from drumline.models.vision import vision_of
 
     if policy.path is None and config.model.tokenizer is None:
@@ -153,7 +152,7 @@ def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPl
     try:
         vision = vision_of(config, policy.path, policy.hf_config)
         prepared = cached(config, config.model.tokenizer or policy.path or "", base, vision)
-        return None if prepared is None else describe(prepared, config, vision)
+        return None if prepared is None else data_plan(prepared, config, vision)
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None

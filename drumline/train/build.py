@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
-from drumline.data.cache import TokenCache, Verification
+from drumline.data.cache import TokenCache, verify_in_background
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import deterministic
@@ -105,14 +106,14 @@ def _engine(plan: Plan, device: str, checkpoint_keys: frozenset[str]) -> Engine:
     return build_engine(plan, device, checkpoint_keys)
 
 
-def _verification(plan: Plan, ranks: Ranks) -> Verification:
+def _verification(plan: Plan, ranks: Ranks) -> Future[None]:
     """Of the token caches, shared out to the ranks, while the model is loaded."""
     data = plan.data if plan.config.data.verify and not plan.config.plain else None
     caches = [TokenCache.open(folder) for folder in (data.train_cache, data.eval_cache) if folder] if data else []
-    return Verification([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
+    return verify_in_background([(cache.folder, cache.info["sha256"]) for cache in caches], ranks.rank, ranks.world_size)
 
 
-def _agree_on(verification: Verification) -> None:
+def _agree_on(verification: Future[None]) -> None:
     """Raises DataError on every rank where any has found a cache damaged. Collective."""
     try:
         Together.all().each(verification.result)

@@ -33,7 +33,7 @@ from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.explain import default_run_dir
 from drumline.core.signals import StopFlag
-from drumline.data.own import global_batches, held_out
+from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop

@@ -15,7 +15,7 @@ from drumline.core.load import allowed, refused, to_yaml
 from drumline.core.plan import DataIdentity, DataPlan, Plan
 from drumline.core.resolve import device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
-from drumline.data.identity import describe, prompt_columns, what_changed
+from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import CheckpointError, EnvironmentFault
 from drumline.hardware.cluster import Cluster
@@ -71,8 +71,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     else:
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     if rollout is not None:
-        rewards.check(rollout.rewards, base.absolute(), None if prepared is None else prompt_columns(prepared))
-    data = None if prepared is None else describe(prepared, config, vision)
+        rewards.check(rollout.rewards, base.absolute(), None if prepared is None else data_prepare.prompt_columns(prepared))
+    data = None if prepared is None else data_prepare.data_plan(prepared, config, vision)
     machine = detect()
     device = device_of(config, machine)
     cluster, why = cluster_here(config, machine, device, processes_of(config, machine, device, request.world_size))

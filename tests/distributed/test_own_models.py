@@ -13,7 +13,7 @@ import torch
 import drumline
 from drumline.core.load import load_values
 from drumline.core.plan import DataIdentity
-from drumline.data.identity import what_changed
+from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import DrumlineError
 from drumline.train.setup import Request, claim_run_dir, make_plan, resume_from

@@ -13,8 +13,8 @@ from drumline.checkpoint.save import Checkpointer
 from drumline.core.load import load
 from drumline.core.plan import DataIdentity, Plan
 from drumline.data.cache import TokenCache, verify
-from drumline.data.identity import describe, identify, what_changed
-from drumline.data.prepare import prepare
+from drumline.data.fingerprint import identify, what_changed
+from drumline.data.prepare import data_plan, prepare
 from drumline.dist.start import Ranks
 from drumline.errors import CheckpointError, DataError
 from drumline.train.build import build
@@ -181,7 +181,7 @@ def test_what_was_left_out_is_said(tmp_path: Path, model: Path) -> None:
     said = {}
     for policy in ("left", "drop"):
         loaded = load(config, [f"data.truncation={policy}", "data.max_length=150"])
-        said[policy] = describe(prepare(loaded.config, str(model), tmp_path), loaded.config).left_out
+        said[policy] = data_plan(prepare(loaded.config, str(model), tmp_path), loaded.config).left_out
     assert said["left"][0].startswith("data.train: 3 of 35 rows cut at 150 tokens; 2 of 35 rows skipped: nothing to learn"), said
     assert said["left"][1] == "data.eval: 1 of 5 rows cut at 150 tokens"
     assert said["drop"][0] == "data.train: 3 of 35 rows dropped: longer than 150 tokens; 2 of 35 rows skipped: nothing to learn"

@@ -14,7 +14,7 @@ from torch import nn
 
 import drumline
 from drumline.core.plan import BatchPlan
-from drumline.data.own import global_batches, held_out
+from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather, Gathered
 from drumline.errors import DataError, EnvironmentFault, PlanError, TrainingStopped, UserError
 from tests.harness import events
