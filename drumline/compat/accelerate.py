@@ -142,12 +142,12 @@ PARALLELISM: dict[str, Rule] = by_word(
         "dp_shard_size": gone("shards go over all processes that tp, cp and replicate leave"),
         "tp_size": to("strategy.tp", whole),
         "cp_size": to("strategy.cp", whole),
-        "cp_backend sp_backend": gone("strategy.cp_method says how"),
-        "cp_comm_strategy": gone("strategy.cp_method says how: ulysses, or ring on GPUs"),
+        "cp_backend sp_backend": gone("strategy.cp_method sets it"),
+        "cp_comm_strategy": gone("strategy.cp_method sets it: ulysses, or ring on GPUs"),
         "sp_size": lambda sheet, old: sheet.put("strategy.cp", whole(old), old) if whole(old) > 1 else None,
-        "sp_seq_length": gone("data.max_length says it"),
+        "sp_seq_length": gone("data.max_length sets it"),
         "sp_seq_length_is_variable": gone("sequences may differ in length"),
-        "sp_attn_implementation": gone("model.attention says it"),
+        "sp_attn_implementation": gone("model.attention sets it"),
     }
 )
 
@@ -212,9 +212,9 @@ MEGATRON: dict[str, Rule] = by_word(
         "recompute_method recompute_num_layers": gone("each block is one unit"),
         "sequence_parallelism": gone("tensor parallelism does what it can with the sequence by itself"),
         "use_distributed_optimizer": gone("strategy fsdp2 shards the optimizer's state"),
-        "use_custom_fsdp": only(why="that is another strategy", fix="say strategy: {kind: fsdp2, tp: N}"),
+        "use_custom_fsdp": only(why="that is another strategy", fix="set strategy: {kind: fsdp2, tp: N}"),
         "expert_model_parallel_size expert_tensor_parallel_size": only(1, why="experts are not spread", fix="set it to 1"),
-        "attention_dropout hidden_dropout": gone("model.config says it, by the model's own name"),
+        "attention_dropout hidden_dropout": gone("model.config sets it, by the model's own name"),
         "eod_mask_loss": gone("what carries loss is data.learn_on"),
         "calculate_per_token_loss": gone("losses are always sums over tokens"),
         "no_load_optim no_save_optim optimizer_cpu_offload use_precision_aware_optimizer overlap_cpu_optimizer_d2h_h2d": NOT_MEGATRON,

@@ -35,7 +35,7 @@ def _resume(sheet: Sheet, old: Old) -> None:
         return
     name = str(old.value).lower().rstrip("/").rpartition("/")[2].removeprefix("checkpoint-")
     sheet.resume = "newest" if name in ("true", "latest", "last", "newest") else str(old.value)
-    sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line says it")
+    sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line sets it")
 
 
 def _steps(old: Old) -> int | None:
@@ -65,16 +65,16 @@ def _distributed(sheet: Sheet, old: Old) -> None:
         later("distributed_strategy")(sheet, old)
 
 
-SECRET = "secrets stand in the environment (HF_TOKEN), not in a config"
+SECRET = "secrets belong in the environment (HF_TOKEN), not in a config"
 ATTENTION = {name: name for name in ("auto", "sdpa", "eager", "flash_attention_2", "flex_attention")}
 CHECKPOINTING = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none", "no": "none"}
-HOST = "the launcher says it: torchrun's flags, or --nproc"
+HOST = "the launcher sets it: torchrun's flags, or --nproc"
 HUB = "nothing is sent to the hub; RUN/export is the folder to upload"
-LENGTHS = "rows of like length share a micro-batch anyhow"
+LENGTHS = "rows of similar length share a micro-batch in any case"
 LOADER = "a thread collates ahead (data.prefetch); there are no loader processes"
 LOGS = "events.jsonl has every figure; the display is one line a step"
 NEUTRAL = "Drumline does not do that"
-OUTSIDE = "the tracker's own environment variables say it"
+OUTSIDE = "the tracker's own environment variables set it"
 SUMS = "evaluation sums the loss over all held-out rows"
 AS_TRAINING = "evaluation runs in the precision of training"
 WHOLE = "a checkpoint has all that is needed to go on, and any strategy reads it"
@@ -91,9 +91,9 @@ TABLE: dict[str, Rule] = by_word(
         "chat_template_path": lambda sheet, old: sheet.put("model.chat_template", new_path(sheet, found(sheet.base, str(old.value))), old),
         "dtype torch_dtype": later("dtype"),
         "use_cache": gone("training keeps no cache of keys and values"),
-        "cache_dir": gone("HF_HOME says where the hub's files are kept"),
+        "cache_dir": gone("HF_HOME sets the folder of the hub's files"),
         "low_cpu_mem_usage": gone("weights are read where they are needed"),
-        "device_map": gone("the strategy says where the model goes"),
+        "device_map": gone("the strategy places the model"),
         "config_overrides": to("model.config"),
         "use_fast_tokenizer": gone("tokenizers are fast"),
         "padding_side": gone("rows are packed, or padded at their end"),
@@ -105,9 +105,9 @@ TABLE: dict[str, Rule] = by_word(
         "gradient_accumulation_steps": to("batch.accumulation", whole),
         "batch_size": _batch,
         "train_batch_size global_batch_size": to("batch.global_samples", whole),
-        "auto_find_batch_size": only(why=NEUTRAL, fix="say per_device_train_batch_size"),
+        "auto_find_batch_size": only(why=NEUTRAL, fix="set per_device_train_batch_size"),
         "average_tokens_across_devices": gone("losses are divided by the tokens of the whole global batch"),
-        "split_batches": gone("batch.global_samples says how many samples a step has, on any number of devices"),
+        "split_batches": gone("batch.global_samples is the number of samples of a step, on any number of devices"),
         "accelerator_config": gone("samples are dealt by a global order, the same on any number of devices"),
         # optimizer, schedule, precision
         "learning_rate lr": later("learning_rate"),
@@ -153,7 +153,7 @@ TABLE: dict[str, Rule] = by_word(
         "full_determinism": to("run.deterministic", flag),
         "device": to("run.device", one_of({"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "auto": "auto"})),
         "use_cpu no_cuda": switch("run.device", "cpu"),
-        "do_train": only(True, why="train trains", fix="set it to true"),
+        "do_train": only(True, why="`train` always trains", fix="set it to true"),
         # data
         "dataset_name dataset_test_split dataset_streaming max_train_samples max_eval_samples dataset_text_field prompt_column": later(),
         "dataset_config dataset_config_name": later("dataset_config"),
@@ -194,10 +194,10 @@ TABLE: dict[str, Rule] = by_word(
         "use_peft use_lora": later("use_peft"),
         "lora_r lora_rank": later("lora_r"),
         "lora_alpha lora_dropout lora_target_modules load_in_4bit load_in_8bit": later(),
-        "lora_bias": only("none", why="only the factors learn", fix="set it to none"),
-        "lora_modules_to_save": only([], why="only the factors learn", fix="remove it"),
+        "lora_bias": only("none", why="only the factors are trained", fix="set it to none"),
+        "lora_modules_to_save": only([], why="only the factors are trained", fix="remove it"),
         "lora_target_parameters": only([], why="adapters are on linear layers", fix="name layers in lora_target_modules"),
-        "lora_task_type": gone("the algorithm says it"),
+        "lora_task_type": gone("the algorithm sets it"),
         "use_rslora": only(why=NEUTRAL, fix="set it to false; lora_alpha × √lora_r has the same scale"),
         "use_dora": only(why=NEUTRAL, fix="set it to false"),
         "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant": gone("QLoRA is NF4 with double quantisation"),
@@ -206,7 +206,7 @@ TABLE: dict[str, Rule] = by_word(
         "label_smoothing_factor": only(0, 0.0, why=NEUTRAL, fix="set it to 0"),
         "neftune_noise_alpha optim_target_modules": only(why=NEUTRAL, fix="remove it"),
         "router_aux_loss_coef": only(0, 0.0, why=NEUTRAL, fix="remove it"),
-        "optim_args": only(why="no optimizer here takes others", fix="remove it"),
+        "optim_args": only(why="no optimizer here takes any", fix="remove it"),
         "model_init_kwargs": only({}, why="values of the model's config go one by one", fix="write config_overrides: {key: value}"),
         "dataset_kwargs": only({}, why="each has a key of its own", fix="write it as a key under data"),
         "validation_split_percentage": only(0, why="rows are held out by number", fix="override data.holdout=N, or set validation_file"),

@@ -160,7 +160,7 @@ ZERO: dict[str, Rule] = by_word(
         "stage": nothing,  # read before the others: it decides what they mean
         "offload_optimizer cpu_offload": later("offload_optimizer"),
         "offload_param cpu_offload_params cpu_offload_param": later("offload_parameters"),
-        "cpu_offload_use_pin_memory": gone("say it with the offload: pin_memory"),
+        "cpu_offload_use_pin_memory": gone("set pin_memory in the offload section"),
         "zero_quantized_weights": to("strategy.zeropp.quantized_weights", flag),
         "zero_quantized_gradients": to("strategy.zeropp.quantized_gradients", flag),
         "zero_hpz_partition_size": to("strategy.zeropp.hierarchical_partition", whole),
@@ -193,7 +193,7 @@ TABLE: dict[str, Rule] = by_word(
         "optimizer": _typed("optimizer", {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}, OPTIMIZER),
         "scheduler": _typed("schedule", {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}, SCHEDULER),
         "zero_optimization": nothing,  # read before the others
-        "activation_checkpointing": gone("memory.activation_checkpointing says it; this section is for models that call DeepSpeed's own"),
+        "activation_checkpointing": gone("memory.activation_checkpointing sets it; this section is for models that call DeepSpeed's own"),
         "steps_per_print": gone("figures come each run.log_every steps"),
         "wall_clock_breakdown": gone("events.jsonl has the times of each step"),
         "memory_breakdown": gone("events.jsonl has each rank's memory"),
@@ -206,7 +206,7 @@ TABLE: dict[str, Rule] = by_word(
         "comet": _enabled(gone("trackers are tensorboard, wandb, mlflow and trackio: run.report_to")),
         "dataloader_drop_last": gone("the last batch is filled up with rows that carry no weight"),
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": gone("Drumline's engine chooses the optimizer"),
-        "amp": _enabled(only(why="NVIDIA Apex is not used", fix="say bf16 or fp16")),
+        "amp": _enabled(only(why="NVIDIA Apex is not used", fix="set bf16 or fp16")),
         "pipeline": gone("strategy pp is Drumline's pipeline"),
         "autotuning": gone("only the deepspeed launcher tunes"),
         "elasticity": gone("any number of devices resumes any checkpoint"),
@@ -233,7 +233,7 @@ PRECISIONS = {"no": "fp32", "none": "fp32", "fp32": "fp32", "float32": "fp32", "
 
 
 def low_precision(sheet: Sheet) -> None:
-    """Set the precision of bf16, fp16 and mixed_precision, which may stand side by side. Raises ConfigError with both places where two
+    """Set the precision of bf16, fp16 and mixed_precision, which may be set together. Raises ConfigError with both places where two
     are on."""
     kinds = [(name if flag(old) else "fp32", old) for name, old in pop(sheet, "bf16", "fp16").items()]
     if (old := sheet.waiting.pop("mixed_precision", None)) is not None:

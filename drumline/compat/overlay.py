@@ -78,7 +78,7 @@ def from_environment(environ: Mapping[str, str]) -> Overlay | None:
     acc.compile_blocks(sheet, {old.key: old for old in given("ACCELERATE_DYNAMO", "backend mode")})
     sheet.waiting |= {old.key: old for old in given("ACCELERATE", "mixed_precision")}
     low_precision(sheet)
-    default = environ[LAUNCHED] == "no"  # its default; a config that names a precision knows better
+    default = environ[LAUNCHED] == "no"  # its default; a config's own precision is used instead
     return _made(sheet, frozenset({("precision", "kind")}) if default else frozenset())
 
 

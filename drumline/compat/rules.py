@@ -12,7 +12,7 @@ from drumline.core.by_name import nearest
 Rule = Callable[[Sheet, Old], None]
 Convert = Callable[[Old], Any]
 
-# ------------------------------------------------------------------------------------------------------- what a value says
+# ------------------------------------------------------------------------------------------------------- what a value means
 
 
 def flag(old: Old) -> bool:

@@ -122,7 +122,7 @@ def test_the_newest_checkpoint_by_a_guides_names(said: Any) -> None:
     ("text", "note"),
     [
         ("batch_size: 8\n", "old.yaml:2: batch_size: taken for the samples of one device"),
-        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: the launcher says it"),
+        ("training: {distributed: true}\n", "old.yaml:2: training.distributed: the launcher sets it"),
         ("experiment_name: x\n", "old.yaml:2: experiment_name: the run folder is named by run.dir"),
         ("base_learning_rate: 1e-5\nuse_linear_scaling: true\nnum_gpus: 4\n", "it is base_learning_rate × √num_gpus, as in guides"),
         (
