@@ -38,11 +38,6 @@ def _resume(sheet: Sheet, old: Old) -> None:
     sheet.note(old, "`--resume`" + ("" if sheet.resume == "newest" else f" {sheet.resume}") + " on the command line sets it")
 
 
-def _steps(old: Old) -> int | None:
-    """max_steps; None for -1, with which Hugging Face counts by epochs."""
-    return whole(old) if whole(old) > 0 else None
-
-
 def _optimizer(sheet: Sheet, old: Old) -> None:
     kinds = dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adam", "fused_adam"), "adamw")
     sheet.put("optimizer.kind", one_of({**kinds, "sgd": "sgd"})(old), old)
@@ -147,7 +142,7 @@ TABLE: dict[str, Rule] = by_word(
         "use_wandb": if_on(tracker("wandb")),
         "use_tensorboard": if_on(tracker("tensorboard")),
         "report_to": _trackers,
-        "max_steps": to("run.steps", _steps),
+        "max_steps": to("run.steps", lambda old: whole(old) if whole(old) > 0 else None),  # -1: Hugging Face counts by epochs
         "num_train_epochs num_epochs epochs max_epochs": to("run.epochs", number),
         "seed": to("run.seed", whole),
         "full_determinism": to("run.deterministic", flag),
@@ -188,7 +183,7 @@ TABLE: dict[str, Rule] = by_word(
         "context_parallel_size sequence_parallel_size": later("cp"),
         "world_size num_gpus n_gpu": later("num_processes"),
         "nproc_per_node": to("launch.nproc", whole),
-        "sync_bn sync_batchnorm use_sync_bn": later("sync_bn"),
+        "sync_bn sync_batchnorm use_sync_bn": to("model.sync_batchnorm", flag),
         "sync_bn_group_size": later(),
         # adapters
         "use_peft use_lora": later("use_peft"),

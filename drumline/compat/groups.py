@@ -176,14 +176,11 @@ def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
 
 
 def _batch_norm(sheet: Sheet) -> None:
-    old = pop(sheet, "sync_bn", "sync_bn_group_size")
-    on = old.get("sync_bn")
-    if on is not None and flag(on):
-        sheet.put("model.sync_batchnorm", True, on)
-        if "sync_bn_group_size" in old and whole(old["sync_bn_group_size"]) > 1:
-            sheet.put("model.sync_batchnorm_ranks", whole(old["sync_bn_group_size"]), old["sync_bn_group_size"])
-    elif "sync_bn_group_size" in old:
-        sheet.note(old["sync_bn_group_size"], "without effect: sync_bn is not on")
+    size = sheet.waiting.pop("sync_bn_group_size", None)
+    if size is not None and not sheet.get("model.sync_batchnorm"):
+        sheet.note(size, "without effect: sync_bn is not on")
+    elif size is not None and whole(size) > 1:
+        sheet.put("model.sync_batchnorm_ranks", whole(size), size)
 
 
 def _adapter(sheet: Sheet) -> None:

@@ -45,11 +45,12 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     images themselves are not read: their pixels are in no cache, and a changed size is found when an image is loaded.
     """
     data = config.data
+    code, _, name = config.algorithm.kind.rpartition(":")  # a kind in a user's file counts with its code, which may change
     parts: dict[str, Any] = {
         "version": VERSION,
         "sources": [_source(source, base_dir) for source in sources],
         "tokenizer": None if config.images_alone else _tokenizer(config, tokenizer_path, base_dir),
-        "algorithm": _algorithm(config.algorithm.kind),
+        "algorithm": f"{hash_file(Path(code))}:{name}" if code.endswith(".py") else config.algorithm.kind,
         "settings": {name: getattr(data, name) for name in ("max_length", "truncation", "packing", "learn_on")},
         "kept_free": config.algorithm.new_tokens,
         "role": role,
@@ -62,12 +63,6 @@ def cache_key(config: Config, sources: list[Source], role: str, tokenizer_path: 
     if vision is not None:
         parts["vision"] = {"token": vision.token_id, "processor": vision.processor.to_dict()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _algorithm(kind: str) -> str:
-    """The kind; for a kind in a user's file with the hash of its code, which may change."""
-    place, _, name = kind.rpartition(":")
-    return f"{hash_file(Path(place))}:{name}" if place.endswith(".py") else kind
 
 
 def _source(source: Source, base_dir: Path) -> dict[str, Any]:

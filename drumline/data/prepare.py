@@ -191,8 +191,13 @@ def _make(task: _Task, tokenizer_path: str, base_dir: Path, progress: Progress) 
         progress("pack", 0, rows)
         held_out, kept = _split(stage, task.config.data.holdout if task.holdout_folder else 0)
         if task.holdout_folder is not None:
-            _copy_rows(stage, held_out, aside)
-            _finish(task, stage, aside, task.holdout_folder, bounds(stage.sizes[stage.of_rows(held_out)])[:-1], held_out)
+            ends, segments = bounds(stage.sizes), stage.of_rows(held_out)
+            for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
+                source = np.memmap(staging / name, dtype=dtype, mode="r")
+                with (aside / name).open("wb") as file:
+                    for segment in segments.tolist():
+                        file.write(source[ends[segment] : ends[segment + 1]].tobytes())
+            _finish(task, stage, aside, task.holdout_folder, bounds(stage.sizes[segments])[:-1], held_out)
         _finish(task, stage, staging, task.folder, bounds(stage.sizes)[stage.of_rows(kept)], kept)
         progress("pack", rows, rows)
 
@@ -231,16 +236,6 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
         raise DataError(f"{holdout} rows are to be held out of {count}, which leaves none to learn", where="data.holdout", fix=fix)
     held_out = np.sort(nsmallest(holdout, range(count), key=lambda row: (stage.digests[16 * row : 16 * row + 16], row))).astype(np.int64)
     return held_out, np.setdiff1d(np.arange(count), held_out, assume_unique=True)
-
-
-def _copy_rows(stage: _Stage, rows: Picks, folder: Path) -> None:
-    """Copy some rows of the stage, end to end, into other token files."""
-    ends = bounds(stage.sizes)
-    for name, dtype in (("tokens.bin", stage.dtype), ("learn.bin", np.dtype(np.uint8))):
-        source = np.memmap(stage.folder / name, dtype=dtype, mode="r")
-        with (folder / name).open("wb") as file:
-            for segment in stage.of_rows(rows).tolist():
-                file.write(source[ends[segment] : ends[segment + 1]].tobytes())
 
 
 def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:

@@ -252,17 +252,13 @@ def _read(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------- datasets
 
 
-def _load_saved(source: SavedSource, base_dir: Path) -> Iterator[dict[str, Any]]:
+def _load_saved(source: SavedSource, base_dir: Path) -> Any:
+    """A saved dataset; of several splits the one that is set. Raises DataError."""
     import datasets
 
-    folder = base_dir / Path(source.path).expanduser()
-    with judged("not a saved dataset", str(folder), DataError, "give a folder written by save_to_disk"):
-        loaded = datasets.load_from_disk(str(folder))
-    return iter(_one_split(loaded, source.split, str(folder)))
-
-
-def _one_split(loaded: Any, split: str | None, where: str) -> Any:
-    """The dataset, or of several splits that which is set. Raises DataError."""
+    where, split = str(base_dir / Path(source.path).expanduser()), source.split
+    with judged("not a saved dataset", where, DataError, "give a folder written by save_to_disk"):
+        loaded = datasets.load_from_disk(where)
     if not isinstance(loaded, dict):
         if split is not None:
             raise DataError(f"holds one dataset without splits, so no split {split!r}", where=where, fix="leave `split` out")

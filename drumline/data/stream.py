@@ -113,6 +113,7 @@ class GlobalBatch:
     places: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
 
+@dataclass(eq=False)
 class BatchStream:
     """Iterates over the global batches of positions [start, stop), for one data rank.
 
@@ -122,27 +123,24 @@ class BatchStream:
     use it as a context manager: that ends the thread at any time.
     """
 
-    def __init__(
-        self,
-        cache: TokenCache,
-        order: GlobalOrder,
-        batch: BatchPlan,
-        data_rank: int,
-        data_ranks: int,
-        start: int,
-        stop: int,
-        collate: Callable[..., Any],
-        prefetch: int,
-        previous: Literal["none", "batch", "all"] = "none",
-    ) -> None:
-        assert batch.global_samples == data_ranks * batch.accumulation * batch.micro_batch, batch.rule(data_ranks)
-        assert order.size == len(cache) and 0 <= data_rank < data_ranks and start >= 0
-        self.cache, self.order, self.batch = cache, order, batch
-        self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.start, self.stop, self.collate, self.previous = start, stop, collate, previous
-        self._batches = (self._at(position) for position in range(start, stop, batch.global_samples))
-        self._thread = ThreadPoolExecutor(1, "drumline-batches") if prefetch else None
-        self._ahead = deque(self._collate() for _ in range(prefetch))
+    cache: TokenCache
+    order: GlobalOrder
+    batch: BatchPlan
+    data_rank: int
+    data_ranks: int
+    start: int
+    stop: int
+    collate: Callable[..., Any]
+    prefetch: int
+    previous: Literal["none", "batch", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        size = self.batch.global_samples
+        assert size == self.data_ranks * self.batch.accumulation * self.batch.micro_batch, self.batch.rule(self.data_ranks)
+        assert self.order.size == len(self.cache) and 0 <= self.data_rank < self.data_ranks and self.start >= 0
+        self._batches = (self._at(position) for position in range(self.start, self.stop, size))
+        self._thread = ThreadPoolExecutor(1, "drumline-batches") if self.prefetch else None
+        self._ahead = deque(self._collate() for _ in range(self.prefetch))
 
     def __iter__(self) -> BatchStream:
         return self
