@@ -54,7 +54,7 @@ MUTATIONS = [
         ("tests/unit/test_data_packing.py::test_collate_shifts_within_segments_and_restarts_positions",),
     ),
     Mutation(
-        "packs hold more than fits", "data/packing.py",
+        "packs hold more than fits", "data/prepare.py",
         "at = bisect_left(rooms, size)", "at = bisect_left(rooms, size - 1)",
         ("tests/unit/test_data_packing.py::test_pack_groups_every_row_once_within_the_capacity",),
     ),

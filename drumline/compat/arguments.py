@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from drumline.compat import accelerate as acc
 from drumline.compat import groups
 from drumline.compat.deepspeed import clip, found, new_path, power_of_two, tracker
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
-from drumline.compat.sheet import AUTO, Old, Sheet, refuse
+from drumline.compat.sheet import AUTO, Old, Sheet, refuse, shown
 from drumline.core.suggest import by_word
 
 
@@ -274,7 +275,7 @@ def training_arguments(sheet: Sheet, olds: list[Old]) -> None:
     read({**acc.TABLE, **TABLE, **groups.PREFERENCES}, sheet, flat, "training arguments")
     groups.combine(sheet)
     acc.combine(sheet)
-    groups.defaults(sheet, flat[0])
+    _defaults(sheet, flat[0])
 
 
 def flatten(old: Old) -> list[Old]:
@@ -283,3 +284,31 @@ def flatten(old: Old) -> list[Old]:
         return [old]
     names = SECTIONS[old.key]
     return [each for one in old.inside() for each in flatten(replace(one, key=names.get(one.key, one.key)))]
+
+
+# Defaults of transformers' Trainer (5.23) that differ from Drumline's: dotted key → value, and the name there.
+DEFAULTS: dict[str, tuple[Any, str]] = {
+    "batch.micro_batch": (8, "per_device_train_batch_size"),
+    "batch.accumulation": (1, "gradient_accumulation_steps"),
+    "optimizer.lr": (5e-5, "learning_rate"),
+    "schedule.kind": ("linear", "lr_scheduler_type"),
+    "run.epochs": (3.0, "num_train_epochs"),
+    "run.seed": (42, "seed"),
+    "precision.kind": ("fp32", "bf16"),
+    "data.packing": (False, "packing"),
+}
+
+
+def _defaults(sheet: Sheet, old: Old) -> None:
+    """Set the Trainer's own defaults, with one note. `old`: any key of the file."""
+    filled = []
+    for dotted, (value, name) in DEFAULTS.items():
+        section = dotted.partition(".")[0]
+        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
+            continue
+        if section == "batch" and sheet.get("batch.global_samples"):
+            continue
+        sheet.put(dotted, value, replace(old, key=name, value=value, place=(name,)))
+        filled.append(f"{dotted} {shown(value)}")
+    if filled:
+        sheet.notes.append(f"{old.source.name}: not set there, so transformers' own defaults: {', '.join(filled)}")

@@ -1,14 +1,14 @@
-"""Training arguments that belong together: losses of pairs, rate, warm-up, when to save, data, adapters; and their defaults."""
+"""Training arguments that belong together: losses of pairs, rate, warm-up, when to save, data, strategy, adapters."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, get_args
 
-from drumline.compat.deepspeed import PRECISIONS, found, new_path
+from drumline.compat import accelerate as acc
+from drumline.compat.deepspeed import PRECISIONS, STAGES, deepspeed_config, found, load_file, new_path, own_deepspeed_file
 from drumline.compat.rules import Rule, flag, later, name_list, number, one_of, to, whole
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
-from drumline.compat.strategy import choose
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.registry import find
 from drumline.core.suggest import by_word
@@ -23,7 +23,7 @@ NO_SCHEDULES = {
 
 def combine(sheet: Sheet) -> None:
     """Combine every group in turn. Keys that wait afterwards are accelerate's."""
-    for group in (_preferences, _rate, _betas, _warmup, _dtype, _intervals, _data, choose, _batch_norm, _adapter):
+    for group in (_preferences, _rate, _betas, _warmup, _dtype, _intervals, _data, _strategy, _batch_norm, _adapter):
         group(sheet)
     if sheet.get("schedule.warmup_steps") and sheet.get("schedule.warmup_ratio"):
         ratio, steps = (sheet.origins["schedule", f"warmup_{name}"] for name in ("ratio", "steps"))
@@ -172,6 +172,128 @@ def _hub(old: dict[str, Old], split: Old | None) -> dict[str, Any]:
     return made
 
 
+# ------------------------------------------------------------------------------------------------------------- strategy
+
+STRATEGIES = {
+    **dict.fromkeys(("ddp", "distributed_data_parallel", "data_parallel", "multi_gpu", "torch_ddp"), "ddp"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fully_sharded_data_parallel"), "fsdp2"),
+    **dict.fromkeys(("deepspeed", "zero"), "deepspeed"),
+    **{f"{before}{n}": f"zero{n}" for n in (1, 2, 3) for before in ("zero", "zero_", "zero-", "deepspeed_zero", "deepspeed_zero_")},
+    **dict.fromkeys(("single", "none", "no", "single_gpu"), "single"),
+    **dict.fromkeys(("tp", "tensor_parallel"), "tp"),
+    **dict.fromkeys(("pp", "pipeline", "pipeline_parallel"), "pp"),
+    **dict.fromkeys(("cp", "context_parallel", "sequence_parallel"), "cp"),
+    **{name: name for name in ("auto", "dp", "model_parallel", "local_sgd", "diloco")},
+}
+
+
+def _strategy(sheet: Sheet) -> None:
+    """The strategy by distributed_strategy, fsdp, fsdp_config, deepspeed, zero_stage and ddp_…, which must agree."""
+    old = pop(sheet, "distributed_strategy", "fsdp", "fsdp_config", "fsdp_layer", "deepspeed", "zero_stage", "tp", "pp", "cp")
+    named = old.pop("distributed_strategy", None)
+    old = {name: each for name, each in old.items() if _is_on(sheet, each)}
+    kind = one_of(STRATEGIES, {"horovod": "use ddp"})(named) if named else None
+    groups = (
+        (_fsdp_parts(old), kind in (None, "fsdp2"), _fsdp),
+        ([old[name] for name in ("deepspeed", "zero_stage") if name in old], kind in (None, "deepspeed", "zero1", "zero2", "zero3"), _zero),
+    )
+    for parts, chosen, translate in groups:
+        if parts and chosen:
+            translate(sheet, old)
+        elif named is not None:
+            # A section for another strategy is a guide's way to show all of them; one word is a contradiction.
+            for each in parts:
+                if not isinstance(each.value, dict):
+                    raise contradiction(each, named)
+                sheet.note(each, f"without effect: {named.where} is {named.value}")
+    if named is not None and kind not in (None, "auto") and (kind != "deepspeed" or sheet.get("strategy.kind") is None):
+        sheet.put("strategy.kind", "zero2" if kind == "deepspeed" else kind, named)
+    for name in ("tp", "pp", "cp"):
+        if name in old and whole(old[name]) > 1:
+            if (kind := sheet.get("strategy.kind")) is None:
+                sheet.put("strategy.kind", "ddp", old[name])
+            sheet.put("strategy.degree" if kind == name else f"strategy.{name}", whole(old[name]), old[name])
+    _ddp(sheet)
+
+
+def _is_on(sheet: Sheet, old: Old) -> bool:
+    """False for a section with `enabled: false`, as guides write it."""
+    on = old.by_key().get("enabled") if isinstance(old.value, dict) else None
+    if on is None or flag(on):
+        return True
+    sheet.note(old, "without effect: enabled is false")
+    return False
+
+
+def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
+    """The keys that request FSDP: `fsdp: ""`, `fsdp: false` and a bare fsdp_config beside other strategies do not."""
+    on = old.get("fsdp")
+    if on is not None and (on.value in (False, "", []) or str(on.value).lower() in ("false", "none", "no")):
+        return []
+    return [old[name] for name in ("fsdp", "fsdp_config", "fsdp_layer") if name in old]
+
+
+def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
+    """fsdp: "full_shard auto_wrap offload", with fsdp_config as keys and values or the path of a JSON."""
+    olds: list[Old] = []
+    words = old.get("fsdp")
+    if words is not None and isinstance(words.value, str | list):
+        for word in name_list(words) if isinstance(words.value, list) else words.value.replace(",", " ").split():
+            low = word.lower()
+            if low in acc.SHARDING:
+                olds.append(replace(words, key="sharding_strategy", value=low))
+            elif low == "offload":
+                olds.append(replace(words, key="offload_params", value=True))
+            elif low not in ("auto_wrap", "true"):
+                names = ", ".join(name for name in acc.SHARDING if not name.isdigit())
+                raise refuse(words, f"no {word!r} here", f"there are {names}, offload, auto_wrap")
+    for name in ("fsdp", "fsdp_config"):
+        section = old.get(name)
+        if section is not None and isinstance(section.value, dict):
+            olds += [each for each in section.inside() if each.key != "enabled"]
+        elif name == "fsdp_config" and section is not None and isinstance(section.value, str):
+            olds += load_file(found(sheet.base, section.value), section)
+    if "fsdp_layer" in old:
+        olds.append(replace(old["fsdp_layer"], key="transformer_layer_cls_to_wrap"))
+    acc.read_fsdp(sheet, _fsdp_parts(old)[0], olds)
+
+
+def _zero(sheet: Sheet, old: dict[str, Old]) -> None:
+    """deepspeed: the path of a JSON, the JSON itself, or a stage and switches as accelerate has them."""
+    section = old.get("deepspeed")
+    if section is not None and isinstance(section.value, dict) and section.value:
+        inner = section.by_key()
+        file = inner.get("config") or inner.get("config_file") or inner.get("config_path")
+        if file is not None and isinstance(file.value, str):
+            own_deepspeed_file(sheet, file)
+        elif "zero_optimization" in inner or not inner.keys() & {"stage", "zero_stage", "enabled", *acc.DEEPSPEED}:
+            deepspeed_config(sheet, list(inner.values()))
+        else:
+            olds = [each for each in inner.values() if each.key != "enabled"]
+            names = {"stage": "zero_stage"}
+            acc.read_deepspeed(sheet, section, [replace(each, key=names.get(each.key, each.key)) for each in olds])
+    elif section is not None and isinstance(section.value, str) and section.value:
+        own_deepspeed_file(sheet, section)
+    if (stage := old.get("zero_stage")) is not None:
+        sheet.put("strategy.kind", one_of(STAGES)(stage), stage)
+
+
+def _ddp(sheet: Sheet) -> None:
+    """Options of DDP, which the argument names have on any strategy."""
+    for dotted, old in pop(sheet, *(f"ddp.{name}" for name in DDP)).items():
+        name = dotted.removeprefix("ddp.")
+        kind = sheet.get("strategy.kind")
+        if kind is None:
+            sheet.put("strategy.kind", "ddp", old)
+        elif kind != "ddp":
+            sheet.note(old, f"without effect: the strategy is {kind}")
+            continue
+        sheet.put(f"strategy.{name}", number(old) if name == "bucket_cap_mb" else flag(old), old)
+
+
+DDP = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers", "static_graph", "gradient_as_bucket_view")
+
+
 # -------------------------------------------------------------------------------------------------------- the model's layers
 
 
@@ -205,36 +327,6 @@ def _adapter(sheet: Sheet) -> None:
         sheet.put("adapter.targets", whole_set, targets)
     if bits:
         sheet.put("adapter.quantize", bits[0].removeprefix("load_in_"), old[bits[0]])
-
-
-# ------------------------------------------------------------------------------------------------------------------- defaults
-
-# Defaults of transformers' Trainer (5.23) that differ from Drumline's: dotted key → value, and the name there.
-DEFAULTS: dict[str, tuple[Any, str]] = {
-    "batch.micro_batch": (8, "per_device_train_batch_size"),
-    "batch.accumulation": (1, "gradient_accumulation_steps"),
-    "optimizer.lr": (5e-5, "learning_rate"),
-    "schedule.kind": ("linear", "lr_scheduler_type"),
-    "run.epochs": (3.0, "num_train_epochs"),
-    "run.seed": (42, "seed"),
-    "precision.kind": ("fp32", "bf16"),
-    "data.packing": (False, "packing"),
-}
-
-
-def defaults(sheet: Sheet, old: Old) -> None:
-    """Set the Trainer's own defaults, with one note. `old`: any key of the file."""
-    filled = []
-    for dotted, (value, name) in DEFAULTS.items():
-        section = dotted.partition(".")[0]
-        if sheet.get(dotted) is not None or (dotted == "run.epochs" and sheet.get("run.steps")):
-            continue
-        if section == "batch" and sheet.get("batch.global_samples"):
-            continue
-        sheet.put(dotted, value, Old(name, value, old.source, (name,)))
-        filled.append(f"{dotted} {shown(value)}")
-    if filled:
-        sheet.notes.append(f"{old.source.name}: not set there, so transformers' own defaults: {', '.join(filled)}")
 
 
 # What arguments of TRL (1.16) and LLaMA-Factory (0.9) for preference pairs become: DPO and its kinds, SimPO, ORPO.

@@ -25,7 +25,7 @@ class RowEncoder(Protocol):
 
 
 class TextRows:
-    """Encodes conversations, completions and documents. Rows of a packed pretraining run are not cut: `packing.cut` does that."""
+    """Encodes conversations, completions and documents. Rows of a packed pretraining run are not cut: `prepare.cut` does that."""
 
     def __init__(self, tokenizer: Any, documents: bool, data: DataConfig) -> None:
         self.encoder, self.data = Encoder(tokenizer, documents, data), data
@@ -100,10 +100,9 @@ class PairRows:
     def _example(self, prompt: Text, answer: Text, name: str, row: Row) -> Example:
         if _blank(answer):
             raise DataError(f"`{name}` is empty: it has no answer", where=row.origin, fix="take the row out")
-        texts = isinstance(prompt, str) and isinstance(answer, str)
-        if not texts:
+        if not (isinstance(prompt, str) and isinstance(answer, str)):
             self.encoder.require_template("the pair holds messages", row)
-        if texts and not {"prompt", "tools"} & row.values.keys():
+        elif not {"prompt", "tools"} & row.values.keys():
             return self.encoder.plain(prompt, answer, row.origin)
         example = self.encoder.encode(Row(row.origin, {"prompt": prompt, "completion": answer, "tools": row.values.get("tools")}))
         if not example.learned:

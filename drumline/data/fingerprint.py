@@ -136,11 +136,18 @@ def what_changed(old: DataIdentity, new: DataIdentity) -> str | None:
     if old.content == new.content:
         return None if old.code == new.code else "the function that gives the rows has changed, and the rows that are compared have not"
     before, after = _rows(old), _rows(new)
-    if before is not None and after is not None:
-        return _difference(before, after)
-    if old.row_set == new.row_set:
-        return f"the same {new.rows:,} rows, in another order or with other tokens"
-    return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"
+    if before is None or after is None:
+        if old.row_set == new.row_set:
+            return f"the same {new.rows:,} rows, in another order or with other tokens"
+        return f"{old.rows:,} rows before, {new.rows:,} now, and not the same ones"
+    kinds, which = np.unique(np.concatenate((before, after)), return_inverse=True)
+    was, now = which[: len(before)], which[len(before) :]
+    change = np.bincount(now, minlength=len(kinds)) - np.bincount(was, minlength=len(kinds))
+    added, removed = int(change[change > 0].sum()), int(-change[change < 0].sum())
+    changes = [f"{count:,} rows {what}" for count, what in ((added, "added"), (removed, "removed")) if count]
+    if not np.array_equal(was[change[was] == 0], now[change[now] == 0]):
+        changes.append("the others in another order" if changes else f"the same {len(after):,} rows in another order")
+    return ", ".join(changes) or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"
 
 
 def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
@@ -152,14 +159,3 @@ def _rows(identity: DataIdentity) -> npt.NDArray[np.uint64] | None:
         return np.asarray(np.load(Path(identity.cache) / "rows.npy", allow_pickle=False))
     except (OSError, ValueError):
         return None
-
-
-def _difference(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -> str:
-    kinds, which = np.unique(np.concatenate((before, after)), return_inverse=True)
-    old, new = which[: len(before)], which[len(before) :]
-    change = np.bincount(new, minlength=len(kinds)) - np.bincount(old, minlength=len(kinds))
-    added, removed = int(change[change > 0].sum()), int(-change[change < 0].sum())
-    changes = [f"{count:,} rows {what}" for count, what in ((added, "added"), (removed, "removed")) if count]
-    if not np.array_equal(old[change[old] == 0], new[change[new] == 0]):
-        changes.append("the others in another order" if changes else f"the same {len(after):,} rows in another order")
-    return ", ".join(changes) or "the same rows in the same order, but their tokens or other columns differ (tokenizer, chat template)"

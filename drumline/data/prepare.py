@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
@@ -25,14 +26,13 @@ from drumline.core.plan import DataPlan
 from drumline.data.cache import TokenCache, bounds, commit, left_out, read_info, temporary_folder, verify, write_layout
 from drumline.data.fingerprint import cache_key, identify, template_path
 from drumline.data.images import count_images, join_metas
-from drumline.data.packing import cut, pack
 from drumline.data.sources import Row, describe, read_rows
 from drumline.data.workers import Chunk, Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
 
 Progress = Callable[[str, int, "int | None"], None]
-Picks = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,6 @@ class _Task:
     def done(self) -> bool:
         return all(read_info(folder) is not None for folder in self.folders)
 
-    def remove_damaged(self) -> None:
-        """Remove caches with wrong checksums."""
-        for folder in self.folders:
-            try:
-                verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
-            except DataError:
-                shutil.rmtree(folder)
-
 
 def prepare(
     config: Config,
@@ -88,8 +80,11 @@ def prepare(
     progress("hash", 0, None)
     tasks = _tasks(config, tokenizer_path, base_dir, vision)
     for task in tasks:
-        if check:
-            task.remove_damaged()
+        for folder in task.folders if check else ():
+            try:
+                verify(folder, (read_info(folder) or {"sha256": {}})["sha256"])
+            except DataError:
+                shutil.rmtree(folder)
         if not task.done:
             _make(task, tokenizer_path, base_dir, progress)
     return _prepared(tasks)
@@ -105,15 +100,10 @@ def _prepared(tasks: list[_Task]) -> Prepared:
     return Prepared(tasks[0].folder, tasks[1].folder if len(tasks) > 1 else tasks[0].holdout_folder)
 
 
-def cache_root(config: Config) -> Path:
-    """`data.cache_dir`, or drumline/data in the user's cache."""
-    if config.data.cache_dir is not None:
-        return Path(config.data.cache_dir).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline" / "data"
-
-
 def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision | None) -> list[_Task]:
-    data, root = config.data, cache_root(config)
+    data = config.data
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drumline" / "data"
+    root = own if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
 
@@ -167,7 +157,7 @@ class _Stage(Counted):
         return np.frombuffer(bytes(self.digests), np.dtype("<u8"))[::2]
 
     @property
-    def sizes(self) -> Picks:
+    def sizes(self) -> Ints:
         """int64[S]: tokens of each segment."""
         return np.asarray(self.lengths, np.int64)
 
@@ -176,7 +166,7 @@ class _Stage(Counted):
         learn.write(chunk.learn.tobytes())
         self.count(chunk)
 
-    def of_rows(self, rows: Picks) -> Picks:
+    def of_rows(self, rows: Ints) -> Ints:
         """The indices of the segments of some rows, in order of these rows."""
         counts = np.asarray(self.segments, np.int64)
         firsts, counts = bounds(counts)[rows], counts[rows]
@@ -227,7 +217,7 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     return stage
 
 
-def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
+def _split(stage: _Stage, holdout: int) -> tuple[Ints, Ints]:
     """Indices of the rows held out and kept, ascending. Held out are the `holdout` usable rows with the lowest hashes of their content:
     adding, moving or doubling other rows hardly changes which, and no seed is needed."""
     count = len(stage.segments)
@@ -238,7 +228,7 @@ def _split(stage: _Stage, holdout: int) -> tuple[Picks, Picks]:
     return held_out, np.setdiff1d(np.arange(count), held_out, assume_unique=True)
 
 
-def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Picks, rows: Picks) -> None:
+def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: Ints, rows: Ints) -> None:
     """Make samples of rows whose segments start at `starts` in the files of `temporary`, and give the cache its name."""
     config, picked = task.config, stage.of_rows(rows)
     sizes, learned = stage.sizes[picked], np.asarray(stage.learned, np.int64)[picked]
@@ -280,3 +270,66 @@ def _finish(task: _Task, stage: _Stage, temporary: Path, folder: Path, starts: P
         "efficiency": counts["tokens"] / (counts["samples"] * config.data.max_length) if config.packs else None,
     }
     commit(temporary, folder, info)
+
+
+# ------------------------------------------------------------------------------- which rows share a training sequence
+
+
+def pack(lengths: Sequence[int] | npt.NDArray[np.integer], capacity: int) -> list[list[int]]:
+    """Groups of whole rows with at most `capacity` tokens each; every row is in exactly one group.
+
+    Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible groups, plus 4): rows from the longest down, each into the
+    fullest group with room for it. The distinct free rooms are in a sorted list, so a row costs two binary searches: O(n log n). Ties go by
+    row index, so the same lengths give the same groups everywhere. Rows in a group, and groups by their first row, are in row order.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if not len(sizes):
+        return []
+    assert sizes.min() > 0 and sizes.max() <= capacity, "rows must fit: truncate first"
+    groups: list[list[int]] = []
+    rooms: list[int] = []  # distinct free rooms, ascending
+    holders: dict[int, list[int]] = {}  # room → groups that have it, last in first out
+    order = np.argsort(-sizes, kind="stable")
+    for row, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            group, room = len(groups), capacity
+            groups.append([row])
+        else:
+            room = rooms[at]
+            group = holders[room].pop()
+            groups[group].append(row)
+            if not holders[room]:
+                del rooms[at], holders[room]
+        left = room - size
+        if left:
+            if left not in holders:
+                insort(rooms, left)
+                holders[left] = []
+            holders[left].append(group)
+    for members in groups:
+        members.sort()
+    groups.sort(key=lambda members: members[0])
+    return groups
+
+
+def cut(starts: Ints, stops: Ints, capacity: int) -> tuple[Ints, Ints]:
+    """Sequences of `capacity` tokens, for pretraining: documents are joined end to end, and the stream is cut.
+
+    Documents are ranges [starts, stops) in a token file. Returns `segments` int64[S, 2], ranges of the same file in stream order, and
+    `offsets` int64[N + 1]: sequence i is segments offsets[i]..offsets[i + 1]. A document with a cut inside continues as a new segment. Only
+    the last sequence may be shorter.
+    """
+    ends = np.cumsum(stops - starts)
+    total = int(ends[-1]) if len(ends) else 0
+    if not total:
+        return np.zeros((0, 2), np.int64), np.zeros(1, np.int64)
+    bounds = np.union1d(ends, np.arange(0, total, capacity, dtype=np.int64))
+    bounds = bounds if bounds[0] == 0 else np.concatenate((np.zeros(1, np.int64), bounds))
+    firsts, lasts = bounds[:-1], bounds[1:]
+    document = np.searchsorted(ends, firsts, side="right")
+    shift = starts[document] - (ends[document] - (stops - starts)[document])
+    segments = np.stack((firsts + shift, lasts + shift), axis=1)
+    sequences = -(-total // capacity)
+    offsets = np.searchsorted(firsts, np.arange(sequences, dtype=np.int64) * capacity)
+    return segments, np.append(offsets, len(segments)).astype(np.int64)

@@ -182,7 +182,9 @@ def _without_absent(message: dict[str, Any], padded: bool) -> dict[str, Any]:
     text."""
     message = {key: item for key, item in message.items() if item is not None}
     if "tool_calls" in message:
-        message["tool_calls"] = read_calls(message["tool_calls"], padded)
+        # Chat templates write arguments as JSON; OpenAI's format has them as text.
+        calls = unpadded(_read(message["tool_calls"])) if padded else _read(message["tool_calls"])
+        message["tool_calls"] = [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
     parts = message.get("content")
     if isinstance(parts, list):
         parts = [{key: item for key, item in part.items() if item is not None} for part in parts]
@@ -214,13 +216,6 @@ def read_tools(value: Any, name: str, origin: str, padded: bool) -> Tools | None
         fix = "give a list of JSON schemas, map another column with `columns.tools`, or none with `columns: {tools: ''}`"
         raise DataError(f"column {name!r} is no list of tools", where=origin, fix=fix)
     return unpadded(tools) if padded else tools
-
-
-def read_calls(calls: Any, padded: bool) -> Any:
-    """A message's tool_calls with arguments as values, which chat templates write as JSON; OpenAI's format has them as text."""
-    calls = _read(calls)
-    calls = unpadded(calls) if padded else calls
-    return [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
 
 
 def unpadded(value: Any) -> Any:

@@ -37,7 +37,10 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
             fix = "see its gallery for names and options"
             raise DataError(f"reasoning-gym refuses this task: {error}", where=where, fix=fix) from error
         if forms is PROMPT_FORMS:
-            _require_verifier(sets[-1][2], where)
+            dataset, item = sets[-1][2], sets[-1][2][0]
+            own = item["answer"]
+            if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
+                raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
     for number in range(max(share for _, share, _ in sets)):
         for name, share, dataset in sets:
             if number >= share:
@@ -60,14 +63,6 @@ def read_tasks(source: TasksSource, forms: Forms) -> Iterator[Raw]:
 def as_json(value: Any) -> Any:
     """`value` after a round trip through JSON; other types become text."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _require_verifier(dataset: Any, where: str) -> None:
-    """Raises DataError for a task whose verifier does not accept its own entries after a round trip through JSON."""
-    item = dataset[0]
-    own = item["answer"]
-    if isinstance(own, str) and dataset.score_answer(own, as_json(item)) != dataset.score_answer(own, item):
-        raise DataError("this task's verifier needs entries that JSON cannot hold", where=where, fix="leave it out")
 
 
 def no_reasoning_gym() -> EnvironmentFault:

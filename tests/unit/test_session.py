@@ -25,6 +25,16 @@ class Endless:
         return iter(range(10))
 
 
+class Streamed(torch.utils.data.IterableDataset[int]):
+    """It has a length, and inherits a `__getitem__` that raises."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
 BATCH = BatchPlan(global_samples=4, micro_batch=1, accumulation=2, eval_micro_batch=1)
 
 
@@ -34,7 +44,7 @@ def taken(dataset: Any, position: int = 0, stop: int | None = 1, seed: int | Non
     return [sorted(sample for rows in (*mine, *others) for sample in rows) for mine, others in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("dataset", [list(range(10)), Endless()], ids=["map", "iterable"])
+@pytest.mark.parametrize("dataset", [list(range(10)), Endless(), Streamed()], ids=["map", "iterable", "torch's iterable"])
 def test_the_last_batch_is_filled_from_the_next_pass_and_a_position_is_enough(dataset: Any) -> None:
     assert taken(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 8, 9]]
     assert taken(dataset, position=4) == taken(dataset)[1:] and taken(dataset, position=12) == []
