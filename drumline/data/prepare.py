@@ -201,7 +201,8 @@ def _tokenise(task: _Task, folder: Path, tokenizer_path: str, base_dir: Path, pr
     forms = config.algorithm.forms
     sizes = [min(source.size, source.limit or source.size) for source in task.sources if isinstance(source, TasksSource)]
     total = sum(sizes) if len(sizes) == len(task.sources) else None  # others do not tell before they are read
-    stage = _Stage(folder, np.dtype(np.uint16 if job.vocabulary() <= 2**16 else np.uint32))
+    wide = job.tokenizer is not None and len(job.tokenizer) > 2**16
+    stage = _Stage(folder, np.dtype(np.uint32 if wide else np.uint16))
     rows: Iterator[Row] = chain.from_iterable(read_rows(source, base_dir, forms) for source in task.sources)
     with (folder / "tokens.bin").open("wb") as tokens, (folder / "learn.bin").open("wb") as learn:
         for chunk in encode_all(job, rows, config.data.workers):

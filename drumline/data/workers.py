@@ -95,10 +95,6 @@ class Job:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("encoder", "tokenizer")}
 
-    def vocabulary(self) -> int:
-        """One more than the highest token id."""
-        return 1 if self.tokenizer is None else len(self.tokenizer)
-
     def encode(self, rows: list[Row]) -> Chunk:
         """The rows, encoded, cut to size and counted."""
         chunk = Chunk(np.zeros(0, np.int32), np.zeros(0, np.uint8), rows=len(rows))
