@@ -113,11 +113,11 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         if isinstance(value, str):
             if waiting is None or PLACE not in value:
                 return value
-            first, *rest = value.split(PLACE)
-            parts = [_text(first)]
-            for text in rest:
-                parts += [image({}), _text(text)]
-            return [part for part in parts if part.get("text", PLACE)]
+            parts: list[dict[str, Any]] = []
+            for number, text in enumerate(value.split(PLACE)):
+                parts += [image({})] if number else []
+                parts += [{"type": "text", "text": text}] if text else []
+            return parts
         return [image(part) if is_image(part) else part for part in value]
 
     def messages(value: Any, role: str) -> Messages:
@@ -130,10 +130,6 @@ def place_images(row: Row) -> tuple[Row, list[str]]:
         fix = f'say where: {{"type": "image"}} in a content, or {PLACE} in a text'
         raise DataError(f"{len(waiting)} more images than places for them", where=row.origin, fix=fix)
     return (replace(row, values=values) if paths else row), paths
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _path(named: Any, row: Row) -> str:

@@ -92,17 +92,13 @@ def _raw(source: Source, base_dir: Path, forms: Forms) -> Iterator[tuple[Path, R
         for number, values in enumerate(rows, 1):
             yield base_dir, (f"{name} row {number}", TableRow(values))
     else:
-        yield from ((base_dir, raw) for raw in _of_plugin(source, base_dir))
-
-
-def _of_plugin(source: Source, base_dir: Path) -> Iterator[Raw]:
-    name = describe(source)
-    with judged("its rows cannot be read", name, DataError):
-        for number, values in enumerate(source.rows(base_dir), 1):
-            if not isinstance(values, Mapping):
-                fix = "give dictionaries: column → value"
-                raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
-            yield f"{name} row {number}", dict(values)
+        name = describe(source)
+        with judged("its rows cannot be read", name, DataError):
+            for number, values in enumerate(source.rows(base_dir), 1):
+                if not isinstance(values, Mapping):
+                    fix = "give dictionaries: column → value"
+                    raise DataError(f"row {number} is {type(values).__name__}, not columns", where=name, fix=fix)
+                yield base_dir, (f"{name} row {number}", dict(values))
 
 
 # ------------------------------------------------------------------------------------------------------------- columns
