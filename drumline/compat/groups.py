@@ -236,17 +236,17 @@ def _fsdp_parts(old: dict[str, Old]) -> list[Old]:
 def _fsdp(sheet: Sheet, old: dict[str, Old]) -> None:
     """fsdp: "full_shard auto_wrap offload", with fsdp_config as keys and values or the path of a JSON."""
     olds: list[Old] = []
-    words = old.get("fsdp")
-    if words is not None and isinstance(words.value, str | list):
-        for word in name_list(words) if isinstance(words.value, list) else words.value.replace(",", " ").split():
+    switch = old.get("fsdp")
+    if switch is not None and isinstance(switch.value, str | list):
+        for word in name_list(switch) if isinstance(switch.value, list) else switch.value.replace(",", " ").split():
             low = word.lower()
             if low in acc.SHARDING:
-                olds.append(replace(words, key="sharding_strategy", value=low))
+                olds.append(replace(switch, key="sharding_strategy", value=low))
             elif low == "offload":
-                olds.append(replace(words, key="offload_params", value=True))
+                olds.append(replace(switch, key="offload_params", value=True))
             elif low not in ("auto_wrap", "true"):
                 names = ", ".join(name for name in acc.SHARDING if not name.isdigit())
-                raise refuse(words, f"no {word!r} here", f"there are {names}, offload, auto_wrap")
+                raise refuse(switch, f"no {word!r} here", f"there are {names}, offload, auto_wrap")
     for name in ("fsdp", "fsdp_config"):
         section = old.get(name)
         if section is not None and isinstance(section.value, dict):
