@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,17 @@ def _configuration(options: argparse.Namespace, work: Path) -> Any:
 
 
 def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dict[str, Any]:
-    """One contender in a fresh process; `failed` with its last words, where it does. Peak memory is sampled from outside on a CPU."""
+    """One contender in a fresh process; `failed` with its last words, where it does. On a CPU the peak is that of the largest process
+    among it and its children, as the kernel counts it: nothing runs beside them."""
     run_dir = work / f"run-{round_}"
     command = [sys.executable, __file__, "--contender", name, "--work", str(work)]
     began = time.time()
     with (work / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        peak = PeakMemory(process.pid)
-        out, _ = process.communicate()
-    rss = peak.stop()
+    assert process.stdout is not None
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         return {"failed": (out + (work / f"{name}.log").read_text())[-3000:] or f"exit code {process.returncode}"}
     if name == "drumline":
@@ -184,35 +186,9 @@ def _run(name: str, options: argparse.Namespace, work: Path, round_: int) -> dic
     return {
         "tokens_per_s": tokens / statistics.median(times[2:] or times),
         "first_step_s": first - began,
-        "peak_bytes": float(device_peak if on_gpu else rss),
+        "peak_bytes": float(device_peak if on_gpu else usage.ru_maxrss * 1024),
         "last_loss": loss,
     }
-
-
-class PeakMemory:
-    """The largest resident set that any one process below `pid` reached, sampled every 50 ms."""
-
-    def __init__(self, pid: int) -> None:
-        import psutil
-
-        self.root, self.peak, self.done = psutil.Process(pid), 0, threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-
-    def _watch(self) -> None:
-        import psutil
-
-        while not self.done.wait(0.05):
-            try:
-                for process in [self.root, *self.root.children(recursive=True)]:
-                    self.peak = max(self.peak, process.memory_info().rss)
-            except psutil.NoSuchProcess:
-                continue
-
-    def stop(self) -> int:
-        self.done.set()
-        self.thread.join()
-        return self.peak
 
 
 # ------------------------------------------------------------------------------------------------------------- the peers
