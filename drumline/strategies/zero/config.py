@@ -1,25 +1,25 @@
-"""The DeepSpeed config of a ZeRO plan: the user's own, the values that the plan rules, and defaults. Pure, and without DeepSpeed."""
+"""The DeepSpeed config of a ZeRO plan: the user's own, the values that the plan decides, and defaults; the sections of the YAML that say
+the same. No torch or DeepSpeed here."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
 
 from drumline.core.config import BatchConfig, Config
 from drumline.core.facts import ModelFacts
-from drumline.core.load import flat, read_deepspeed
+from drumline.core.load import flat
 from drumline.core.plan import BatchPlan
-from drumline.core.secret import withhold
+from drumline.core.section import KIND_ALONE, PathText, Ranks, Section
+from drumline.core.strategy import Precision
 from drumline.errors import PlanError
-from drumline.strategies.zero.options import Offload, ZeroPlusPlus
 
 if TYPE_CHECKING:
     from drumline.strategies.zero.spec import Zero
-
-    Z = TypeVar("Z", bound=Zero)
 
 AUTO = "auto"
 # The YAML's optimizer and schedule, as DeepSpeed calls them. DeepSpeed's Adam is AdamW unless adam_w_mode is false.
@@ -30,7 +30,7 @@ BATCH = {
     "gradient_accumulation_steps": "accumulation",
 }
 SCHEDULERS = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 ZEROPP = {
     "quantized_weights": "zero_quantized_weights",
     "quantized_gradients": "zero_quantized_gradients",
@@ -75,34 +75,34 @@ STAGE_3_ONLY: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Ruled:
+class Offload(Section):
+    kind: Literal["none", "cpu", "nvme"] = Field("none", description="Where it lives while it is not used.")
+    path: PathText | None = Field(None, description="nvme: a folder on the disk.")
+    pin_memory: bool = Field(False, description="Page-locked host memory: faster copies.")
+
+    @model_validator(mode="after")
+    def _nvme_needs_a_path(self) -> Offload:
+        if self.kind == "nvme" and self.path is None:
+            raise ValueError("nvme needs `path`: a folder on the disk")
+        return self
+
+
+OffloadField = Annotated[Offload, KIND_ALONE]
+
+
+class ZeroPlusPlus(Section):
+    """ZeRO++ (Wang et al. 2023)."""
+
+    quantized_weights: bool = Field(False, description="Gather weights as 8-bit blocks.")
+    quantized_gradients: bool = Field(False, description="Reduce gradients as 4-bit blocks.")
+    hierarchical_partition: Ranks = Field(1, description="Ranks of a second copy of the weights' partition; 1: none.")
+
+
+class Ruled(NamedTuple):
     """A value that the plan decides, and the key of the YAML that it comes from."""
 
     value: Any
     where: str
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What the plan knows by the time the DeepSpeed config is made."""
-
-    config: Config
-    strategy: Zero
-    batch: BatchPlan
-    precision: Literal["fp32", "bf16", "fp16"]
-    steps: int | None
-    run_dir: str
-    facts: ModelFacts | None
-
-
-def with_own(strategy: Z, base_dir: Path) -> Z:
-    """With the keys of the user's DeepSpeed JSON in the place of its path. Raises ConfigError."""
-    if not isinstance(strategy.config, str):
-        return strategy
-    file = base_dir / strategy.config
-    own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
-    return strategy.model_copy(update={"config": own})
 
 
 def adopt(config: Config, strategy: Zero) -> Config:
@@ -114,7 +114,7 @@ def adopt(config: Config, strategy: Zero) -> Config:
     if config.precision.kind == AUTO and kinds:
         update["precision"] = config.precision.model_copy(update={"kind": kinds[0]})
     changes: dict[str, Any] = {}
-    for part, name in OFFLOADED.items():
+    for part, name in OFFLOADS.items():
         theirs = {key: own.get(f"zero_optimization.{part}.{key}") for key in ("device", "nvme_path", "pin_memory")}
         if hasattr(strategy, name) and getattr(strategy, name).kind == "none" and theirs["device"] in ("cpu", "nvme"):
             pin = theirs["pin_memory"] is True
@@ -125,34 +125,34 @@ def adopt(config: Config, strategy: Zero) -> Config:
     return config.model_copy(update=update | {"strategy": strategy.model_copy(update=changes)})
 
 
-def deepspeed_config(decided: Decided) -> dict[str, Any]:
+def deepspeed_config(
+    config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
+) -> dict[str, Any]:
     """What DeepSpeed is given: the user's file, `options` over it, then the plan's values.
 
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no value for, and for what
     Drumline does itself or cannot do.
     """
-    strategy = decided.strategy
     own = _own(strategy)
-    made = _without_auto(own, sizes := _sizes(decided.facts))
-    ruled = _ruled(decided, strategy)
-    _check_optimizer(own, decided.config)
-    _check_schedule(own, decided)
+    made = _without_auto(own, sizes := _sizes(facts))
+    ruled = _ruled(config, strategy, batch, precision, run_dir)
+    rules = ruled | _agreed(flat(own), config, steps)
     for path, value in flat(own).items():
-        if path in ruled:
-            _require_equal(path, value, ruled[path])
+        if path in rules:
+            _require_equal(path, value, rules[path])
         elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
             raise PlanError(f"{path}: the plan has no value for auto", where="strategy.config", fix="write a value, or leave the key out")
+        elif value != AUTO and path.startswith(("optimizer.params.", "scheduler.params.")):
+            fix = "leave it out" if path.startswith("optimizer") else "leave it out: `schedule` sets each step's rate"
+            raise PlanError(f"{path} has no place here", where="strategy.config", fix=fix)
         elif path in STAGE_3_ONLY and strategy.stage != 3 and value != STAGE_3_ONLY[path]:
             raise PlanError(f"{path} is for stage 3", where="strategy.config", fix="use strategy.kind: zero3")
         elif path in NEUTRAL and value != NEUTRAL[path]:
-            raise PlanError(
-                f"{path} {json.dumps(value)} does not go with Drumline's training step",
-                where="strategy.config",
-                fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out",
-            )
+            what = f"{path} {json.dumps(value)} does not go with Drumline's training step"
+            raise PlanError(what, where="strategy.config", fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out")
     for path, rule in ruled.items():
         _put(made, path, rule.value)
-    for path, value in _defaults(decided, strategy).items():
+    for path, value in _defaults(strategy, precision, steps, facts).items():
         if path not in flat(made) and value is not None:
             _put(made, path, value)
     made.pop("optimizer", None)
@@ -162,7 +162,7 @@ def deepspeed_config(decided: Decided) -> dict[str, Any]:
 
 def _own(strategy: Zero) -> dict[str, Any]:
     """The user's own DeepSpeed config, `options` over the file."""
-    assert not isinstance(strategy.config, str), "config.load puts the file in the place of its path"
+    assert not isinstance(strategy.config, str), "Zero.with_files puts the file in the place of its path"
     return _merge(strategy.config or {}, strategy.options)
 
 
@@ -172,54 +172,72 @@ def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
     return flat(_without_auto(own, _sizes(facts))) if own else {}
 
 
-def _ruled(decided: Decided, strategy: Zero) -> dict[str, Ruled]:
+def _ruled(config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, run_dir: str) -> dict[str, Ruled]:
     """What the YAML sets, by DeepSpeed's names. Where it sets no offloading and no ZeRO++, the user's file decides."""
-    config, fp16 = decided.config, decided.precision == "fp16"
     ruled = {
-        "train_batch_size": Ruled(decided.batch.global_samples, "batch.global_samples"),
-        "train_micro_batch_size_per_gpu": Ruled(decided.batch.micro_batch, "batch.micro_batch"),
-        "gradient_accumulation_steps": Ruled(decided.batch.accumulation, "batch.accumulation"),
+        "train_batch_size": Ruled(batch.global_samples, "batch.global_samples"),
+        "train_micro_batch_size_per_gpu": Ruled(batch.micro_batch, "batch.micro_batch"),
+        "gradient_accumulation_steps": Ruled(batch.accumulation, "batch.accumulation"),
         "gradient_clipping": Ruled(config.optimizer.max_grad_norm or 0.0, "optimizer.max_grad_norm"),
-        "bf16.enabled": Ruled(decided.precision == "bf16", "precision"),
-        "fp16.enabled": Ruled(fp16, "precision"),
+        "bf16.enabled": Ruled(precision == "bf16", "precision"),
+        "fp16.enabled": Ruled(precision == "fp16", "precision"),
         "zero_optimization.stage": Ruled(strategy.stage, "strategy.kind"),
     }
-    if fp16:
+    if precision == "fp16":
         ruled["fp16.initial_scale_power"] = Ruled(round(math.log2(config.precision.initial_scale)), "precision.initial_scale")
-    for part, name in OFFLOADED.items():
-        ruled |= _offloaded(part, getattr(strategy, name, Offload()), f"strategy.{name}")
+    for part, name in OFFLOADS.items():
+        option = getattr(strategy, name, Offload())
+        values = {"device": option.kind, "pin_memory": option.pin_memory} if option.kind != "none" else {}
+        values |= {"nvme_path": option.path} if option.kind == "nvme" else {}
+        ruled |= {f"zero_optimization.{part}.{key}": Ruled(value, f"strategy.{name}") for key, value in values.items()}
     if (zeropp := getattr(strategy, "zeropp", ZeroPlusPlus())) != ZeroPlusPlus():
-        plus = zeropp.model_dump()
-        ruled |= {f"zero_optimization.{key}": Ruled(plus[name], f"strategy.zeropp.{name}") for name, key in ZEROPP.items()}
+        ruled |= {f"zero_optimization.{key}": Ruled(getattr(zeropp, name), f"strategy.zeropp.{name}") for name, key in ZEROPP.items()}
     if strategy.flops_profiler:
         ruled["flops_profiler.enabled"] = Ruled(True, "strategy.flops_profiler")
-        ruled["flops_profiler.output_file"] = Ruled(str(Path(decided.run_dir) / "flops_profile.txt"), "strategy.flops_profiler")
+        ruled["flops_profiler.output_file"] = Ruled(str(Path(run_dir) / "flops_profile.txt"), "strategy.flops_profiler")
     return ruled
 
 
-def _offloaded(part: str, option: Offload, where: str) -> dict[str, Ruled]:
-    if option.kind == "none":
-        return {}
-    values = {"device": option.kind, "pin_memory": option.pin_memory} | ({"nvme_path": option.path} if option.kind == "nvme" else {})
-    return {f"zero_optimization.{part}.{key}": Ruled(value, where) for key, value in values.items()}
+def _agreed(own: dict[str, Any], config: Config, steps: int | None) -> dict[str, Ruled]:
+    """What the user's file (by dotted path) may say of the optimizer and of the rate of each step: the same as the YAML."""
+    options, schedule, names = config.optimizer, config.schedule, OPTIMIZERS[config.optimizer.kind]
+    kind = own.get("optimizer.type")
+    params = {
+        "lr": Ruled(options.lr, "optimizer.lr"),
+        "weight_decay": Ruled(options.weight_decay, "optimizer.weight_decay"),
+        "torch_adam": Ruled(own.get("optimizer.params.torch_adam"), "optimizer"),  # which code runs AdamW is ours to choose
+    }
+    if options.kind == "adamw":
+        params |= {"betas": Ruled(list(options.betas), "optimizer.betas"), "eps": Ruled(options.eps, "optimizer.eps")}
+        params |= {name: Ruled(True, "optimizer.kind") for name in ("adam_w_mode", "bias_correction", "fp32_optimizer_states")}
+    else:
+        params |= {"momentum": Ruled(options.momentum, "optimizer.momentum"), "nesterov": Ruled(False, "optimizer.kind")}
+    return {f"optimizer.params.{name}": rule for name, rule in params.items()} | {
+        "optimizer.type": Ruled(kind if str(kind).lower() in map(str.lower, names) else names[0], "optimizer.kind"),
+        "scheduler.type": Ruled(SCHEDULERS.get(schedule.kind, schedule.kind), "schedule.kind"),
+        "scheduler.params.warmup_max_lr": Ruled(options.lr, "optimizer.lr"),
+        "scheduler.params.warmup_min_lr": Ruled(0, "schedule"),
+        "scheduler.params.warmup_num_steps": Ruled(schedule.warmup_steps, "schedule.warmup_steps"),
+        "scheduler.params.total_num_steps": Ruled(steps, "run.steps"),
+    }
 
 
-def _defaults(decided: Decided, strategy: Zero) -> dict[str, Any]:
+def _defaults(strategy: Zero, precision: Precision, steps: int | None, facts: ModelFacts | None) -> dict[str, Any]:
     """What holds where neither the user nor the plan sets a value."""
     made: dict[str, Any] = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    if decided.facts is not None:
+    if facts is not None:
         # A bucket is memory that is taken at once: no larger than all gradients together.
-        made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, decided.facts.trainable))
+        made["zero_optimization.reduce_bucket_size"] = min(MOST_IN_A_BUCKET, max(2, facts.trainable))
         if strategy.offloads()[1] == "nvme":
-            made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, decided.facts.parameters)
-    if decided.precision != "fp32":
+            made["zero_optimization.offload_param.buffer_size"] = min(MOST_IN_A_BUFFER, facts.parameters)
+    if precision != "fp32":
         # Gradients are added and averaged in fp32, as the native engine does it.
         made |= {"communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32"}
-    if decided.precision == "fp16":
+    if precision == "fp16":
         made |= {"fp16.hysteresis": 1, "fp16.loss_scale_window": 2000}  # GradScaler's
     if strategy.flops_profiler:
         # The second step: the first one makes what is made once.
-        made |= {"flops_profiler.profile_step": 0 if decided.steps == 1 else 1, "flops_profiler.detailed": True}
+        made |= {"flops_profiler.profile_step": 0 if steps == 1 else 1, "flops_profiler.detailed": True}
     return made
 
 
@@ -233,54 +251,13 @@ def _sizes(facts: ModelFacts | None) -> dict[str, int | None]:
     }
 
 
-def _check_optimizer(own: dict[str, Any], config: Config) -> None:
-    """The optimizer is built from the YAML; the user's file may say the same."""
-    given, options, names = own.get("optimizer") or {}, config.optimizer, OPTIMIZERS[config.optimizer.kind]
-    kind = given.get("type", AUTO)
-    if kind != AUTO and kind.lower() not in (name.lower() for name in names):
-        raise _contradiction("optimizer.type", kind, Ruled(names[0], "optimizer.kind"))
-    rules = {"lr": Ruled(options.lr, "optimizer.lr"), "weight_decay": Ruled(options.weight_decay, "optimizer.weight_decay")}
-    if options.kind == "adamw":
-        rules |= {"betas": Ruled(list(options.betas), "optimizer.betas"), "eps": Ruled(options.eps, "optimizer.eps")}
-        rules |= {name: Ruled(True, "optimizer.kind") for name in ("adam_w_mode", "bias_correction", "fp32_optimizer_states")}
-    else:
-        rules |= {"momentum": Ruled(options.momentum, "optimizer.momentum"), "nesterov": Ruled(False, "optimizer.kind")}
-    params = dict(given.get("params") or {})
-    params.pop("torch_adam", None)  # which code runs AdamW is ours to choose
-    _check_params("optimizer", params, rules, "leave it out")
-
-
-def _check_schedule(own: dict[str, Any], decided: Decided) -> None:
-    """Drumline sets the rate of each step; the user's file may say the same."""
-    given, schedule = own.get("scheduler") or {}, decided.config.schedule
-    kind, ours = given.get("type", AUTO), SCHEDULERS.get(schedule.kind)
-    if kind not in (AUTO, ours):
-        raise _contradiction("scheduler.type", kind, Ruled(ours or schedule.kind, "schedule.kind"))
-    rules = {"warmup_max_lr": Ruled(decided.config.optimizer.lr, "optimizer.lr"), "warmup_min_lr": Ruled(0, "schedule")}
-    rules["warmup_num_steps"] = Ruled(schedule.warmup_steps, "schedule.warmup_steps")
-    rules["total_num_steps"] = Ruled(decided.steps, "run.steps")
-    _check_params("scheduler", given.get("params") or {}, rules, "leave it out: `schedule` sets each step's rate")
-
-
-def _check_params(section: str, given: dict[str, Any], rules: dict[str, Ruled], fix: str) -> None:
-    for name, value in given.items():
-        if name in rules:
-            _require_equal(f"{section}.params.{name}", value, rules[name])
-        elif value != AUTO:
-            raise PlanError(f"{section}.params.{name} has no place here", where="strategy.config", fix=fix)
-
-
 def _require_equal(path: str, value: Any, rule: Ruled) -> None:
     if value != AUTO and value != rule.value and not (rule.value is False and value is None):
-        raise _contradiction(path, value, rule)
-
-
-def _contradiction(path: str, value: Any, rule: Ruled) -> PlanError:
-    return PlanError(
-        f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}",
-        where=rule.where,
-        fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there",
-    )
+        raise PlanError(
+            f"{path} is {json.dumps(value)} in the DeepSpeed config, but the YAML says {json.dumps(rule.value)}",
+            where=rule.where,
+            fix=f"make the two agree, or write `{path.rpartition('.')[2]}: auto` there",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ nested dicts

@@ -16,8 +16,7 @@ from drumline.core.mesh import Mesh
 from drumline.core.plan import Layout
 from drumline.core.strategy import StrategySpec
 from drumline.core.weights import Part, ends, largest_block, part_of, weights_of
-from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, REUSE, user_config
-from drumline.strategies.zero.options import ZeroPlusPlus
+from drumline.strategies.zero.config import LIVE, MOST_IN_A_BUCKET, PERSISTENT, PREFETCHED, REUSE, ZeroPlusPlus, user_config
 
 if TYPE_CHECKING:
     from drumline.strategies.zero.spec import Zero

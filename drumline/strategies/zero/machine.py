@@ -14,7 +14,7 @@ from pathlib import Path
 
 from drumline.core.process import run_module
 from drumline.errors import EnvironmentFault
-from drumline.strategies.zero.options import Offload
+from drumline.strategies.zero.config import Offload
 
 HELPER, MARKER = "async_io", "drumline.built"
 COMPILING = "compiling DeepSpeed's helper for NVMe, once, about two minutes"

@@ -10,15 +10,18 @@ from pydantic import Field
 
 from drumline.core.config import Config
 from drumline.core.facts import ModelFacts
+from drumline.core.load import read_deepspeed
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, Plan
 from drumline.core.rule import Case, Rule, no_option, recomputes_some
+from drumline.core.secret import withhold
 from drumline.core.section import PathText
 from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 from drumline.strategies.single.spec import SingleStrategy
+from drumline.strategies.zero.config import OFFLOADS, Offload, OffloadField, ZeroPlusPlus, adopt, deepspeed_config
 from drumline.strategies.zero.cost import ZeroCosts
-from drumline.strategies.zero.options import Offload, OffloadField, ZeroPlusPlus
+from drumline.strategies.zero.machine import require
 
 CPU = Offload(kind="cpu")
 
@@ -59,13 +62,13 @@ class Zero(ZeroCosts):
         return {"kind": kind, "offload_optimizer": {"kind": options["offload"], "path": "/nvme"}}
 
     def with_files(self, base_dir: Path) -> Self:
-        from drumline.strategies.zero.config import with_own
-
-        return with_own(self, base_dir)
+        if not isinstance(self.config, str):
+            return self
+        file = base_dir / self.config
+        own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
+        return self.model_copy(update={"config": own})
 
     def adopted(self, config: Config) -> Config:
-        from drumline.strategies.zero.config import adopt
-
         return adopt(config, self)
 
     def mesh(self, world: int) -> Mesh:
@@ -83,17 +86,13 @@ class Zero(ZeroCosts):
     def engine_options(
         self, config: Config, batch: BatchPlan, precision: Precision, steps: int | None, run_dir: str, facts: ModelFacts | None
     ) -> dict[str, Any] | None:
-        from drumline.strategies.zero.config import Decided, deepspeed_config
-
-        return deepspeed_config(Decided(config, self, batch, precision, steps, run_dir, facts))
+        return deepspeed_config(config, self, batch, precision, steps, run_dir, facts)
 
     def frozen(self) -> StrategySpec:
         return SingleStrategy()
 
     def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        from drumline.strategies.zero.machine import require
-
-        require({"strategy.offload_optimizer": self.offload_optimizer}, on_progress)
+        require({f"strategy.{name}": getattr(self, name) for name in OFFLOADS.values() if hasattr(self, name)}, on_progress)
 
     def names(self, world: int) -> Names:
         name = " ".join([self.kind, *self.places()])
@@ -101,7 +100,11 @@ class Zero(ZeroCosts):
 
     def places(self) -> list[str]:
         """What a table says of offloading."""
-        return {"nvme": ["nvme"], "cpu": ["offload"]}.get(self.offload_optimizer.kind, [])
+        optimizer, parameters = self.offloads()
+        for kind, word in (("nvme", "nvme"), ("cpu", "offload")):
+            if kind in (optimizer, parameters):
+                return [word + " optimizer" * (self.stage == 3 and parameters != kind)]
+        return []
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
@@ -216,19 +219,6 @@ class Zero3Strategy(Zero):
 
     def frozen(self) -> StrategySpec:
         return FSDP2Strategy(offload="none" if self.offload_parameters.kind == "none" else "cpu")
-
-    def require(self, plan: Plan, on_progress: Callable[[str, int, int | None], None]) -> None:
-        from drumline.strategies.zero.machine import require
-
-        offloads = {"strategy.offload_optimizer": self.offload_optimizer, "strategy.offload_parameters": self.offload_parameters}
-        require(offloads, on_progress)
-
-    def places(self) -> list[str]:
-        kinds = self.offloads()
-        for kind, word in (("nvme", "nvme"), ("cpu", "offload")):
-            if kind in kinds:
-                return [word if kinds[1] == kind else f"{word} optimizer"]
-        return []
 
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
