@@ -7,8 +7,7 @@ one expects them. transformers.distributed.tensor_parallel explains the styles.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from drumline.core.facts import TP_STYLES
+from drumline.core.facts import ROWS_CUT, TP_STYLES
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
 from drumline.models.weights import cut_layers, tensor_plan, vocabulary, whole_layer
@@ -43,22 +42,17 @@ def apply_tp(model: Any, mesh: DeviceMesh) -> None:
 
 def _cut(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     """One module by its style."""
-    how: ParallelStyle
-    if style == "colwise":
-        how = ColwiseParallel()
-    elif style == "rowwise":
-        how = _Rowwise()
-    elif style in ("colwise_gather_output", "colwise_rep"):
-        how = ColwiseParallel(output_layouts=Replicate())
-    elif style in ("rowwise_split_input", "rowwise_rep"):
-        how = _Rowwise(input_layouts=Replicate())
-    elif style == "replicated_with_grad_allreduce":
-        return _around(module, lambda forward: _with_weights(module, forward, lambda w: _summed_in_backward(w, mesh)))
-    else:
-        assert style == "replicate", style
-        return
-    for layer in cut_layers(module, style):
-        parallelize_module(layer, mesh, how, src_data_rank=None)
+    if style == "replicated_with_grad_allreduce":
+        # Each rank uses the weight on its own heads, so its gradient is the sum over ranks.
+        def summed_in_backward(weight: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+        module.forward = _with_weights(module, module.forward, summed_in_backward)
+    elif style != "replicate":
+        whole = {} if style in ("colwise", "rowwise") else {"output_layouts" if style in ROWS_CUT else "input_layouts": Replicate()}
+        how: ParallelStyle = ColwiseParallel(**whole) if style in ROWS_CUT else _Rowwise(**whole)
+        for layer in cut_layers(module, style):
+            parallelize_module(layer, mesh, how, src_data_rank=None)
 
 
 class _Rowwise(RowwiseParallel):
@@ -103,27 +97,15 @@ def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     padding = embedding.padding_idx
     embedding.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
 
-    def look_up(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        local = _with_weights(embedding, forward, lambda weight: weight.to_local())
+    local = _with_weights(embedding, embedding.forward, lambda weight: weight.to_local())
 
-        def parallel(ids: torch.Tensor) -> torch.Tensor:
-            mine = ids - first
-            elsewhere = (mine < 0) | (mine >= rows)
-            part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-            return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        mine = ids - first
+        elsewhere = (mine < 0) | (mine >= rows)
+        part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
+        return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
-        return parallel
-
-    _around(embedding, look_up)
-
-
-def _summed_in_backward(weight: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The weight itself. Each rank uses it on its own heads, so its gradient is the sum over ranks."""
-    return DTensor.from_local(weight, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def _around(module: nn.Module, change: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
-    module.forward = change(module.forward)
+    embedding.forward = look_up  # type: ignore[assignment]
 
 
 def _with_weights(
@@ -134,17 +116,12 @@ def _with_weights(
     They are taken from the module at each call: FSDP2 puts others there for as long as a forward runs.
     """
 
-    @contextlib.contextmanager
-    def changed() -> Iterator[None]:
+    def run(*inputs: Any) -> torch.Tensor:
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
         module._parameters.update({name: change(weight) for name, weight in own.items()})  # type: ignore[misc]
         try:
-            yield
+            return forward(*inputs)
         finally:
             module._parameters.update(own)
-
-    def run(*inputs: Any) -> torch.Tensor:
-        with changed():
-            return forward(*inputs)
 
     return run
