@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -88,6 +89,9 @@ def spread_over_data(
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model."""
 
+    group: dist.ProcessGroup | None = None  # of a pipeline: the ranks with the other stages
+    counted_elsewhere: frozenset[str] = frozenset()  # tied weights whose gradients count on another of them
+
     def __init__(
         self,
         plan: Plan,
@@ -131,9 +135,9 @@ class NativeEngine(ForwardEngine):
             foreach_mul_(gradients, (1.0 / by).to(gradients[0]))
 
     def grad_norm(self) -> torch.Tensor:
-        gradients = self._gradients()
-        self.loss_scale.unscale([local(g) for g in gradients])
-        return global_norm(gradients, self.device)
+        self.loss_scale.unscale([local(g) for g in self._gradients()])
+        counted = [p.grad for name, p in self.named.items() if p.grad is not None and name not in self.counted_elsewhere]
+        return global_norm(counted, self.device, self.group)
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         if self.masks or finite:

@@ -30,8 +30,8 @@ from drumline.parallel import native
 from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.engine import DeviceSums, Read, Sums
 from drumline.parallel.native import NativeEngine
-from drumline.parallel.norms import global_norm, local
 from drumline.parallel.pipeline import PartOfPipeline
+from drumline.parallel.stages import Absent
 from drumline.vendor.torch import tree_leaves, tree_map_only
 
 NAME_THEM = "return an nn.Sequential, or give the module `stages`: the submodules that it calls one after another"
@@ -82,17 +82,6 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
     return [(ends[i], ends[j]) for i, j in parts]
 
 
-class Elsewhere(nn.Module):
-    """Stands for a stage of another rank."""
-
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return self.run(given)
-
-
 class Link:
     """What a rank's forwards receive and send. `calls`: (received, sent) of the forwards that no backward has been asked for yet."""
 
@@ -112,7 +101,7 @@ class Link:
         for index, name in enumerate(stages):
             if not self.first <= index < self.stop:
                 run = self.receive if index == self.first - 1 else self.send if index == self.stop else partial(self._zeros, index)
-                model.set_submodule(name, Elsewhere(run))
+                model.set_submodule(name, Absent(stages[name], run=run))
         kept = {*model.modules()}
         model._drumline_blocks = [b for b in blocks(model) if b in kept] or [*stages.values()][self.first : self.stop]  # type: ignore[assignment]
         model.forward = partial(self._forward, model.forward)
@@ -256,11 +245,6 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         found = super().infer(micro_batches, read, adapter)
         return [self._from(self.ranks - 1, tensor if self.is_last else None, tensor.shape, tensor.dtype) for tensor in found]
-
-    def grad_norm(self) -> torch.Tensor:
-        gradients = self._gradients()
-        self.loss_scale.unscale([local(g) for g in gradients])
-        return global_norm(gradients, self.device, self.group)
 
     def _counted(self, sums: dict[str, Any], full: Callable[[Any, float], Any]) -> dict[str, Any]:
         """Sums of zeros are not those of the samples: nothing, and −∞ for a key `max_…`."""

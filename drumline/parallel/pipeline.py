@@ -27,7 +27,7 @@ from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
 from drumline.parallel.forward import ForwardEngine, whole
 from drumline.parallel.native import NativeEngine, spread_over_data
-from drumline.parallel.norms import global_norm, local
+from drumline.parallel.norms import local
 from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile, gathered_in
@@ -234,6 +234,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         super().__init__(plan, *parts)
         assert plan.pipeline is not None
         self.shared = [name for name in self.shared if self.rank in (0, self.ranks - 1) and self.named[name].requires_grad]
+        self.counted_elsewhere = frozenset(self.shared if self.rank else ())
         self.at_once = 1 if plan.pipeline.schedule == "model_parallel" else plan.batch.accumulation
         for stage in self.stages:
             stage.splits_backward = plan.pipeline.schedule == "zero_bubble"
@@ -289,12 +290,6 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             none = (torch.tensor(-math.inf if name.startswith("max_") else 0.0, dtype=torch.float64) for name in names[0])
             self.sums = {name: value.to(self.place) for name, value in zip(names[0], none, strict=True)}
         return found if last.stage.is_last else self.sums
-
-    def grad_norm(self) -> torch.Tensor:
-        self.loss_scale.unscale([local(g) for g in self._gradients()])
-        twice = set(self.shared if self.rank else [])
-        gradients = [p.grad for name, p in self.named.items() if p.grad is not None and name not in twice]
-        return global_norm(gradients, self.device, self.group)
 
     def _add_up_shared(self) -> None:
         """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""

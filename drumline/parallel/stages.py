@@ -1,14 +1,15 @@
 """Cutting any causal LM of Hugging Face into stages, without knowing its class.
 
 A stage is the model itself with what it lacks replaced, so its own forward makes masks and rotary embeddings from the ids and
-positions that every stage is given. A block of another stage is an `Absent` one, which hands its input on. The one right before the
-stage's own blocks (`Entry`) gives the hidden states that came from the stage before in place of whatever the trunk made up to
-there; the one right after them (`Exit`) notes what goes to the next. Names of weights stay as they are in the whole model.
+positions that every stage is given. In the place of a block of another stage is an `Absent` one, which hands its input on. The one
+right before the stage's own blocks gives the hidden states that came from the stage before, in place of whatever the trunk made up to
+there; the one right after them notes what goes to the next. Names of weights stay as they are in the whole model.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,58 +101,27 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
 
 
 class Absent(nn.Module):
-    """In the place of a block of another stage, with that block's plain attributes, which trunks read (`attention_type`)."""
+    """In the place of a module of another stage, with its plain attributes, which trunks read (`attention_type`).
 
-    def __init__(self, block: nn.Module, returns: int) -> None:
+    It gives `run(first input)`, or its first input itself. `returns`: see Cuts.
+    """
+
+    def __init__(self, absent: nn.Module, returns: int = 0, run: Callable[[torch.Tensor], torch.Tensor] = lambda given: given) -> None:
         super().__init__()
-        self.returns = returns
-        for name, value in vars(block).items():
-            if not name.startswith("_") and name not in vars(self):
+        self.returns, self.run = returns, run
+        for name, value in vars(absent).items():
+            if not name.startswith("_") and name not in ("forward", *vars(self)):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden_BTD = self.hand_on(args[0] if args else kwargs["hidden_states"])
-        return (hidden_BTD, *[None] * (self.returns - 1)) if self.returns else hidden_BTD
-
-    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        return hidden_BTD
+        out = self.run(args[0] if args else kwargs["hidden_states"])
+        return (out, *[None] * (self.returns - 1)) if self.returns else out
 
 
-class Entry(Absent):
-    received: torch.Tensor | None = None
-
-    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        received, self.received = self.received, None
-        assert received is not None, "a stage runs on what the one before it sent"
-        return received
-
-
-class Exit(Absent):
-    noted: torch.Tensor | None = None
-
-    def hand_on(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        self.noted = hidden_BTD
-        return hidden_BTD
-
-
-class Blank(nn.Module):
-    """In place of an embedding (or its projection) on a later stage: zeros of the width that it makes, which Entry replaces in turn."""
-
-    def __init__(self, instead: nn.Embedding | nn.Linear, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.looks_up, self.dtype = isinstance(instead, nn.Embedding), dtype
-        self.width = instead.embedding_dim if isinstance(instead, nn.Embedding) else instead.out_features
-
-    def forward(self, given: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        leading = given.shape if self.looks_up else given.shape[:-1]
-        return torch.zeros(*leading, self.width, dtype=self.dtype, device=given.device)
-
-
-class Hand(nn.Module):
-    """In place of any other module with weights: its input."""
-
-    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden
+def zeros_of(absent: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of zeros in the shape that an embedding (or its projection) gives; on a later stage they are replaced in turn."""
+    stop, width = (None, absent.embedding_dim) if isinstance(absent, nn.Embedding) else (-1, absent.out_features)
+    return lambda given: torch.zeros(*given.shape[:stop], width, dtype=dtype, device=given.device)
 
 
 def tied(model: Any, cuts: Cuts) -> list[str]:
@@ -173,7 +143,7 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
         weights = {id(p) for p in module.parameters(recurse=False)}
         if weights and not here and not needed & weights:
             makes = name in cuts.before and isinstance(module, nn.Embedding | nn.Linear)
-            lacks[name] = Blank(module, dtype) if makes else Hand()
+            lacks[name] = Absent(module, run=zeros_of(module, dtype)) if makes else Absent(module)
     blocks = model.get_submodule(cuts.blocks)
     lacks |= {f"{cuts.blocks}.{i}": Absent(block, cuts.returns) for i, block in enumerate(blocks) if i not in own}
     return _with(model, lacks)
@@ -206,24 +176,32 @@ class Stage(nn.Module):
         blocks = model.get_submodule(cuts.blocks)
         edges: dict[str, nn.Module] = {}
         if not self.is_first:
-            edges[f"{cuts.blocks}.{first - 1}"] = Entry(blocks[first - 1], cuts.returns)
+            edges[f"{cuts.blocks}.{first - 1}"] = Absent(blocks[first - 1], cuts.returns, self._enter)
         if not self.is_last:
-            edges[f"{cuts.blocks}.{stop}"] = Exit(blocks[stop], cuts.returns)
+            edges[f"{cuts.blocks}.{stop}"] = Absent(blocks[stop], cuts.returns, self._leave)
         self.model = _with(part(model, cuts, [bounds], dtype), edges)
-        ends = self.model.get_submodule(cuts.blocks)
-        self.ends = (None if self.is_first else ends[first - 1], None if self.is_last else ends[stop])
+        self.received: torch.Tensor | None = None
+        self.sent: torch.Tensor | None = None
 
     def run(self, batch: Any, hidden_BTD: torch.Tensor | None) -> torch.Tensor | Outputs:
         """What the next stage is sent, [B, T, D]; of the last stage the outputs. `hidden_BTD`: None for the first stage."""
-        entry, exit_ = self.ends
-        if entry is not None:
-            entry.received = hidden_BTD
-        if exit_ is None:
+        self.received = hidden_BTD
+        if self.is_last:
             return outputs(self.model, batch, split(self.model) if self.splits else None)
         trunk = self.model.get_decoder() or self.model.base_model
         trunk(**batch.inputs(), use_cache=False)
-        sent, exit_.noted = exit_.noted, None
+        sent, self.sent = self.sent, None
+        assert sent is not None, "a trunk runs the block behind the stage's own"
         return sent.to(self.dtype).contiguous()
+
+    def _enter(self, _: torch.Tensor) -> torch.Tensor:
+        received, self.received = self.received, None
+        assert received is not None, "a stage runs on what the one before it sent"
+        return received
+
+    def _leave(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        self.sent = hidden_BTD
+        return hidden_BTD
 
 
 def stages_make_the_whole(model: Any, cuts: Cuts, ranges: tuple[Range, ...], ranks: int, ids_BT: torch.Tensor) -> bool:
