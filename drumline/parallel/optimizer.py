@@ -16,8 +16,8 @@ from drumline.errors import PlanError
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable parameters, in groups that torch can update together. Weight decay on parameters of two dimensions or more.
+def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters, without state. Weight decay on parameters of two dimensions or more.
 
     Parameters on another mesh, or on none, are a group of their own: torch takes no mixture.
     """
@@ -28,18 +28,13 @@ def parameter_groups(named: dict[str, nn.Parameter], options: OptimizerConfig) -
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             group = groups.setdefault((mesh, decays), {"params": [], "weight_decay": options.weight_decay if decays else 0.0})
             group["params"].append(parameter)
-    return list(groups.values())
-
-
-def new_optimizer(named: dict[str, nn.Parameter], options: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer without state."""
     # A pipeline's stage may have nothing trainable, and torch takes no empty list.
-    groups = parameter_groups(named, options) or [{"params": []}]
+    params = [*groups.values()] or [{"params": []}]
     if options.kind == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
+        return torch.optim.AdamW(params, lr=options.lr, betas=options.betas, eps=options.eps, fused=options.fused)
     # torch has no fused SGD for parts of tensors.
     fused = options.fused and not any(isinstance(parameter, DTensor) for parameter in named.values())
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, fused=fused)
+    return torch.optim.SGD(params, lr=options.lr, momentum=options.momentum, fused=fused)
 
 
 def build_optimizer(
@@ -47,23 +42,25 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW or SGD as `options` have it, or `optimizer`, with its state: so a checkpoint can be loaded into it, and memory that will be
     needed is taken at once."""
-    if optimizer is not None:
+    if optimizer is None:
+        optimizer = new_optimizer(named, options)
+    else:
         require_zero_state(optimizer)
-    optimizer = optimizer or new_optimizer(named, options)
     make_state(optimizer)
     return optimizer
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state as it does (in a step of zero gradients at rate zero), and set it back to before any step. A zero
-    momentum buffer is what SGD's first step starts from."""
+def make_state(optimizer: torch.optim.Optimizer, step: Callable[[], None] | None = None) -> None:
+    """Let an optimizer make its state as it does (in a `step` at rate zero; None: of zero gradients), and set it back to before any step.
+    A zero momentum buffer is what SGD's first step starts from."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
+        for parameter in group["params"] if step is None else ():
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    (step or optimizer.step)()
+    if step is None:
+        optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():

@@ -53,7 +53,8 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
     cuts = find_cuts(model)
     mine = range(rank, len(layers), plan.mesh.pp)
     shared = tied(model, cuts)
-    dtype = _boundary_dtype(plan)
+    # Hidden states travel in the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not.
+    dtype = gathered_in(plan) or torch.float32
     model_part = part(model, cuts, [layers[index] for index in mine], dtype)
     if not next(model_part.parameters()).is_meta:
         model_part.to(values.device)
@@ -61,23 +62,18 @@ def prepare(plan: Plan, model: nn.Module, values: Values, engine: type[P]) -> P:
         apply_tp(model_part, whole["tp"])
     apply_activation_checkpointing(model_part, plan.activation_checkpointing)
     apply_compile(model_part, plan.config.compile)
-    stages = [StageWithObjective(Stage(model_part, cuts, layers[index], dtype)) for index in mine]
-    roots = [(stage, stage.stage.model) for stage in stages]
+    stages = [StageWithObjective(model_part, cuts, layers[index], dtype) for index in mine]
+    roots = [(stage, stage.model) for stage in stages]
     spread = spread_over_data(plan, whole, model_part, roots, model_part, values, overlaps=False)
     return engine(plan, model_part, spread, stages, cuts, whole["pp"], torch.device(values.device), shared)
 
 
-def _boundary_dtype(plan: Plan) -> torch.dtype:
-    """What hidden states travel in: the type of the residual stream, which autocast leaves in fp32, and FSDP2's cast weights do not."""
-    return gathered_in(plan) or torch.float32
-
-
-class StageWithObjective(nn.Module):
+class StageWithObjective(Stage):
     """What a schedule runs: a stage over the micro-batches of the step in hand, by number; the last stage ends in the loss, float32[1]."""
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
+    def __init__(self, *parts: Any) -> None:
+        """`parts`: as of Stage."""
+        super().__init__(*parts)
         self.micro_batches: list[Any] = []
         self.objective: Any = None
         self.scale: float | None = None
@@ -92,7 +88,7 @@ class StageWithObjective(nn.Module):
     def forward(self, received: torch.Tensor | None, index: torch.Tensor) -> torch.Tensor:
         batch = self.micro_batches[int(index)]
         with self.autocast():
-            out = self.stage.run(batch, None if self.stage.is_first else received)
+            out = self.run(batch, None if self.is_first else received)
             if isinstance(out, torch.Tensor):
                 return out
             if self.splits_backward and self.scale is not None:
@@ -173,7 +169,7 @@ class ForwardPipeline(PartOfPipeline):
         super().__init__(plan, model, spread)
         self.stages, self.cuts, self.group = stages, cuts, pp.get_group()
         self.rank, self.ranks = pp.get_local_rank(), pp.size()
-        self.dtype = _boundary_dtype(plan)
+        self.dtype = stages[0].dtype
         self.place, self.shared = place, shared
         for stage in stages:
             stage.autocast = self._autocast
@@ -187,9 +183,9 @@ class ForwardPipeline(PartOfPipeline):
                 stage.begin(batches, objective, None)
             for index, batch in enumerate(batches):
                 for stage in self.stages:
-                    received = None if stage.stage.is_first else self._receive(batch)
+                    received = None if stage.is_first else self._receive(batch)
                     out = stage(received, torch.tensor(index))
-                    if not stage.stage.is_last:
+                    if not stage.is_last:
                         sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
             for work, _ in sends:
                 work.wait()
@@ -199,7 +195,7 @@ class ForwardPipeline(PartOfPipeline):
         kept: list[torch.Tensor] = []
         with contextlib.ExitStack() as stack:
             for stage in self.stages:
-                stack.enter_context(adapters.switched(stage.stage.model, adapter))
+                stack.enter_context(adapters.switched(stage.model, adapter))
             self.evaluate(micro_batches, reader(read, kept))
         forms: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in kept]]
         dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
@@ -214,7 +210,7 @@ class ForwardPipeline(PartOfPipeline):
     def _sums(self) -> Sums:
         """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
         last = self.stages[-1]
-        answer = [total(last.outs) if last.stage.is_last else None]
+        answer = [total(last.outs) if last.is_last else None]
         last.outs.clear()
         dist.broadcast_object_list(answer, group=self.group, group_src=self.ranks - 1)
         assert answer[0] is not None
@@ -255,8 +251,8 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
                 self.rank + turn * self.ranks,
                 number,
                 self.place,
-                input_args=ids if module.stage.is_first else hidden,
-                output_args=loss if module.stage.is_last else hidden,
+                input_args=ids if module.is_first else hidden,
+                output_args=loss if module.is_last else hidden,
                 group=self.group,
             )
             for turn, module in enumerate(self.stages)
@@ -289,7 +285,7 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
             dist.broadcast_object_list(names, group=self.group, group_src=self.ranks - 1)
             none = (torch.tensor(-math.inf if name.startswith("max_") else 0.0, dtype=torch.float64) for name in names[0])
             self.sums = {name: value.to(self.place) for name, value in zip(names[0], none, strict=True)}
-        return found if last.stage.is_last else self.sums
+        return found if last.is_last else self.sums
 
     def _add_up_shared(self) -> None:
         """Weights of both ends have a gradient from each: both ranks get the sum, and so take the same step."""

@@ -37,8 +37,8 @@ def stats_with_frozen(engine: Engine) -> MemoryStats:
 
 
 def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = frozenset(), role: str | None = None) -> Engine:
-    """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles learn beside
-    the policy it is a `CompositeEngine` of them.
+    """The model on this rank, spread as planned, then filled: each rank reads or draws what it holds. Where other roles are trained
+    beside the policy it is a `CompositeEngine` of them.
 
     `device`: cpu, or cuda:N. `checkpoint_keys`: names of tensors that a checkpoint fills, so nothing else does; a role's are ROLE/NAME.
     `role`: one of `plan.roles` by itself; the engine of a frozen one can only evaluate, infer, and return its weights. Collective.
@@ -46,20 +46,20 @@ def build_engine(plan: Plan, device: str, checkpoint_keys: frozenset[str] = froz
     if role is not None:
         chosen = plan.roles[role]
         if chosen.trainable:
-            return _learning(plan.of_role(role), device, checkpoint_keys, chosen.head)
+            return _trained(plan.of_role(role), device, checkpoint_keys, chosen.head)
         frozen = _frozen(plan.of_role(role), device, chosen.head, as_deepspeed=plan.engine == "deepspeed")
         frozen_engines.add(frozen)
         return cast(Engine, frozen)
-    learning = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
+    trainable = {name: chosen for name, chosen in plan.roles.items() if chosen.trainable}
     names = dict.fromkeys(checkpoint_keys)
-    policy = _learning(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
-    if not learning:
+    policy = _trained(plan, device, frozenset(of_role(names, POLICY)), plan.config.head)
+    if not trainable:
         return policy
-    engines = {n: _learning(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in learning.items()}
-    return CompositeEngine({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in learning.items()})
+    engines = {n: _trained(plan.of_role(n), device, frozenset(of_role(names, n)), chosen.head) for n, chosen in trainable.items()}
+    return CompositeEngine({POLICY: policy, **engines}, {n: chosen.lr_ratio for n, chosen in trainable.items()})
 
 
-def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head) -> Engine:
+def _trained(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: Head) -> Engine:
     config = plan.config
     if plan.engine == "deepspeed":
         # It moves to the device what belongs there, and its optimizer makes its state by a step, which needs weights.
@@ -74,17 +74,17 @@ def _learning(plan: Plan, device: str, checkpoint_keys: frozenset[str], head: He
     return config.strategy.prepare(plan, model, values) or _prepared(plan, model, values)
 
 
-def _prepared(plan: Plan, model: Any, values: Values, **options: Any) -> Any:
-    """Drumline's own engine, for a strategy that brings none."""
+def _prepared(plan: Plan, model: Any, values: Values, trains: bool = True, **options: Any) -> Any:
+    """Drumline's own engine, for a strategy that brings none, or over a frozen model (`trains` False)."""
     if plan.engine == "pipeline":
         from drumline.parallel import own_pipeline, pipeline
 
         if options:
             return own_pipeline.prepare(plan, model, values, **options)
-        return pipeline.prepare(plan, model, values, pipeline.PipelineEngine)
+        return pipeline.prepare(plan, model, values, pipeline.PipelineEngine if trains else pipeline.ForwardPipeline)
     from drumline.parallel.native import NativeEngine, prepare
 
-    return prepare(plan, model, values, NativeEngine, **options)
+    return prepare(plan, model, values, NativeEngine if trains else ForwardEngine, **options)
 
 
 def build_module(
@@ -105,7 +105,7 @@ def build_module(
     Collective. Raises PlanError for a strategy that a module by itself cannot be spread by.
     """
     require_spreadable(plan, tp_plan)
-    whole = plan.engine == "deepspeed"  # as in `_learning`
+    whole = plan.engine == "deepspeed"  # as in `_trained`
     device, checkpoint_keys = ("cpu", frozenset()) if whole else (device, checkpoint_keys)
     seed = plan.config.run.seed
     model, source = lay_out_module(build, derive(seed, "weights"), device)
@@ -122,15 +122,14 @@ def build_module(
 def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
     """Raises PlanError where a module by itself lacks what spreading it as planned requires."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
-    lacks = {
-        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
-        "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
-        "pp": f"schedule {schedule} requires a Hugging Face model" if schedule in ("interleaved", "zero_bubble") else "",
-    }
-    for degree, what in lacks.items():
-        if getattr(plan.mesh, degree) > 1 and what:
-            tp = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'
-            fix = {"tp": tp, "cp": "use", "pp": "use schedule 1f1b or gpipe,"}[degree]
+    tp = "tensor parallelism requires a plan: which layers are cut by columns and which by rows"
+    cp = "context parallelism requires attention that it knows, that of a Hugging Face model"
+    for lacks, what, fix in (
+        (plan.mesh.tp > 1 and not tp_plan, tp, 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'),
+        (plan.mesh.cp > 1, cp, "use"),
+        (schedule in ("interleaved", "zero_bubble"), f"schedule {schedule} requires a Hugging Face model", "use schedule 1f1b or gpipe,"),
+    ):
+        if lacks:
             raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
@@ -156,14 +155,7 @@ def _frozen(plan: Plan, device: str, head: Head, as_deepspeed: bool) -> ForwardE
         keep_low([model] if casts or pure else blocks(model), dtype, vectors=pure)
         if not (casts or pure):
             give_fp32(model)
-    values = Values(source, device, plan.config.run.seed)
-    if plan.engine == "pipeline":
-        from drumline.parallel import pipeline
-
-        return pipeline.prepare(plan, model, values, pipeline.ForwardPipeline)
-    from drumline.parallel.native import prepare
-
-    engine = prepare(plan, model, values, ForwardEngine)
+    engine: ForwardEngine = _prepared(plan, model, Values(source, device, plan.config.run.seed), trains=False)
     if pure:
         engine.autocast_dtype = None
     return engine

@@ -37,7 +37,7 @@ from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnor
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.forward import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
-from drumline.parallel.optimizer import MakeOptimizer, new_optimizer
+from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
@@ -184,7 +184,7 @@ class DeepSpeedEngine(ForwardEngine):
             norm = get_global_norm_of_tensors(input_tensors=self.norms[0])
         else:
             norm = combine_grad_norm_groups(self.norms) if isinstance(self.norms, list) else self.norms
-        value = float(norm) / self._scale()
+        value = float(norm) / (self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0))
         self.own_norm = value if value >= 0 else float("inf")  # DeepSpeed gives a negative one for inf and NaN
         return torch.tensor(self.own_norm, dtype=torch.float64, device=self.engine.device)
 
@@ -279,9 +279,6 @@ class DeepSpeedEngine(ForwardEngine):
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
-    def _scale(self) -> float:
-        return self.divisor * (float(self.zero.loss_scale) if self.rescales() else 1.0)
-
     @contextlib.contextmanager
     def _telling(self, norms: Any) -> Iterator[None]:
         """Within, DeepSpeed's step takes `norms` for what it would measure."""
@@ -302,7 +299,12 @@ class DeepSpeedEngine(ForwardEngine):
         """DeepSpeed's optimizers make their state in the first step: take one of zero gradients at rate zero, which does not count."""
         if self.has_state or not self.slots:
             return
-        steps, rates = self.engine.global_steps, [group["lr"] for group in self.optimizer.param_groups]
+        steps = self.engine.global_steps
+        make_state(self.optimizer, self._first_step)
+        self.steps, self.engine.global_steps = 0, steps
+        self._set_steps(0)
+
+    def _first_step(self) -> None:
         self.engine.eval()  # no statistics are taken of it
         if isinstance(self.engine.module, Plain):  # what it takes is not known
             trainable = [*self.trainable.values()]
@@ -315,14 +317,6 @@ class DeepSpeedEngine(ForwardEngine):
         self.engine.train()
         self.grad_norm()
         self._step(0.0, 0.0)
-        self.steps, self.engine.global_steps = 0, steps
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for state in self.engine.basic_optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()  # SGD's buffer has taken up weight decay
-        self._set_steps(0)
 
     def _set_steps(self, steps: int) -> None:
         for state in self.engine.basic_optimizer.state.values():
