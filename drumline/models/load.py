@@ -207,6 +207,8 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
     tower = {id(p) for p in vision_tower(model).parameters()} if head in LM and is_vision_language(config) else set()
     at_end = {id(p): p for module in (output_head, score_head(model)) if module is not None for p in module.parameters()}.values()
     ahead = head == "text" and is_bidirectional(model)
+    # Where the config has no kind for each layer, one window is that of all of them.
+    all_layers = ["full_attention" if getattr(text, "sliding_window", None) is None else "sliding_attention"]
     return ModelFacts(
         **counts,
         name=str(text.model_type),
@@ -234,7 +236,7 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
         drops_scores=any(getattr(text, key, None) for key in SCORE_DROPOUTS),
         whole_sequences=whole_sequences(model),
         uncut=uncut(model),
-        windows=bool({*(getattr(text, "layer_types", None) or ())} & {"sliding_attention", "chunked_attention"}),
+        windows=bool({"sliding_attention", "chunked_attention"}.intersection(getattr(text, "layer_types", None) or all_layers)),
         drops_stream=any(getattr(text, key, None) for key in STREAM_DROPOUTS),
     )
 

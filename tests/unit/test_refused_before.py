@@ -29,6 +29,9 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
         ("llama", {}, {"kind": "cp"}, ""),
         ("llama", {}, {"kind": "pp"}, ""),
         ("biogpt", {}, {"kind": "pp"}, "pp × the model: BioGptForCausalLM has no single list of blocks"),
+        ("gemma3_text", {"sliding_window": 4}, {"kind": "cp", "method": "ring"}, "ring × windows: ring attention in torch takes no mask"),
+        ("starcoder2", {"sliding_window": 4}, {"kind": "cp", "method": "ring"}, "ring × windows: ring attention in torch takes no mask"),
+        ("starcoder2", {"sliding_window": None}, {"kind": "cp", "method": "ring"}, "ring × CPU"),
     ],
 )
 def test_what_the_class_and_the_config_say(kind: str, options: dict[str, Any], strategy: dict[str, Any], says: str) -> None:
