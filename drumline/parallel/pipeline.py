@@ -25,8 +25,7 @@ from drumline.models.names import all_tensors
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, Read, Sums, added, reader, total
-from drumline.parallel.forward import ForwardEngine, whole
-from drumline.parallel.native import NativeEngine, spread_over_data
+from drumline.parallel.native import ForwardEngine, NativeEngine, spread_over_data, whole
 from drumline.parallel.norms import local
 from drumline.parallel.stages import Cuts, Stage, find_cuts, part, tied
 from drumline.parallel.tensor_parallel import apply_tp

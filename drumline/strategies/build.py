@@ -21,7 +21,7 @@ from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.composite import POLICY, CompositeEngine, of_role
 from drumline.parallel.engine import Engine, OpenEngine
-from drumline.parallel.forward import LOW_PRECISION, ForwardEngine
+from drumline.parallel.native import LOW_PRECISION, ForwardEngine, NativeEngine, prepare
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import gathered_in
 from drumline.telemetry.memory_tracker import MemoryStats
@@ -82,8 +82,6 @@ def _prepared(plan: Plan, model: Any, values: Values, trains: bool = True, **opt
         if options:
             return own_pipeline.prepare(plan, model, values, **options)
         return pipeline.prepare(plan, model, values, pipeline.PipelineEngine if trains else pipeline.ForwardPipeline)
-    from drumline.parallel.native import NativeEngine, prepare
-
     return prepare(plan, model, values, NativeEngine if trains else ForwardEngine, **options)
 
 

@@ -22,7 +22,7 @@ from drumline.models.scores import language_weights
 from drumline.models.shards import Values
 from drumline.parallel.composite import CompositeEngine
 from drumline.parallel.engine import Engine
-from drumline.parallel.forward import LOW_PRECISION
+from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
 from drumline.rl.curriculum import Curriculum
 from drumline.rl.generate import Generator

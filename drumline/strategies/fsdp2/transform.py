@@ -14,7 +14,7 @@ from drumline.dist.mesh import data_mesh
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
 from drumline.parallel.data_parallel import Sharded
-from drumline.parallel.forward import Plain
+from drumline.parallel.native import Plain
 from drumline.parallel.transforms import DTYPES, gathered_in
 
 if TYPE_CHECKING:

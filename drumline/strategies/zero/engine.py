@@ -36,7 +36,7 @@ from drumline.models.shards import Values
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm
 from drumline.parallel.data_parallel import Spread
 from drumline.parallel.engine import DeviceSums, added
-from drumline.parallel.forward import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
+from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
 from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share

@@ -11,7 +11,7 @@ from drumline.core.plan import Plan
 from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.models.shards import Values
-from drumline.parallel.forward import LOW_PRECISION
+from drumline.parallel.native import LOW_PRECISION
 
 
 class InTurn(nn.Module):
