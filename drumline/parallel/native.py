@@ -248,23 +248,20 @@ class NativeEngine(ForwardEngine):
 
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         if self.masks or finite:
-            self._update(lr, grad_norm, finite)
+            gradients = [local(g) for g in self._gradients()]
+            if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
+                # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
+                factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+                foreach_mul_(gradients, factor.to(gradients[0]))
+            for group in self.optimizer.param_groups if lr is not None else ():
+                group["lr"] = lr
+            if self.masks:
+                self.optimizer.found_inf = (~finite).float()
+            self.optimizer.step()
             self.loss_scale.good()
         else:
             self.loss_scale.overflow()
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _update(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
-        gradients = [local(g) for g in self._gradients()]
-        if self.max_grad_norm is not None and gradients:  # a pipeline's stage may have nothing trainable
-            # As torch.nn.utils.clip_grad_norm_ does it, but by one number: plain and sharded gradients are scaled alike.
-            factor = (self.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-            foreach_mul_(gradients, factor.to(gradients[0]))
-        for group in self.optimizer.param_groups if lr is not None else ():
-            group["lr"] = lr
-        if self.masks:
-            self.optimizer.found_inf = (~finite).float()
-        self.optimizer.step()
 
     def rescales(self) -> bool:
         return self.loss_scale.enabled

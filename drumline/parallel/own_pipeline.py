@@ -83,7 +83,7 @@ def cut(model: nn.Module, ranks: int) -> list[Range]:
 
 
 class Link:
-    """What a rank's forwards receive and send. `calls`: (received, sent) of the forwards that no backward has been asked for yet."""
+    """What a rank's forwards receive and send. `calls`: (received, sent) of the forwards whose backward is still to come."""
 
     def __init__(self, model: nn.Module, bounds: list[Range], whole: DeviceMesh, device: str) -> None:
         """Replaces in `model` the stages of other ranks, and its forward. Collective."""
@@ -184,7 +184,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         for index, stage in enumerate(stages):
             stage.forward = partial(followed, index, own[index])
         with torch.enable_grad(), torch.device("meta"):
-            out = model(*_on_meta(args), **_on_meta(kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+            out = model(*args, **kwargs)
             ends = [t.sum() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
             around = [g is not None for g in torch.autograd.grad(ends, leaves[:-1], allow_unused=True)] if ends and leaves[1:] else []
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -199,10 +200,6 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return leaves
 
 
-def _on_meta(values: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), values)
-
-
 class OwnPipeline(PartOfPipeline, NativeEngine):
     """Engine over a rank's stages of any module."""
 
@@ -211,11 +208,8 @@ class OwnPipeline(PartOfPipeline, NativeEngine):
         assert plan.pipeline is not None
         self.link, self.rank, self.ranks, self.group, self.place = link, link.rank, link.ranks, link.onward, torch.device(link.device)
         self.in_flight = {"1f1b": self.ranks - self.rank, "model_parallel": 1}.get(plan.pipeline.schedule)
+        self.is_last = self.rank == self.ranks - 1
         self.queue: deque[list[Any]] = deque()
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.ranks - 1
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

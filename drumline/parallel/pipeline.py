@@ -182,7 +182,10 @@ class ForwardPipeline(PartOfPipeline):
                 stage.begin(batches, objective, None)
             for index, batch in enumerate(batches):
                 for stage in self.stages:
-                    received = None if stage.is_first else self._receive(batch)
+                    received = None
+                    if not stage.is_first:
+                        received = torch.empty(*batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place)
+                        dist.recv(received, group=self.group, group_src=(self.rank - 1) % self.ranks)
                     out = stage(received, torch.tensor(index))
                     if not stage.is_last:
                         sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
@@ -200,11 +203,6 @@ class ForwardPipeline(PartOfPipeline):
         dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
         last = self.rank == self.ranks - 1
         return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
-
-    def _receive(self, batch: Any) -> torch.Tensor:
-        hidden_BTD = torch.empty(*batch.input_ids_BT.shape, self.cuts.width, dtype=self.dtype, device=self.place)
-        dist.recv(hidden_BTD, group=self.group, group_src=(self.rank - 1) % self.ranks)
-        return hidden_BTD
 
     def _sums(self) -> Sums:
         """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""

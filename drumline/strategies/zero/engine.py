@@ -191,9 +191,13 @@ class DeepSpeedEngine(ForwardEngine):
     def step(self, lr: float | None, grad_norm: torch.Tensor, finite: torch.Tensor) -> None:
         """DeepSpeed decides on the host what a step does, so both scalars are read at once."""
         if finite:
-            self._step(lr, float(grad_norm))
-        else:
-            self._skip()
+            return self._step(lr, float(grad_norm))
+        self.divisor = 1.0
+        # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
+        infinite = torch.full((1,), float("inf"), device=self.engine.device)
+        infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
+        with self._telling(infinite_norm[self.measure]):
+            self.engine.step()
 
     def _step(self, lr: float | None, norm: float) -> None:
         # DeepSpeed clips by the same formula, by the norm of its own gradients, which is not measured again. A given norm over more
@@ -212,14 +216,6 @@ class DeepSpeedEngine(ForwardEngine):
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
         self.has_state = True
-
-    def _skip(self) -> None:
-        self.divisor = 1.0
-        # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
-        infinite = torch.full((1,), float("inf"), device=self.engine.device)
-        infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
-        with self._telling(infinite_norm[self.measure]):
-            self.engine.step()
 
     def rescales(self) -> bool:
         return self.precision == "fp16"
