@@ -102,6 +102,7 @@ def test_what_only_the_file_says_is_adopted() -> None:
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param.device is for stage 3"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}, "NVMe"),
         ({"zero_optimization": {"allgather_bucket_size": "auto"}}, "the plan has no value for auto"),
+        ({"fp16": True}, "fp16 is true in the DeepSpeed config, and not a section"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

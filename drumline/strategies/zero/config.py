@@ -107,7 +107,7 @@ class Ruled(NamedTuple):
 
 def adopt(config: Config, strategy: Zero) -> Config:
     """The config with what only the user's DeepSpeed config sets: batch sizes, precision, offloading, ZeRO++."""
-    own, update = flat(_own(strategy)), dict[str, Any]()
+    own, update = _own(strategy), dict[str, Any]()
     if config.batch == BatchConfig():
         update["batch"] = BatchConfig(**{ours: own[theirs] for theirs, ours in BATCH.items() if isinstance(own.get(theirs), int)})
     kinds = [kind for kind in ("bf16", "fp16") if own.get(f"{kind}.enabled") is True]
@@ -133,11 +133,10 @@ def deepspeed_config(
     Raises PlanError for the first value that contradicts the YAML, for an `auto` that the plan has no value for, and for what
     Drumline does itself or cannot do.
     """
-    own = _own(strategy)
-    made = _without_auto(own, sizes := _sizes(facts))
+    own, sizes = _own(strategy), _sizes(facts)
     ruled = _ruled(config, strategy, batch, precision, run_dir)
-    rules = ruled | _agreed(flat(own), config, steps)
-    for path, value in flat(own).items():
+    rules = ruled | _agreed(own, config, steps)
+    for path, value in own.items():
         if path in rules:
             _require_equal(path, value, rules[path])
         elif value == AUTO and path not in sizes and not path.startswith(("optimizer.", "scheduler.")):
@@ -150,26 +149,28 @@ def deepspeed_config(
         elif path in NEUTRAL and value != NEUTRAL[path]:
             what = f"{path} {json.dumps(value)} does not go with Drumline's training step"
             raise PlanError(what, where="strategy.config", fix=f"set it to {json.dumps(NEUTRAL[path])}, or leave it out")
-    for path, rule in ruled.items():
-        _put(made, path, rule.value)
+    values = user_config(strategy, facts) | {path: rule.value for path, rule in ruled.items()}
     for path, value in _defaults(strategy, precision, steps, facts).items():
-        if path not in flat(made) and value is not None:
+        values.setdefault(path, value)
+    made: dict[str, Any] = {}
+    for path, value in values.items():
+        if path.partition(".")[0] not in ("optimizer", "scheduler"):
             _put(made, path, value)
-    made.pop("optimizer", None)
-    made.pop("scheduler", None)
     return made
 
 
 def _own(strategy: Zero) -> dict[str, Any]:
-    """The user's own DeepSpeed config, `options` over the file."""
+    """Dotted path → value of the user's own DeepSpeed config, `options` over the file."""
     assert not isinstance(strategy.config, str), "Zero.with_files puts the file in the place of its path"
-    return _merge(strategy.config or {}, strategy.options)
+    own = _merge(strategy.config or {}, strategy.options)
+    return flat(own) if own else {}
 
 
 def user_config(strategy: Zero, facts: ModelFacts | None) -> dict[str, Any]:
-    """Dotted path → its value in the user's own DeepSpeed config, `auto` for sizes filled in."""
+    """The same, `auto` filled in where it is a size that follows from the model, and left out elsewhere."""
     own = _own(strategy)
-    return flat(_without_auto(own, _sizes(facts))) if own else {}
+    filled = {path: value for path, value in _sizes(facts).items() if own.get(path) == AUTO and value is not None}
+    return {path: value for path, value in own.items() if value != AUTO} | filled
 
 
 def _ruled(config: Config, strategy: Zero, batch: BatchPlan, precision: Precision, run_dir: str) -> dict[str, Ruled]:
@@ -271,21 +272,12 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(nested: dict[str, Any], path: str, value: Any) -> None:
+    """Raises PlanError where something else stands in the place of a section."""
     *outer, last = path.split(".")
     for key in outer:
-        nested = nested.setdefault(key, {})
+        nested[key] = nested.get(key) or {}
+        if not isinstance(nested[key], dict):
+            what = f"{key} is {json.dumps(nested[key])} in the DeepSpeed config, and not a section"
+            raise PlanError(what, where="strategy.config", fix=f"write keys and values under {key}, or leave it out")
+        nested = nested[key]
     nested[last] = value
-
-
-def _without_auto(nested: dict[str, Any], sizes: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A deep copy in which `auto` is a size that follows from the model, or left out."""
-    out: dict[str, Any] = {}
-    for key, value in nested.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict):
-            out[key] = _without_auto(value, sizes, f"{path}.")
-        elif value != AUTO:
-            out[key] = value
-        elif sizes.get(path) is not None:
-            out[key] = sizes[path]
-    return out
