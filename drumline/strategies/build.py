@@ -19,8 +19,7 @@ from drumline.models.freeze import freeze, give_fp32, keep_low
 from drumline.models.head import require_next_token
 from drumline.models.shards import Source, Values
 from drumline.models.tape import Build, lay_out_module
-from drumline.parallel.composite import POLICY, CompositeEngine, of_role
-from drumline.parallel.engine import Engine, OpenEngine
+from drumline.parallel.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, NativeEngine, prepare
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.parallel.transforms import gathered_in

@@ -20,8 +20,7 @@ from drumline.models.build import lay_out
 from drumline.models.load import load_tokenizer, pad_token_id
 from drumline.models.scores import language_weights
 from drumline.models.shards import Values
-from drumline.parallel.composite import CompositeEngine
-from drumline.parallel.engine import Engine
+from drumline.parallel.engine import CompositeEngine, Engine
 from drumline.parallel.native import LOW_PRECISION
 from drumline.rl.build import generator, greedy
 from drumline.rl.curriculum import Curriculum

@@ -13,7 +13,7 @@ from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.errors import ModelError
 from drumline.hardware.detect import Machine
-from drumline.parallel.composite import CompositeEngine
+from drumline.parallel.engine import CompositeEngine
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import assemble, find_model
 from drumline.strategies.build import build_engine

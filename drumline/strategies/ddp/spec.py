@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from drumline.core.degrees import Degrees, mixes
-from drumline.core.rule import Case, Rule, no_option
+from drumline.core.mesh import Dimension
+from drumline.core.rule import Rule, no_option
 from drumline.core.strategy import WITH_MEMORY, CopyOptions, Space, StrategySpec
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 
-def _compresses(case: Case) -> bool:
-    return case.strategy.copies().compression.kind != "none"
+def _uncompressed(degree: Dimension, what: str) -> Rule:
+    return Rule(
+        f"compression × {degree}",
+        lambda c: getattr(c.mesh, degree) > 1 and c.strategy.copies().compression.kind != "none",
+        f"gradients of {what} are averaged without DDP, whose buckets the compression works on",
+        "use compression=none",
+        "strategy.compression",
+    )
 
 
 class DDPStrategy(Degrees, CopyOptions):
@@ -25,20 +32,8 @@ class DDPStrategy(Degrees, CopyOptions):
         *no_option("replicate", "it holds a copy on each rank anyhow", "fsdp2 with replicate"),
         *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
-        Rule(
-            "compression × tp",
-            lambda c: c.mesh.tp > 1 and _compresses(c),
-            "gradients of cut matrices are averaged without DDP, whose buckets the compression works on",
-            "use compression=none",
-            "strategy.compression",
-        ),
-        Rule(
-            "compression × pp",
-            lambda c: c.mesh.pp > 1 and _compresses(c),
-            "gradients of a pipeline's stages are averaged without DDP, whose buckets the compression works on",
-            "use compression=none",
-            "strategy.compression",
-        ),
+        _uncompressed("tp", "cut matrices"),
+        _uncompressed("pp", "a pipeline's stages"),
         Rule(
             "powersgd, topk × fp16",
             lambda c: c.precision == "fp16" and c.strategy.copies().compression.kind in WITH_MEMORY,
