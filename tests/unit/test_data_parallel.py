@@ -16,7 +16,7 @@ from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.dp.transform import apply_dp
+from drumline.strategies.single.transform import apply_dp
 from tests.tiny import tiny_model_dir
 
 
