@@ -147,6 +147,11 @@ def decode(packed: torch.Tensor) -> torch.Tensor:
     return (codes * scales[..., None]).flatten(1)
 
 
+def by_parameter(flat: torch.Tensor, parameters: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """Parameter → its entries of a bucket, as views."""
+    return dict(zip(parameters, flat.split([p.numel() for p in parameters]), strict=True))
+
+
 class ErrorFeedback(Compressor):
     """What a step does not send is added to the next one's gradient, so that nothing is lost but time (Stich et al. 2018, Karimireddy
     et al. 2019). Costs 4 bytes a parameter on each rank."""
@@ -157,14 +162,13 @@ class ErrorFeedback(Compressor):
 
     def recall(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Add what was left to the gradients."""
-        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        for parameter, part in by_parameter(flat, parameters).items():
             if parameter in self.errors:
                 part += self.errors[parameter]
 
     def keep(self, left: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Remember what was not sent. A step with NaN is passed over by all ranks, and must not be remembered for ever."""
-        left = left.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self.errors.update(zip(parameters, left.split([p.numel() for p in parameters]), strict=True))
+        self.errors |= by_parameter(left.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), parameters)
 
 
 class TopK(ErrorFeedback):
@@ -202,10 +206,9 @@ class PowerSGD(ErrorFeedback):
 
     def average(self, flat: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         self.recall(flat, parameters)
-        parts = flat.split([p.numel() for p in parameters])
-        low = [self._is_worth_it(p) for p in parameters]
-        matrices = {p: part.view(p.shape[0], -1) for p, part, is_low in zip(parameters, parts, low, strict=True) if is_low}
-        whole = [part for part, is_low in zip(parts, low, strict=True) if not is_low]
+        parts = by_parameter(flat, parameters)
+        matrices = {p: part.view(p.shape[0], -1) for p, part in parts.items() if self._is_worth_it(p)}
+        whole = [part for p, part in parts.items() if p not in matrices]
         lefts = [matrix @ self._basis(p, matrix) for p, matrix in matrices.items()]
         averaged = self._average_together([*whole, *lefts])
         lefts = [torch.linalg.qr(left).Q for left in averaged[len(whole) :]]
@@ -217,8 +220,8 @@ class PowerSGD(ErrorFeedback):
             torch.mm(left, right.T, out=matrix)
             self.bases[p] = right.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
         error -= flat
-        for part, is_low in zip(error.split([p.numel() for p in parameters]), low, strict=True):
-            part *= is_low
+        for p, part in by_parameter(error, parameters).items():
+            part *= p in matrices
         self.keep(error, parameters)
 
     def _is_worth_it(self, parameter: torch.Tensor) -> bool:

@@ -191,7 +191,10 @@ class ForwardPipeline(PartOfPipeline):
                         sends.append((dist.isend(out, group=self.group, group_dst=(self.rank + 1) % self.ranks), out))
             for work, _ in sends:
                 work.wait()
-            return self._sums()
+        last = self.stages[-1]
+        sums: Sums = self._of_last(total(last.outs) if last.is_last else None)
+        last.outs.clear()
+        return sums
 
     def infer(self, micro_batches: Iterable[Any], read: Read, adapter: bool = True) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
@@ -199,19 +202,15 @@ class ForwardPipeline(PartOfPipeline):
             for stage in self.stages:
                 stack.enter_context(adapters.switched(stage.model, adapter))
             self.evaluate(micro_batches, reader(read, kept))
-        forms: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in kept]]
-        dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1)
+        forms = self._of_last([(tensor.shape, tensor.dtype) for tensor in kept])
         last = self.rank == self.ranks - 1
-        return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms[0])]
+        return [self._from(self.ranks - 1, kept[i] if last else None, *form) for i, form in enumerate(forms)]
 
-    def _sums(self) -> Sums:
-        """The last stage's sums over all its micro-batches, on all ranks of the pipeline."""
-        last = self.stages[-1]
-        answer = [total(last.outs) if last.is_last else None]
-        last.outs.clear()
-        dist.broadcast_object_list(answer, group=self.group, group_src=self.ranks - 1)
-        assert answer[0] is not None
-        return answer[0]
+    def _of_last(self, mine: Any) -> Any:
+        """What the rank of the last stage has, on all ranks of the pipeline."""
+        box = [mine]
+        dist.broadcast_object_list(box, group=self.group, group_src=self.ranks - 1)
+        return box[0]
 
     def _train(self, mode: bool) -> None:
         super()._train(mode)
@@ -278,10 +277,8 @@ class PipelineEngine(ForwardPipeline, NativeEngine):
         found = added(last.outs)
         last.outs.clear()
         if self.sums is None:
-            names = [list(found)]
-            dist.broadcast_object_list(names, group=self.group, group_src=self.ranks - 1)
-            none = (torch.tensor(-math.inf if name.startswith("max_") else 0.0, dtype=torch.float64) for name in names[0])
-            self.sums = {name: value.to(self.place) for name, value in zip(names[0], none, strict=True)}
+            none = {name: -math.inf if name.startswith("max_") else 0.0 for name in self._of_last(list(found))}
+            self.sums = {name: torch.tensor(value, dtype=torch.float64).to(self.place) for name, value in none.items()}
         return found if last.is_last else self.sums
 
     def _add_up_shared(self) -> None:
