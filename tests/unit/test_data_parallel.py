@@ -16,7 +16,7 @@ from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.single.transform import apply_dp
+from drumline.strategies.single.transform import Scattered
 from tests.tiny import tiny_model_dir
 
 
@@ -51,7 +51,7 @@ def test_rows_over_replicas_are_one_model(tmp_path: Path, copies_on_the_cpu: Non
     ids = torch.randint(3, 300, (5, 12), generator=torch.Generator().manual_seed(0))
     targets = torch.cat([ids[:, 1:], torch.full((5, 1), -100)], 1)
     batch = TokenBatch(ids, targets, torch.arange(12).expand(5, 12), weight=55)
-    scattered = apply_dp(cut, "cpu")
+    scattered = Scattered(cut, "cpu")
     scattered.over_devices = OnOneDevice(scattered.over_devices, parts)
     answers = []
     for module, model in ((whole, whole.model), (scattered, cut.model)):

@@ -15,26 +15,21 @@ from drumline.parallel.data_parallel import Unreplicated
 
 def spread(plan: Plan, model: nn.Module, module: nn.Module, values: Values) -> Unreplicated:
     values.fill(model)
-    return Unreplicated(apply_dp(module, plan.device), reads=module)
+    return Unreplicated(Scattered(module, plan.device), reads=module)
 
 
-def apply_dp(module: nn.Module, device: str) -> nn.Module:
+class Scattered(nn.Module):
     """nn.DataParallel: a module like `module` (a ForwardWithObjective on the first GPU) whose forward uses all GPUs of the machine from one
     process; on a CPU it does all rows itself. DDP is faster; this is for where only one process may be had.
 
     The rows of a batch are cut over the GPUs in equal runs, the weights copied to each, the sums added on the first. Where there are
-    fewer rows than GPUs, some GPUs idle.
+    fewer rows than GPUs, some GPUs idle. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors.
     """
-    rows = _Rows(module)
-    return _Scattered(nn.DataParallel(rows) if device == "cuda" else rows)
 
-
-class _Scattered(nn.Module):
-    """Batch in, sums out. nn.DataParallel cuts tensors alone, so a batch goes through it as a dict of its tensors."""
-
-    def __init__(self, over_devices: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: str) -> None:
         super().__init__()
-        self.over_devices = over_devices
+        rows = _Rows(module)
+        self.over_devices = nn.DataParallel(rows) if device == "cuda" else rows
 
     def forward(self, batch: Any, objective: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}

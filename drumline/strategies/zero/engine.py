@@ -112,7 +112,7 @@ class DeepSpeedEngine(ForwardEngine):
     def __init__(self, plan: Plan, model: nn.Module, trainable: dict[str, nn.Parameter], engine: Any) -> None:
         super().__init__(plan, model, Spread(engine, inner=engine.module))
         self.autocast_dtype = None  # its weights lie in the type that they compute in
-        self.trainable, self.named, self.engine = trainable, trainable, engine
+        self.named, self.engine = trainable, engine
         self.image_side = getattr(plan.config.algorithm, "image_size", None)
         self.zero = engine.optimizer
         self.data_ranks, self.precision = plan.mesh.data_ranks, plan.precision
@@ -168,7 +168,7 @@ class DeepSpeedEngine(ForwardEngine):
     def whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trainable weights in fp32, as they are kept; frozen ones in the type that they compute in."""
         for name, tensor in all_tensors(self.model).items():
-            if name in self.trainable:
+            if name in self.named:
                 yield name, safe_get_full_fp32_param(tensor).to(self.engine.device)
             else:
                 with self._whole(tensor):
@@ -196,7 +196,7 @@ class DeepSpeedEngine(ForwardEngine):
         # At an infinite norm DeepSpeed leaves the weights, lowers its loss scale and drops the gradients.
         infinite = torch.full((1,), float("inf"), device=self.engine.device)
         infinite_norm = {"scaled_global_norm": infinite[0], "_get_norm_groups": [infinite[0]], "get_grads_for_norm": ([infinite], {})}
-        with self._telling(infinite_norm[self.measure]):
+        with self._with_norms(infinite_norm[self.measure]):
             self.engine.step()
 
     def _step(self, lr: float | None, norm: float) -> None:
@@ -207,7 +207,7 @@ class DeepSpeedEngine(ForwardEngine):
             group["lr"] = lr
         if self.divisor != 1.0:
             self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, float(self.zero.loss_scale) * self.divisor
-        with self._telling(self.norms):
+        with self._with_norms(self.norms):
             self.engine.step()
         self.zero.custom_loss_scaler, self.divisor = False, 1.0
         self.steps += 1
@@ -223,8 +223,8 @@ class DeepSpeedEngine(ForwardEngine):
     def tensors(self) -> dict[str, torch.Tensor]:
         self._make_state()
         agree_on_statistics(self.batch_norms)
-        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.trainable}
-        for name, parameter in self.trainable.items():
+        named = {n: tensor for n, tensor in canonical_tensors(self.model).items() if n.removeprefix("model.") not in self.named}
+        for name, parameter in self.named.items():
             mine = self.owner[name] == self.rank
             for key, slot in self._keys(name):
                 full = safe_get_full_fp32_param(parameter) if slot is None else safe_get_full_optimizer_state(parameter, slot)
@@ -242,7 +242,7 @@ class DeepSpeedEngine(ForwardEngine):
         return {"scaler": {"scale": float(self.zero.loss_scale), "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}}
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.trainable.items():
+        for name, parameter in self.named.items():
             with self._whole(parameter, modifier_rank=0):  # written on all ranks alike
                 for key, slot in self._keys(name):
                     self._set(parameter, self._from_owner(name, tensors.get(key)), slot)
@@ -269,14 +269,14 @@ class DeepSpeedEngine(ForwardEngine):
         """Set fp32 weights from before rounding, by parameter name: whole, or this rank's part under stage 3. Collective."""
         for name, value in masters.items():
             if self.sharded:
-                safe_set_local_fp32_param(self.trainable[name], value.to(self.engine.device))
+                safe_set_local_fp32_param(self.named[name], value.to(self.engine.device))
             else:
-                self._set(self.trainable[name], value.to(self.engine.device), None)
+                self._set(self.named[name], value.to(self.engine.device), None)
 
     # ------------------------------------------------------------------------------------------------------------ inside
 
     @contextlib.contextmanager
-    def _telling(self, norms: Any) -> Iterator[None]:
+    def _with_norms(self, norms: Any) -> Iterator[None]:
         """Within, DeepSpeed's step takes `norms` for what it would measure."""
         if self.measure == "get_grads_for_norm" and norms is self.norms:  # it also takes from this what to clip
             yield
@@ -303,7 +303,7 @@ class DeepSpeedEngine(ForwardEngine):
     def _first_step(self) -> None:
         self.engine.eval()  # no statistics are taken of it
         if isinstance(self.engine.module, Plain):  # what it takes is not known
-            trainable = [*self.trainable.values()]
+            trainable = [*self.named.values()]
             with deepspeed.zero.GatheredParameters(trainable) if self.sharded else contextlib.nullcontext():
                 touched = torch.stack([parameter.sum() for parameter in trainable]).sum()
                 self.forward_backward([None], lambda *_: SimpleNamespace(loss_sum=touched * 0, sums={}), 1.0)
@@ -323,7 +323,7 @@ class DeepSpeedEngine(ForwardEngine):
 
     def _from_owner(self, name: str, mine: torch.Tensor | None, shape: torch.Size | None = None) -> torch.Tensor:
         """A tensor that `name`'s owner holds in host memory, on every rank's device. Collective."""
-        full = torch.empty(_shape(self.trainable[name]) if shape is None else shape, device=self.engine.device)
+        full = torch.empty(_shape(self.named[name]) if shape is None else shape, device=self.engine.device)
         if self.owner[name] == self.rank:
             assert mine is not None
             full.copy_(mine)
