@@ -150,17 +150,15 @@ class ForwardEngine:
         return self.spread.exposed_communication()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives; floating-point tensors of it in fp32 or more, since a loss is made of them outside of autocast."""
         trains = torch.is_grad_enabled()
         with self._autocast():
             out = (self.spread.module if trains else self.spread.inner)((args, kwargs))
         if not trains and isinstance(self.spread, Sharded):
             self.spread.reshard()
-        return precise(out)
+        return precise(out)  # a loss is made of it outside of autocast
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, the model is evaluated: one state on all ranks, no gradients. Collective."""
         self._come_together()
         was_training = self.model.training
         self._train(False)

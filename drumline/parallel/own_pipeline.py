@@ -101,7 +101,7 @@ class Link:
         for index, name in enumerate(stages):
             if not self.first <= index < self.stop:
                 run = self.receive if index == self.first - 1 else self.send if index == self.stop else partial(self._zeros, index)
-                model.set_submodule(name, Absent(stages[name], run=run))
+                model.set_submodule(name, Absent(run=run))
         kept = {*model.modules()}
         model._drumline_blocks = [b for b in blocks(model) if b in kept] or [*stages.values()][self.first : self.stop]  # type: ignore[assignment]
         model.forward = partial(self._forward, model.forward)

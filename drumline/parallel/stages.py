@@ -101,15 +101,15 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage, with its plain attributes, which trunks read (`attention_type`).
+    """In the place of a module of another stage: it gives `run(first input)`, or its first input itself. `absent`: whose plain attributes
+    it has, since trunks read them of blocks (`attention_type`). `returns`: see Cuts."""
 
-    It gives `run(first input)`, or its first input itself. `returns`: see Cuts.
-    """
-
-    def __init__(self, absent: nn.Module, returns: int = 0, run: Callable[[torch.Tensor], torch.Tensor] = lambda given: given) -> None:
+    def __init__(
+        self, absent: nn.Module | None = None, returns: int = 0, run: Callable[[torch.Tensor], torch.Tensor] = lambda given: given
+    ) -> None:
         super().__init__()
         self.returns, self.run = returns, run
-        for name, value in vars(absent).items():
+        for name, value in vars(absent).items() if absent is not None else ():
             if not name.startswith("_") and name not in ("forward", *vars(self)):
                 setattr(self, name, value)
 

@@ -119,14 +119,15 @@ def build_module(
 def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
     """Raises PlanError where a module by itself lacks what spreading it as planned requires."""
     schedule = plan.pipeline.schedule if plan.pipeline else ""
-    tp = "tensor parallelism requires a plan: which layers are cut by columns and which by rows"
-    cp = "context parallelism requires attention that it knows, that of a Hugging Face model"
-    for lacks, what, fix in (
-        (plan.mesh.tp > 1 and not tp_plan, tp, 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'),
-        (plan.mesh.cp > 1, cp, "use"),
-        (schedule in ("interleaved", "zero_bubble"), f"schedule {schedule} requires a Hugging Face model", "use schedule 1f1b or gpipe,"),
-    ):
-        if lacks:
+    lacks = {
+        "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",
+        "cp": "context parallelism requires attention that it knows, that of a Hugging Face model",
+        "pp": f"schedule {schedule} requires a Hugging Face model" if schedule in ("interleaved", "zero_bubble") else "",
+    }
+    for degree, what in lacks.items():
+        if getattr(plan.mesh, degree) > 1 and what:
+            tp = 'give tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or use'
+            fix = {"tp": tp, "cp": "use", "pp": "use schedule 1f1b or gpipe,"}[degree]
             raise PlanError(what, where="strategy", fix=f"{fix} ddp, fsdp2 or zero3")
     if plan.data_parallel == "dp":
         raise PlanError("nn.DataParallel cuts batches whose kind it knows", where="strategy", fix="use ddp")
