@@ -23,6 +23,7 @@ from drumline.models.head import Outputs, can_split, outputs, split
 from drumline.models.scores import VALUE
 from drumline.models.small import Tokens, close, try_small
 
+Run = Callable[[torch.Tensor], torch.Tensor]
 TRIAL_BLOCKS = 4  # blocks of the copy: a first, a last, and two between
 
 
@@ -101,24 +102,23 @@ def look(model: Any, ids_BT: torch.Tensor) -> Cuts:
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage: it gives `run(first input)`, or its first input itself. `absent`: whose plain attributes
-    it has, since trunks read them of blocks (`attention_type`). `returns`: see Cuts."""
+    """In the place of a module of another stage: it gives `run(first input)`, or its first input itself. `block`: whose plain attributes
+    it has, since trunks read them (`attention_type`). `returns`: see Cuts."""
 
-    def __init__(
-        self, absent: nn.Module | None = None, returns: int = 0, run: Callable[[torch.Tensor], torch.Tensor] = lambda given: given
-    ) -> None:
+    def __init__(self, block: nn.Module | None = None, returns: int = 0, run: Run | None = None) -> None:
         super().__init__()
         self.returns, self.run = returns, run
-        for name, value in vars(absent).items() if absent is not None else ():
+        for name, value in vars(block).items() if block is not None else ():
             if not name.startswith("_") and name not in ("forward", *vars(self)):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = self.run(args[0] if args else kwargs["hidden_states"])
+        given = args[0] if args else kwargs["hidden_states"]
+        out = given if self.run is None else self.run(given)
         return (out, *[None] * (self.returns - 1)) if self.returns else out
 
 
-def zeros_of(absent: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def zeros_of(absent: nn.Embedding | nn.Linear, dtype: torch.dtype) -> Run:
     """A function of zeros in the shape that an embedding (or its projection) gives; on a later stage they are replaced in turn."""
     stop, width = (None, absent.embedding_dim) if isinstance(absent, nn.Embedding) else (-1, absent.out_features)
     return lambda given: torch.zeros(*given.shape[:stop], width, dtype=dtype, device=given.device)
@@ -143,7 +143,7 @@ def part(model: Any, cuts: Cuts, ranges: list[Range], dtype: torch.dtype = torch
         weights = {id(p) for p in module.parameters(recurse=False)}
         if weights and not here and not needed & weights:
             makes = name in cuts.before and isinstance(module, nn.Embedding | nn.Linear)
-            lacks[name] = Absent(module, run=zeros_of(module, dtype)) if makes else Absent(module)
+            lacks[name] = Absent(run=zeros_of(module, dtype) if makes else None)
     blocks = model.get_submodule(cuts.blocks)
     lacks |= {f"{cuts.blocks}.{i}": Absent(block, cuts.returns) for i, block in enumerate(blocks) if i not in own}
     return _with(model, lacks)
