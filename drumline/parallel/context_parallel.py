@@ -52,8 +52,9 @@ def apply_context_parallel(
     else:
         part = SequencePart(mesh.get_group())
         attention, mask = ulysses, whole_mask
+    refused = f"context parallelism cannot run {type(model).__name__}: "
     if why := whole_sequences(model):
-        raise _refused(model, why)
+        raise NO_PARTS.error(refused + why)
     # A name of its own: another model of this process looks its functions up by name, and has another part of another sequence.
     name = f"drumline_sequence_part_{next(NUMBERS)}"
     AttentionInterface.register(name, _where_cut(part, sdpa_attention_forward, attention))
@@ -62,7 +63,7 @@ def apply_context_parallel(
     model.set_attn_implementation(name)
     if not _same_in_parts(model, mesh.device_type, part, packing):
         model.set_attn_implementation(before)
-        raise _refused(model, "cut in parts it does not compute what it computes whole")
+        raise NO_PARTS.error(refused + "cut in parts it does not compute what it computes whole")
     module.sequence = part
 
 
@@ -184,7 +185,3 @@ def _same_in_parts(model: Any, device: str, part: SequencePart, packing: bool) -
     same = torch.tensor(float(try_small(model, device, trial)), device=device)
     part.active = False
     return float(part.total(same)) == part.parts
-
-
-def _refused(model: Any, why: str) -> PlanError:
-    return NO_PARTS.error(f"context parallelism cannot run {type(model).__name__}: {why}")
