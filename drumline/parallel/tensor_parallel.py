@@ -49,7 +49,9 @@ def _cut(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
 
         module.forward = _with_weights(module, module.forward, summed_in_backward)
     elif style != "replicate":
-        whole = {} if style in ("colwise", "rowwise") else {"output_layouts" if style in ROWS_CUT else "input_layouts": Replicate()}
+        whole: dict[str, Any] = (
+            {} if style in ("colwise", "rowwise") else {"output_layouts" if style in ROWS_CUT else "input_layouts": Replicate()}
+        )
         how: ParallelStyle = ColwiseParallel(**whole) if style in ROWS_CUT else _Rowwise(**whole)
         for layer in cut_layers(module, style):
             parallelize_module(layer, mesh, how, src_data_rank=None)
@@ -105,7 +107,7 @@ def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
         return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
-    embedding.forward = look_up  # type: ignore[assignment]
+    embedding.forward = look_up  # type: ignore[method-assign]
 
 
 def _with_weights(
