@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -194,7 +193,7 @@ class ForwardEngine:
 class NativeEngine(ForwardEngine):
     """Engine over a trainable model."""
 
-    group: dist.ProcessGroup | None = None  # of a pipeline: the ranks with the other stages
+    group: Any = None  # of a pipeline: the process group of the ranks with the other stages
     counted_elsewhere: frozenset[str] = frozenset()  # tied weights whose gradients count on another of them
 
     def __init__(

@@ -107,7 +107,7 @@ def _cut_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
         part = local(mine.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
         return DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
-    embedding.forward = look_up  # type: ignore[method-assign]
+    embedding.forward = look_up  # type: ignore[assignment]
 
 
 def _with_weights(
