@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from drumline.core.strategy import StrategySpec
 
 # When a rule can be asked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
-# rank: only a run shows it, and who runs the model raises the rule's `error`: `train.setup` of a small copy, before any rank is started,
-# or a rank, where it takes several of them or a GPU.
-Phase = Literal["schema", "plan", "model", "rank"]
+Phase = Literal["schema", "plan", "model"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,24 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Why one combination is refused. `name` is how an error line calls it: `first × second`."""
+
+    name: str
+    reason: str
+    instead: str
+    where: str = "strategy"
+
+    def error(self, reason: str = "") -> PlanError:
+        """`reason`: in the place of its own, where only a run shows it: raised by `train.setup` of a small copy of the model, before any
+        rank is started, or by a rank, where it takes several of them or a GPU."""
+        return PlanError(f"{self.name}: {reason or self.reason}", where=self.where, fix=self.instead)
+
+
+@dataclass(frozen=True)
 class Rule:
-    """One combination that is refused. `name` is how the matrix of `drumline strategies` calls it: `first × second`; in phase schema the
-    option. The text may be made from the numbers of the case. A rule of phase model is asked where `facts` are known."""
+    """One combination that a strategy refuses; in phase schema `name` is the option. The texts may be made from the numbers of the case. A
+    rule of phase model is checked where `facts` are known."""
 
     name: str
     refuses: Callable[[Case], object]
@@ -49,14 +62,10 @@ class Rule:
 
     def check(self, case: Case) -> None:
         """Raises PlanError where it refuses."""
-        if self.phase in ("schema", "rank") or (self.phase == "model" and case.facts is None) or not self.refuses(case):
+        if self.phase == "schema" or (self.phase == "model" and case.facts is None) or not self.refuses(case):
             return
         reason, instead = (text if isinstance(text, str) else text(case) for text in (self.reason, self.instead))
-        raise self.error(reason, instead)
-
-    def error(self, reason: str, instead: str | None = None) -> PlanError:
-        """Its refusal. `instead`: in the place of its own text."""
-        return PlanError(f"{self.name}: {reason}", where=self.where, fix=instead or str(self.instead))
+        raise Refusal(self.name, reason, instead, self.where).error()
 
 
 def no_option(options: str, reason: str, instead: str) -> tuple[Rule, ...]:

@@ -1,129 +1,181 @@
-"""What cannot be combined: one table, each row with its reason and the nearest thing that works. Read before any process starts."""
+"""What cannot be combined, each with its reason and the nearest thing that works. Read before any process starts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from drumline.core.batch import nearest
 from drumline.core.facts import TP_STYLES
-from drumline.core.rule import Case, Rule, plain, recomputes_some
-from drumline.core.rules_models import MODEL_RULES
+from drumline.core.rollouts import VLLMGenerator
+from drumline.core.rule import Case, Refusal, plain, quantizes, recomputes_some, sees
 
-RULES: tuple[Rule, ...] = (
-    *MODEL_RULES,
-    Rule(
-        "SyncBatchNorm × a strategy that is not data parallel",
-        lambda c: c.config.model.sync_batchnorm and not (c.strategy.in_step and plain(c.mesh)),
-        "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO",
-        "use strategy=ddp",
-        "model.sync_batchnorm",
-    ),
-    Rule(
-        "SyncBatchNorm × groups that do not divide",
-        lambda c: c.config.model.sync_batchnorm and bool(c.mesh.data_ranks % (c.config.model.sync_batchnorm_ranks or 1)),
-        "the ranks of a group must divide the data ranks",
-        "use a divisor of the data ranks, or null for all",
-        "model.sync_batchnorm_ranks",
-    ),
-    Rule(
-        "SyncBatchNorm × no batch norm",
-        lambda c: c.config.model.sync_batchnorm and c.facts is not None and c.facts.batch_norms == 0,
-        "this model has no batch norm",
-        "take model.sync_batchnorm out",
-        "model.sync_batchnorm",
-    ),
-    Rule(
-        "ring × CPU",
-        lambda c: c.mesh.cp > 1 and c.device == "cpu" and c.strategy.context_method() == "ring",
-        "ring attention has no CPU kernel in torch",
-        "use cp_method=ulysses",
-    ),
-    Rule(
-        "tp × no plan",
-        lambda c: c.mesh.tp > 1 and c.facts is not None and not c.facts.tp_styles,
-        "this model's class carries no tensor-parallel plan in transformers",
-        "use strategy=fsdp2",
-    ),
-    Rule(
-        "tp × mixture of experts",
-        lambda c: c.mesh.tp > 1 and c.facts is not None and not c.facts.tp_styles <= TP_STYLES,
-        "this model's tensor-parallel plan has styles for experts, which are not built",
-        "use strategy=fsdp2",
-    ),
-    Rule(
-        "tp × heads",
-        lambda c: c.facts is not None and c.facts.tp_cuts_heads and bool(c.facts.heads % c.mesh.tp or c.facts.kv_heads % c.mesh.tp),
-        "the attention heads, and those of keys and values, must divide by tp",
-        "choose a tp that divides both numbers",
-    ),
-    Rule(
-        "tp × small vocabulary",
-        lambda c: c.mesh.tp > 1 and c.facts is not None and -(-c.facts.vocab_size // c.mesh.tp) * (c.mesh.tp - 1) >= c.facts.vocab_size,
-        "some rank would hold no row of the vocabulary",
-        "use a smaller tp",
-    ),
-    Rule(
-        "ring × packing",
-        lambda c: c.mesh.cp > 1 and c.strategy.context_method() == "ring" and c.config.packs,
-        "torch's ring attention takes no mask, and documents of a pack are kept apart by one",
-        "use ulysses, or data.packing=false",
-    ),
-    Rule(
-        "cp × pp",
-        lambda c: c.mesh.cp > 1 and c.mesh.pp > 1,
-        "the stages of a pipeline are handed whole sequences",
-        "use cp with ddp or fsdp2, or pp without cp",
-    ),
-    Rule(
-        "cp × attention",
-        lambda c: c.mesh.cp > 1 and c.config.model.attention not in ("auto", "sdpa"),
-        lambda c: f"parts of sequences are exchanged around sdpa, not around {c.config.model.attention}",
-        "use model.attention=auto",
-        where="model.attention",
-    ),
-    Rule(
-        "cp × max_length",
-        lambda c: c.config.data.max_length % _stretches(c) != 0,
-        lambda c: f"sequences of {c.config.data.max_length} tokens do not divide into {_stretches(c)} parts",
-        lambda c: f"nearest: {nearest(c.config.data.max_length, _stretches(c))}",
-        where="data.max_length",
-    ),
-    Rule(
-        "cp × heads",
-        lambda c: c.mesh.cp > 1 and c.strategy.context_method() == "ulysses" and _heads(c) % (c.mesh.cp * c.mesh.tp) != 0,
-        lambda c: f"{_heads(c)} attention heads do not divide by cp {c.mesh.cp}" + (f" × tp {c.mesh.tp}" if c.mesh.tp > 1 else ""),
-        lambda c: (
-            f"use cp={max(n for n in range(1, c.mesh.cp + 1) if _heads(c) % (n * c.mesh.tp) == 0 or n == 1)}, or cp_method=ring on GPUs"
-        ),
-    ),
-    Rule(
-        "selective checkpointing × zero_bubble",
-        lambda c: recomputes_some(c) and _zero_bubble(c),
-        "the split backward goes through a block twice, and what was kept of it is given out once",
-        "use schedule: interleaved, or activation_checkpointing=full",
-        "memory.activation_checkpointing",
-    ),
-    Rule(
-        "zero_bubble × compile",
-        lambda c: _zero_bubble(c) and c.config.compile.enabled,
-        "a compiled block has one backward, which does not split into that of its inputs and that of its weights",
-        "use schedule: interleaved",
-    ),
-)
-
-
-def _zero_bubble(c: Case) -> bool:
-    return c.mesh.pp > 1 and c.strategy.pipeline_schedule()[0] == "zero_bubble"
+# What only a run of the model may show: its reason is found there.
+NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
+NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
+NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this model", "data.packing")
 
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    for rule in (*RULES, *case.strategy.rules):
+    for rules in (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble):
+        for refusal in rules(case):
+            raise refusal.error()
+    for rule in case.strategy.rules:
         rule.check(case)
 
 
-def _stretches(case: Case) -> int:
-    """Into how many stretches a sequence is cut: one a rank, or two where a ring shares causal work out evenly."""
-    return case.mesh.cp * (2 if case.mesh.cp > 1 and case.strategy.context_method() == "ring" else 1)
+def _images(case: Case) -> Iterator[Refusal]:
+    mesh, alone = case.mesh, case.config.images_alone
+    if sees(case) and not case.config.algorithm.sees_images:
+        reason = "its batches carry no images, and ranks whose vision tower does not run would leave the others waiting"
+        yield Refusal("images × an algorithm that is not sft or pretrain", reason, "use algorithm=sft, or a model of text", "algorithm")
+    if sees(case) and mesh.pp > 1:
+        reason = "stages hand on hidden states alone, and the tower's features are added to those of several blocks (DeepStack)"
+        yield Refusal("images × pp", reason, "use strategy=fsdp2")
+    if sees(case) and mesh.cp > 1:
+        reason = "transformers puts the features of all images into the places it counts in a row, and a rank has a part of the places"
+        yield Refusal("images × cp", reason, "use strategy=fsdp2 with activation checkpointing")
+    if alone and mesh.cp > 1:
+        reason = "an image is one sample: its pixels become tokens inside of the model, so there is no sequence to deal out to ranks"
+        yield Refusal("cp × images", reason, "use strategy=ddp or fsdp2")
+    if alone and mesh.pp > 1:
+        yield Refusal("pp × images", "the stages of a pipeline are handed token ids", "use strategy=ddp or fsdp2")
 
 
-def _heads(case: Case) -> int:
-    return case.facts.heads if case.facts else 0
+def _adapters(case: Case) -> Iterator[Refusal]:
+    config, has_lora = case.config, case.config.adapter.kind == "lora"
+    if config.model.freeze and has_lora:
+        yield Refusal("frozen parts × an adapter", "an adapter freezes the whole model", "take model.freeze out", "model.freeze")
+    if quantizes(config):
+        if not (case.strategy.takes_packed and plain(case.mesh)):
+            reason, instead = "packed weights are proven whole on each rank only", "use strategy=ddp, or adapter.quantize=none"
+            yield Refusal("QLoRA × weights that are cut or sharded", reason, instead, "adapter.quantize")
+        if config.model.init == "random":
+            reason = "only weights that are loaded can be packed"
+            yield Refusal("QLoRA × random weights", reason, "use adapter.quantize=none", "adapter.quantize")
+    if config.checkpoint.export_adapter:
+        where = "checkpoint.export_adapter"
+        if not has_lora:
+            yield Refusal("adapter export × no adapter", "there is no adapter to export", f"use adapter=lora, or take {where} out", where)
+        if not config.model.as_published:
+            reason = "the frozen model lies in no folder that a reader could lay the adapter over"
+            yield Refusal("adapter export × a model of the run's own", reason, f"take {where} out: the merged model is exported", where)
+    if config.algorithm.reference_of(config) == "adapter":
+        if not has_lora:
+            reason, instead = "without an adapter there is none to switch off", "use adapter=lora, or algorithm.reference=precomputed"
+            yield Refusal("reference=adapter × no adapter", reason, instead, "algorithm.reference")
+        if getattr(config.algorithm, "reference_model", None) is not None:
+            reason = "the policy without its adapter is what training starts from, not algorithm.reference_model"
+            instead = "use algorithm.reference=precomputed or live"
+            yield Refusal("reference=adapter × a reference model of its own", reason, instead, "algorithm.reference")
+    vllm = config.algorithm.rollout and config.algorithm.rollout.generator
+    if isinstance(vllm, VLLMGenerator):
+        if vllm.weights != "none" and has_lora:
+            reason = "vLLM is handed whole weights, and an adapter lies beside them"
+            yield Refusal("vLLM × an adapter", reason, "use generator=hf, or adapter=none", "algorithm.generator")
+        if vllm.url is None and config.model.id is None:
+            reason = "its engine starts from a model's files, and this one has none"
+            yield Refusal("vLLM × a model without files", reason, "use generator=hf, or set model.id", "algorithm.generator")
+
+
+def _model(case: Case) -> Iterator[Refusal]:
+    """What the model cannot do; nothing where it is not known yet."""
+    facts, ring = case.facts, _rings(case)
+    if facts is None:
+        return
+    if case.mesh.cp > 1:
+        if facts.first_position is None:
+            reason = "its tokens would count from the start of each part, since it takes no positions from outside"
+            yield Refusal("cp × a model without position ids", reason, "use strategy=ddp or fsdp2")
+        if ring and facts.bidirectional:
+            reason = "torch's ring attention takes no mask, and padding is kept out by one"
+            yield Refusal("ring × tokens that see those behind them", reason, "use ulysses")
+        if facts.whole_sequences:
+            yield replace(NO_PARTS, reason=f"context parallelism cannot run {facts.name}: {facts.whole_sequences}")
+        if ring and facts.windows:
+            reason = "ring attention in torch takes no mask, and this model has layers with windows of their own"
+            yield Refusal("ring × windows", reason, "use ulysses")
+    if case.mesh.pp > 1:
+        if facts.trains_router:
+            where = "model.config.output_router_logits"
+            reason = "the loss is a product of means over all layers, and a stage has some of them"
+            instead = f"use strategy=fsdp2, or train without it: {where}=false"
+            yield Refusal("pp × the router loss of a mixture of experts", reason, instead, where)
+        if facts.uncut:
+            yield replace(NO_STAGES, reason=facts.uncut)
+    if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
+        reason, instead = f"{facts.name} has no activation checkpointing", "set it to none, or use a smaller micro-batch"
+        yield Refusal("activation checkpointing × the model", reason, instead, "memory.activation_checkpointing")
+
+
+def _batch_norm(case: Case) -> Iterator[Refusal]:
+    model = case.config.model
+    if not model.sync_batchnorm:
+        return
+    if not (case.strategy.in_step and plain(case.mesh)):
+        reason = "batch statistics are shared over ranks that hold whole samples and are in step at each forward: under DDP, FSDP2 and ZeRO"
+        yield Refusal("SyncBatchNorm × a strategy that is not data parallel", reason, "use strategy=ddp", "model.sync_batchnorm")
+    if case.mesh.data_ranks % (model.sync_batchnorm_ranks or 1):
+        reason, instead = "the ranks of a group must divide the data ranks", "use a divisor of the data ranks, or null for all"
+        yield Refusal("SyncBatchNorm × groups that do not divide", reason, instead, "model.sync_batchnorm_ranks")
+    if case.facts is not None and case.facts.batch_norms == 0:
+        reason = "this model has no batch norm"
+        yield Refusal("SyncBatchNorm × no batch norm", reason, "take model.sync_batchnorm out", "model.sync_batchnorm")
+
+
+def _tensor_parallel(case: Case) -> Iterator[Refusal]:
+    facts, tp = case.facts, case.mesh.tp
+    if facts is None or tp == 1:
+        return
+    if not facts.tp_styles:
+        yield Refusal("tp × no plan", "this model's class carries no tensor-parallel plan in transformers", "use strategy=fsdp2")
+    if not facts.tp_styles <= TP_STYLES:
+        reason = "this model's tensor-parallel plan has styles for experts, which are not built"
+        yield Refusal("tp × mixture of experts", reason, "use strategy=fsdp2")
+    if facts.tp_cuts_heads and (facts.heads % tp or facts.kv_heads % tp):
+        reason = "the attention heads, and those of keys and values, must divide by tp"
+        yield Refusal("tp × heads", reason, "choose a tp that divides both numbers")
+    if -(-facts.vocab_size // tp) * (tp - 1) >= facts.vocab_size:
+        yield Refusal("tp × small vocabulary", "some rank would hold no row of the vocabulary", "use a smaller tp")
+
+
+def _context_parallel(case: Case) -> Iterator[Refusal]:
+    config, mesh, cp = case.config, case.mesh, case.mesh.cp
+    if cp == 1:
+        return
+    ring, length, heads = _rings(case), config.data.max_length, case.facts.heads if case.facts else 0
+    if ring and case.device == "cpu":
+        yield Refusal("ring × CPU", "ring attention has no CPU kernel in torch", "use cp_method=ulysses")
+    if ring and config.packs:
+        reason = "torch's ring attention takes no mask, and documents of a pack are kept apart by one"
+        yield Refusal("ring × packing", reason, "use ulysses, or data.packing=false")
+    if mesh.pp > 1:
+        yield Refusal("cp × pp", "the stages of a pipeline are handed whole sequences", "use cp with ddp or fsdp2, or pp without cp")
+    if config.model.attention not in ("auto", "sdpa"):
+        reason = f"parts of sequences are exchanged around sdpa, not around {config.model.attention}"
+        yield Refusal("cp × attention", reason, "use model.attention=auto", "model.attention")
+    parts = 2 * cp if ring else cp  # a ring shares causal work out evenly where each rank has two
+    if length % parts:
+        reason = f"sequences of {length} tokens do not divide into {parts} parts"
+        yield Refusal("cp × max_length", reason, f"nearest: {nearest(length, parts)}", "data.max_length")
+    if not ring and heads % (cp * mesh.tp):
+        reason = f"{heads} attention heads do not divide by cp {cp}" + (f" × tp {mesh.tp}" if mesh.tp > 1 else "")
+        fits = max(n for n in range(1, cp + 1) if heads % (n * mesh.tp) == 0 or n == 1)
+        yield Refusal("cp × heads", reason, f"use cp={fits}, or cp_method=ring on GPUs")
+
+
+def _zero_bubble(case: Case) -> Iterator[Refusal]:
+    if case.mesh.pp == 1 or case.strategy.pipeline_schedule()[0] != "zero_bubble":
+        return
+    if recomputes_some(case):
+        reason = "the split backward goes through a block twice, and what was kept of it is given out once"
+        instead = "use schedule: interleaved, or activation_checkpointing=full"
+        yield Refusal("selective checkpointing × zero_bubble", reason, instead, "memory.activation_checkpointing")
+    if case.config.compile.enabled:
+        reason = "a compiled block has one backward, which does not split into that of its inputs and that of its weights"
+        yield Refusal("zero_bubble × compile", reason, "use schedule: interleaved")
+
+
+def _rings(case: Case) -> bool:
+    return case.mesh.cp > 1 and case.strategy.context_method() == "ring"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from drumline.core.rules_models import NO_PACKS
+from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
 from drumline.models.classifier import class_logits, grey_image

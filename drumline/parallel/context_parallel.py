@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from drumline.core.rules_models import NO_PARTS
+from drumline.core.rules import NO_PARTS
 from drumline.errors import PlanError
 from drumline.models.blocks import whole_sequences
 from drumline.models.head import ForwardWithObjective

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.core.rules_models import NO_STAGES
+from drumline.core.rules import NO_STAGES
 from drumline.core.stages import Range
 from drumline.models.blocks import block_list, uncut
 from drumline.models.head import Outputs, can_split, outputs, split
