@@ -8,7 +8,7 @@ from __future__ import annotations
 from drumline.compat.deepspeed import EXPORT, STAGES, clip, low_precision, own_deepspeed_file, put_offload
 from drumline.compat.rules import Rule, flag, gone, later, name_list, nothing, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, pop, refuse
-from drumline.core.suggest import by_word
+from drumline.core.mistakes import by_word
 
 WHAT = "an accelerate config"
 DEVICES = "Drumline runs on GPUs that torch calls cuda (NVIDIA, AMD) and on CPUs"

@@ -11,7 +11,7 @@ from drumline.compat.deepspeed import clip, found, new_path, power_of_two, track
 from drumline.compat.groups import NO_SCHEDULES, SCHEDULES, step_count
 from drumline.compat.rules import Rule, flag, gone, if_on, later, name_list, number, one_of, only, read, switch, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, refuse, shown
-from drumline.core.suggest import by_word
+from drumline.core.mistakes import by_word
 
 
 def _backend(sheet: Sheet, old: Old) -> None:

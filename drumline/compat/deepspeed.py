@@ -11,7 +11,7 @@ from typing import Any
 
 from drumline.compat.rules import Rule, flag, gone, later, nothing, number, one_of, only, read, to, whole
 from drumline.compat.sheet import AUTO, Old, Sheet, Source, contradiction, listed, pop, refuse, shown
-from drumline.core.suggest import by_word
+from drumline.core.mistakes import by_word
 from drumline.core.yaml_lines import read_yaml
 from drumline.errors import ConfigError
 from drumline.foreign import read_text

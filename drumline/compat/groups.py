@@ -10,8 +10,8 @@ from drumline.compat.deepspeed import PRECISIONS, STAGES, deepspeed_config, foun
 from drumline.compat.rules import Rule, flag, later, name_list, number, one_of, to, whole
 from drumline.compat.sheet import Old, Sheet, contradiction, pop, refuse, shown
 from drumline.core.algorithm import AlgorithmSpec
+from drumline.core.mistakes import by_word
 from drumline.core.registry import find
-from drumline.core.suggest import by_word
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd", "wsd": "wsd"}  # fmt: skip

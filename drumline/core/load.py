@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from drumline.core.config import Config
-from drumline.core.mistakes import Origins, check_numbers, first_mistake
+from drumline.core.mistakes import check_numbers, first_mistake, kinds_at
 from drumline.core.redact import plain
 from drumline.core.secret import withhold
-from drumline.core.suggest import kinds_at
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
 from drumline.foreign import MIB, first_line, parse_json
@@ -63,17 +62,13 @@ def load_values(values: Mapping[str, Any], overrides: list[str], over: Overlay |
         fix = "text, numbers, lists, dictionaries and paths go into a config; name your own code by path.py:name"
         raise ConfigError(f"cannot be written as YAML: {first_line(error)}", where="config", fix=fix) from None
     draft = drafted(text, "config", Path(), over)
-    return _loaded(replace(draft, lines={}), Path(_script()), overrides, trusted, over is not None)
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name  # it names the run folder where nobody does
+    return _loaded(replace(draft, lines={}), Path(script), overrides, trusted, over is not None)
 
 
 def reader(config: str | Path | Mapping[str, Any]) -> Callable[..., Loaded]:
     """`load` of a file, or `load_values` of the keys themselves, with the rest of its arguments to come."""
     return partial(load_values, config) if isinstance(config, Mapping) else partial(load, Path(config))
-
-
-def _script() -> str:
-    """The name of what runs, which names the run folder where nobody does."""
-    return Path(getattr(sys.modules["__main__"], "__file__", None) or "notebook").name
 
 
 def overrides_of(given: Overrides | None) -> list[str]:
@@ -89,15 +84,12 @@ def overrides_of(given: Overrides | None) -> list[str]:
 
 def _loaded(draft: Draft, path: Path, overrides: list[str], trusted: bool, laid_over: bool) -> Loaded:
     config = validated(draft, overrides, trusted, path.parent)
-    if config.model.chat_template is not None:
-        # Ranks read it from the plan, and no longer know where the YAML was.
-        template = str((path.parent / config.model.chat_template).absolute())
-        config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
-    config = config.model_copy(update={"strategy": config.strategy.with_files(path.parent)})
-    if config.cluster is not None and config.cluster.calibration is not None:
-        measured = str((path.parent / config.cluster.calibration).absolute())
-        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"calibration": measured})})
-    return Loaded(config, path, path.parent, tuple(draft.notes), draft.resume, draft.old or laid_over)
+    update: dict[str, Any] = {"strategy": config.strategy.with_files(path.parent)}
+    for name, key in (("model", "chat_template"), ("cluster", "calibration")):
+        if (file := getattr(section := getattr(config, name), key, None)) is not None:
+            # Ranks read it from the plan, and no longer know where the YAML was.
+            update[name] = section.model_copy(update={key: str((path.parent / file).absolute())})
+    return Loaded(config.model_copy(update=update), path, path.parent, tuple(draft.notes), draft.resume, draft.old or laid_over)
 
 
 def load_text(text: str, overrides: list[str], name: str = "config") -> Config:
@@ -122,15 +114,33 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Draft:
-    """Values on their way to a Config, and where each was said. `old`: they come from another tool's file."""
+    """Values on their way to a Config, and where each was set: lines of a file, other places (`set_at`), overrides laid over both. `old`:
+    they come from another tool's file."""
 
     name: str
     values: dict[str, Any]
     lines: dict[Place, int]
     set_at: dict[Place, str] = field(default_factory=dict)
+    overrides: dict[Place, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resume: str | None = None
     old: bool = False
+
+    def where(self, place: Place) -> str:
+        """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
+        for start, override in reversed(self.overrides.items()):
+            if place[: len(start)] == start:
+                return f"override {override}"
+        for start, override in self.overrides.items():
+            if place and place not in self.lines and start[: len(place)] == place:
+                return f"override {override}"
+        dotted = ".".join(place)
+        for length in range(len(place), 0, -1):
+            if place[:length] in self.set_at:
+                return self.set_at[place[:length]]
+            if place[:length] in self.lines:
+                return f"{self.name}:{self.lines[place[:length]]}: {dotted}"
+        return f"{self.name}: {dotted}" if dotted else self.name
 
 
 def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folder: Path | None = None) -> Draft:
@@ -146,10 +156,9 @@ def drafted(text: str, name: str, base: Path, over: Overlay | None = None, folde
         raise ConfigError(f"holds {what}, not keys and values", where=f"{name}:1", fix="write `key: value` lines")
     draft = Draft(name, values, lines)
     if (new := translate(values, lines, name, base, folder or base)) is not None:
-        draft = Draft(name, new.values, {}, new.set_at, new.notes, new.resume, old=True)
+        draft = Draft(name, new.values, {}, new.set_at, notes=new.notes, resume=new.resume, old=True)
     if over is not None:
-        placed = lay(draft.values, over, Origins(name, draft.lines, {}, draft.set_at).where)
-        draft.set_at = {**placed, **draft.set_at}
+        draft.set_at = {**lay(draft.values, over, draft.where), **draft.set_at}
         draft.notes += over.notes
     return draft
 
@@ -162,21 +171,21 @@ def has_data(values: dict[str, Any]) -> bool:
 def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir: Path | None = None) -> Config:
     """The Config of a draft with overrides over it. `base_dir`: what files of the user's own code are relative to. Raises ConfigError."""
     values = draft.values
-    origins = Origins(draft.name, draft.lines, {lay_over(values, override): override for override in overrides}, draft.set_at)
+    draft.overrides = {lay_over(values, override): override for override in overrides}
     if draft.old and not has_data(values):
         fix = "add it on the command line: data.train='[{kind: file, path: rows.jsonl}]', or --accelerate-config for a config that has it"
         raise ConfigError("says nothing of data", where=draft.name, fix=fix)
-    values = withhold(values if trusted else _without_trust(values, tuple(origins.overrides)), origins.where)
+    values = withhold(values if trusted else _without_trust(values, tuple(draft.overrides)), draft.where)
     try:
         allowed = trusted or (isinstance(values.get("model"), dict) and values["model"].get("trust_remote_code") is True)
         config = Config.model_validate(values, context={"base_dir": base_dir, "trusted": allowed})
     except ValidationError as error:
-        raise first_mistake(error, origins) from None
-    check_numbers(values, config.model_dump(), origins)
+        raise first_mistake(error, draft.where) from None
+    check_numbers(values, config.model_dump(), draft.where)
     metric, known = config.eval.metric, config.algorithm.metrics
     if metric not in known and not (metric.startswith("reward/") and "reward" in known):
         what = f"algorithm {config.algorithm.kind} measures no {metric!r}"
-        raise ConfigError(what, where=origins.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
+        raise ConfigError(what, where=draft.where(("eval", "metric")), fix=f"one of {', '.join(known)}")
     return config
 
 
@@ -280,13 +289,12 @@ def differences(old: Config, new: Config) -> list[Difference]:
     found = []
     for key in dict.fromkeys([*before, *after]):
         if before.get(key) != after.get(key):
-            free = any(key == name or key.startswith(name + ".") for name in may)
-            found.append(Difference(key, before.get(key), after.get(key), not free))
+            found.append(Difference(key, before.get(key), after.get(key), not allowed(key, may)))
     return found
 
 
 def allowed(key: str, allow: tuple[str, ...]) -> bool:
-    """Whether `--allow` names a key, a section that it is in, or all."""
+    """Whether `allow` names a key, a section that it is in, or all."""
     return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
 
 

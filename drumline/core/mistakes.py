@@ -1,16 +1,22 @@
-"""What pydantic found wrong → one line that names the place, what was given, what is wanted, and the way out."""
+"""What pydantic found wrong → one line that names the place, what was given, what is wanted, and the way out. Also: which keys and kinds
+there are at a place of the config."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import reprlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from drumline.core.by_name import nearest
-from drumline.core.suggest import field_at, keys_at, kind_of, kinds_at, meant, models_at
+from drumline.core.config import Config
+from drumline.core.registry import Spec, kinds, literal_kinds
 from drumline.core.yaml_lines import Place
 from drumline.errors import ConfigError
 
@@ -34,54 +40,33 @@ WANTED = {
 }
 
 
-class Origins:
-    """Where the values came from: lines of a file, what stands elsewhere (`set_at`), and the overrides laid over both."""
-
-    def __init__(self, name: str, lines: dict[Place, int], overrides: dict[Place, str], set_at: dict[Place, str] | None = None) -> None:
-        self.name, self.lines, self.overrides, self.set_at = name, lines, overrides, set_at or {}
-
-    def where(self, place: Place) -> str:
-        """The override or the line that a value came from, with its dotted key; the nearest section's line for a key that is not there."""
-        for start, override in reversed(self.overrides.items()):
-            if place[: len(start)] == start:
-                return f"override {override}"
-        for start, override in self.overrides.items():
-            if place and place not in self.lines and start[: len(place)] == place:
-                return f"override {override}"
-        dotted = ".".join(place)
-        for length in range(len(place), 0, -1):
-            if place[:length] in self.set_at:
-                return self.set_at[place[:length]]
-            if place[:length] in self.lines:
-                return f"{self.name}:{self.lines[place[:length]]}: {dotted}"
-        return f"{self.name}: {dotted}" if dotted else self.name
+Where = Callable[[Place], str]  # how an error line names the place that a value came from
 
 
-def first_mistake(error: ValidationError, origins: Origins) -> ConfigError:
+def first_mistake(error: ValidationError, where: Where) -> ConfigError:
     """The first mistake as one line; how many more there are stands behind it."""
     details = error.errors(include_url=False)
     # Unknown keys go first: a misspelt key also makes the right one look as if it were missing.
     details.sort(key=lambda d: d["type"] != "extra_forbidden")
     place, kind = _place(details[0]["loc"])
     what, fix = _describe(details[0], place, kind)
-    more = len(details) - 1
-    if more:
+    if more := len(details) - 1:
         what += f" (and {more} more mistake{'s' * (more > 1)})"
-    return ConfigError(what, where=origins.where(place), fix=fix or None)
+    return ConfigError(what, where=where(place), fix=fix or None)
 
 
-def check_numbers(given: Any, made: Any, origins: Origins, place: Place = ()) -> None:
+def check_numbers(given: Any, made: Any, where: Where, place: Place = ()) -> None:
     """Refuse what pydantic lets pass: true and false as 1 and 0, and numbers that are not finite. `made`: the config, dumped."""
     if isinstance(given, dict) and isinstance(made, dict):
         for key, value in given.items():
-            check_numbers(value, made.get(key), origins, (*place, str(key)))
+            check_numbers(value, made.get(key), where, (*place, str(key)))
     elif isinstance(given, list) and isinstance(made, list | tuple):
         for index, (value, other) in enumerate(zip(given, made, strict=True)):
-            check_numbers(value, other, origins, (*place, str(index)))
+            check_numbers(value, other, where, (*place, str(index)))
     elif isinstance(given, bool) and isinstance(made, int | float) and not isinstance(made, bool):
-        raise ConfigError(f"{_shown(given)} given, a number is wanted", where=origins.where(place), fix=_default(place))
+        raise ConfigError(f"{_shown(given)} given, a number is wanted", where=where(place), fix=_default(place))
     elif isinstance(made, float) and not math.isfinite(made):
-        raise ConfigError(f"{_shown(given)} given, a finite number is wanted", where=origins.where(place), fix=_default(place))
+        raise ConfigError(f"{_shown(given)} given, a finite number is wanted", where=where(place), fix=_default(place))
 
 
 def _place(loc: tuple[str | int, ...]) -> tuple[Place, str | None]:
@@ -191,3 +176,124 @@ def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxstring = 60
     return short.repr(value)
+
+
+# --------------------------------------------------------------------------------------------- keys and kinds of a place
+
+
+def by_word(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for each word of a table whose keys are words with spaces between them: those of a key mean the same."""
+    return {word: value for names, value in table.items() for word in names.split()}
+
+
+# What others call a thing → what it is called here: a dotted key, or a bare one that is known in several sections.
+SYNONYMS = by_word(
+    {
+        "learning_rate": "optimizer.lr",
+        "adam_epsilon": "optimizer.eps",
+        "gradient_clipping clip_grad_norm": "optimizer.max_grad_norm",
+        "optim": "optimizer.kind",
+        "lr_scheduler_type lr_scheduler": "schedule.kind",
+        "scheduler": "schedule",
+        "warmup": "schedule.warmup_steps",
+        "batch_size global_batch_size train_batch_size": "batch.global_samples",
+        "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu": "batch.micro_batch",
+        "per_device_eval_batch_size": "eval.micro_batch",
+        "gradient_accumulation_steps": "batch.accumulation",
+        "max_seq_length max_seq_len sequence_length block_size": "data.max_length",
+        "dataset": "data",
+        "datasets train_file": "data.train",
+        "num_workers": "data.workers",
+        "num_train_epochs num_epochs max_epochs": "run.epochs",
+        "max_steps": "run.steps",
+        "output_dir": "run.dir",
+        "logging_steps": "run.log_every",
+        "save_steps save_every": "checkpoint.every",
+        "save_total_limit": "checkpoint.keep",
+        "eval_steps eval_every": "eval.every",
+        "metric_for_best_model": "eval.metric",
+        "gradient_checkpointing": "memory.activation_checkpointing",
+        "torch_compile": "compile.enabled",
+        "mixed_precision dtype torch_dtype fp16 bf16": "precision",
+        "model_name_or_path model_name base_model": "model.id",
+        "attn_implementation": "model.attention",
+        "num_processes nproc_per_node num_gpus devices": "launch.nproc",
+        "distributed parallelism": "strategy",
+        "type": "kind",
+    }
+)
+
+
+def models_at(place: Place) -> list[type[BaseModel]]:
+    """The sections that may stand at a place (several where a union does)."""
+    models: list[type[BaseModel]] = [Config]
+    for key in place:
+        if key.isdigit():
+            continue
+        fields = [m.model_fields[key].annotation for m in models if key in m.model_fields]
+        models = [model for annotation in fields for model in _sections(annotation)]
+    return models
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, Spec) and "group" in vars(annotation):
+        return list(kinds(annotation).values())
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, list, tuple) or hasattr(annotation, "__metadata__"):
+        return [model for part in get_args(annotation) for model in _sections(part)]
+    return []
+
+
+def kind_of(model: type[BaseModel]) -> str | None:
+    """The `kind` that selects this section in its union, where it is fixed to one."""
+    fixed = literal_kinds(model)
+    return fixed[0] if len(fixed) == 1 else None
+
+
+def kinds_at(place: Place) -> list[str]:
+    """The values that `kind` may have in the section at a place; empty where there is no such key."""
+    return [kind for model in models_at(place) for kind in literal_kinds(model)]
+
+
+def keys_at(place: Place, kind: str | None = None) -> list[str]:
+    """The keys that are known at a place, in the section of one kind where that is given."""
+    return sorted({key for model in models_at(place) if kind in (None, kind_of(model)) for key in model.model_fields})
+
+
+def field_at(place: Place) -> FieldInfo | None:
+    """What the schema says of the value at a place."""
+    found = [model.model_fields[place[-1]] for model in models_at(place[:-1]) if place[-1] in model.model_fields] if place else []
+    return found[0] if found else None
+
+
+def meant(key: str, place: Place, kind: str | None = None) -> list[str]:
+    """What an unknown key at a place was probably meant to be, the likeliest first: a bare key of that place, or dotted ones elsewhere."""
+    known, word = keys_at(place, kind), key.lower().replace("-", "_")
+    if found := _synonym(word, place, known):
+        return found
+    if close := nearest(word, known):
+        return [close]
+    if found_elsewhere := elsewhere(word):
+        return found_elsewhere
+    similar = difflib.get_close_matches(word, SYNONYMS, n=1, cutoff=0.85)
+    return _synonym(similar[0], place, known) if similar else []
+
+
+def _synonym(word: str, place: Place, known: list[str]) -> list[str]:
+    dotted = SYNONYMS.get(word, "")
+    section, _, last = dotted.rpartition(".")
+    if last in known and section in ("", ".".join(place)):
+        return [last]
+    return [dotted] if section or dotted in Config.model_fields else []
+
+
+def elsewhere(key: str, model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Dotted places where a key of this very name is known, those near the top first."""
+    found = []
+    for name, field in model.model_fields.items():
+        if name == key and prefix:
+            found.append(f"{prefix}{name}")
+        for section in _sections(field.annotation):
+            found += elsewhere(key, section, f"{prefix}{name}.")
+    return sorted(set(found), key=lambda dotted: (dotted.count("."), dotted))

@@ -11,8 +11,8 @@ import pytest
 
 from drumline.core.config import Config
 from drumline.core.load import differences, load, load_text, schema, to_yaml
+from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.core.model import ModelConfig
-from drumline.core.suggest import SYNONYMS, field_at, kinds_at
 from drumline.errors import ConfigError
 from tests.strategies import DDPStrategy
 

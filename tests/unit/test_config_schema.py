@@ -14,9 +14,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from drumline.core.config import Config
 from drumline.core.load import schema
+from drumline.core.mistakes import kinds_at, models_at
 from drumline.core.registry import Registered
 from drumline.core.section import Short
-from drumline.core.suggest import kinds_at, models_at
 
 DATA = {"train": [{"kind": "file", "path": "x.jsonl"}]}
 VALIDATOR = jsonschema.Draft202012Validator(schema())

@@ -122,7 +122,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dict
 
 
 def places(model: Any = Config, prefix: str = "", depth: int = 0) -> list[str]:
-    from drumline.core.suggest import _sections
+    from drumline.core.mistakes import _sections
 
     found = []
     for name, field in model.model_fields.items():
