@@ -131,7 +131,7 @@ def _common(config: Config, nproc: int, steps: int, on_progress: OnProgress) -> 
     """Overrides that hold for all runs: the batch of the user's own run, a few steps, exact arithmetic, nothing drawn at random."""
     from drumline.core.batch import resolve_batch
 
-    samples = resolve_batch(config, nproc)[0]
+    samples = resolve_batch(config, nproc)
     lora = ["adapter.dropout=0.0"] if config.adapter.kind == "lora" else []
     return [
         f"batch={{global_samples: {samples.global_samples}, micro_batch: {_micro_batch(config, samples.global_samples, nproc)}}}",

@@ -1,5 +1,5 @@
 """Batch arithmetic: global samples = micro-batch × accumulation × data ranks, whichever side the user gave. Of rollouts: minibatches ×
-global samples episodes each, learned from `epochs` times. Pure."""
+global samples episodes each, trained on `epochs` times. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from drumline.core.config import BatchConfig, Config
+from drumline.core.mesh import divisors
 from drumline.core.plan import BatchPlan, DataPlan
 from drumline.core.rollouts import RolloutSpec
 from drumline.errors import PlanError
@@ -17,22 +18,22 @@ TOKENS_AT_ONCE = 4096
 IMAGE_TOKENS = 128  # an image counts as this many
 
 
-def row_tokens(config: Config) -> int:
-    """What a row counts as where micro-batches are chosen."""
-    return IMAGE_TOKENS if config.images_alone else config.data.max_length
-
-
-def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None) -> tuple[BatchPlan, list[str]]:
-    """The batch of the run and one line for each number that was chosen for the user. `in_flight`: accumulation to choose at least,
-    where it is open. `batch`: in the place of the config's.
+def resolve_batch(
+    config: Config, data_ranks: int, in_flight: int = 1, batch: BatchConfig | None = None, why: list[str] | None = None
+) -> BatchPlan:
+    """The batch of the run. `in_flight`: accumulation to choose at least, where it is open. `batch`: in the place of the config's. `why`
+    gets a line for each number that was chosen.
 
     Raises PlanError, with the arithmetic and the nearest valid values, where the numbers do not go together.
     """
-    why: list[str] = []
+    why = [] if why is None else why
     batch, rows_per_sample = batch or config.batch, config.algorithm.rows_per_sample
-    tokens = row_tokens(config) * rows_per_sample
-    total = _global_samples(batch, tokens, "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length =")
-    micro, accumulation = batch.micro_batch, batch.accumulation
+    tokens = (IMAGE_TOKENS if config.images_alone else config.data.max_length) * rows_per_sample
+    total, micro, accumulation = batch.global_samples, batch.micro_batch, batch.accumulation
+    if batch.global_tokens is not None:
+        unit = "data.max_length" if rows_per_sample == 1 else f"{rows_per_sample} × data.max_length ="
+        what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
+        total = _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
     if total is None:
         micro = micro or 1
         accumulation = accumulation or least_rounds(micro * data_ranks, config.algorithm.samples_in_turn, in_flight)
@@ -41,13 +42,9 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
             f"global batch follows the devices: {micro} micro-batch × {accumulation} accumulation × {data_ranks} data ranks = {total}"
         )
     elif micro and accumulation:
-        if micro * accumulation * data_ranks != total:
-            raise PlanError(
-                f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {data_ranks} data ranks"
-                f" = {micro * accumulation * data_ranks}",
-                where="batch",
-                fix="leave one of the three out, or make both sides equal",
-            )
+        if (product := micro * accumulation * data_ranks) != total:
+            what = f"global batch {total} is not micro_batch {micro} × accumulation {accumulation} × {data_ranks} data ranks = {product}"
+            raise PlanError(what, where="batch", fix="leave one of the three out, or make both sides equal")
     elif micro or accumulation:
         name, given = ("micro_batch", micro) if micro else ("accumulation", accumulation or 1)
         other = _divide(total, given * data_ranks, f"{name} {given} × {data_ranks} data ranks")
@@ -62,14 +59,13 @@ def resolve_batch(config: Config, data_ranks: int, in_flight: int = 1, batch: Ba
             + (f" that leaves {in_flight} micro-batches for the pipeline" if in_flight > 1 else "")
         )
     assert micro and accumulation
-    plan = BatchPlan(
+    return BatchPlan(
         global_samples=total,
         micro_batch=micro,
         accumulation=accumulation,
         eval_micro_batch=config.eval.micro_batch or micro,
         rows_per_sample=rows_per_sample,
     )
-    return plan, why
 
 
 def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator[BatchPlan]:
@@ -84,7 +80,7 @@ def batches(config: Config, data_ranks: int, world: int, least: int) -> Iterator
         total = (batch.micro_batch or 1) * (batch.accumulation or 1) * world
         total *= least_rounds(total, config.algorithm.samples_in_turn)
         batch = BatchConfig(global_samples=total, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
-    first, _ = resolve_batch(config, data_ranks, least, batch)
+    first = resolve_batch(config, data_ranks, least, batch)
     if batch.micro_batch or batch.accumulation:
         yield first
         return
@@ -100,23 +96,9 @@ def least_rounds(samples: int, multiple: int, least: int = 1) -> int:
     return whole * math.ceil(least / whole)
 
 
-def divisors(number: int) -> list[int]:
-    """The smallest first, in √number steps: a global batch may have millions of samples."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
 def nearest(number: int, by: int) -> str:
     """The multiples of `by` next to a number that is none."""
     return " or ".join(map(str, sorted({max(1, number // by) * by, (number // by + 1) * by})))
-
-
-def _global_samples(batch: BatchConfig, tokens: int, unit: str) -> int | None:
-    """`tokens` of a sample, and their name in a message."""
-    if batch.global_tokens is None:
-        return batch.global_samples
-    what = f"global_tokens {batch.global_tokens} is not a multiple of {unit} {tokens}"
-    return _quotient(batch.global_tokens, tokens, what, "batch.global_tokens", "nearest: {}")
 
 
 def _divide(total: int, by: int, names: str) -> int:

@@ -6,6 +6,7 @@ Every class refuses unknown keys. A union (strategy, algorithm, data source) is 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
@@ -94,6 +95,25 @@ class ScheduleConfig(Section):
     warmup_from_zero: bool = Field(False, description="The first of W warm-up steps has rate 0, as in transformers, not 1 / (W + 1).")
     min_ratio: float = Field(0.0, ge=0, le=1, description="The last learning rate as a fraction of the peak.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="wsd: the fraction of all steps that decays.")
+
+    def rate(self, step: int, steps: int, warmup: int) -> float:
+        """The learning rate of step `step` (counted from 0) of `steps`, as a fraction of the peak.
+
+        Warm-up rises linearly, from 0 or from one step above it, and reaches the peak at step `warmup`. Then: constant; linear to
+        `min_ratio`; cosine to `min_ratio` (Loshchilov & Hutter 2017, one half period); wsd: constant, and linear to `min_ratio` over the
+        last `decay_ratio` of all steps (Hu et al. 2024). The last step still trains: it gets the rate just above the end of the course.
+        """
+        if step < warmup:
+            return step / warmup if self.warmup_from_zero else (step + 1) / (warmup + 1)
+        if self.kind == "constant":
+            return 1.0
+        done = (step - warmup) / max(1, steps - warmup)
+        left = 1.0 - done
+        if self.kind == "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        elif self.kind == "wsd":
+            left = min(1.0, (steps - step) / max(1.0, self.decay_ratio * steps))
+        return self.min_ratio + (1.0 - self.min_ratio) * max(0.0, left)
 
 
 class PrecisionConfig(Section):

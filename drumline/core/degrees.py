@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.batch import divisors
-from drumline.core.mesh import Dimension, Mesh, divide
+from drumline.core.mesh import Dimension, Mesh, divide, divisors
 from drumline.core.rule import no_option
 from drumline.core.section import Ranks, Section
 from drumline.core.strategy import MIXED, Names, Schedule, Space, StrategySpec

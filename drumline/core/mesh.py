@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from drumline.core.estimate import Frozen
@@ -56,12 +57,16 @@ class Mesh(Frozen):
         return (self.data_rank(rank), *apart)
 
 
+def divisors(number: int) -> list[int]:
+    """The smallest first, in √number steps: a global batch may have millions of samples."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
 def divide(world: int, by: int, what: str, where: str) -> int:
     """`world` / `by`. Raises PlanError where that is no whole number. `what`: the divisor in words, `where`: its key."""
     quotient, rest = divmod(world, by)
     if rest or not quotient:
-        near = [n for n in range(1, world + 1) if world % n == 0]
-        raise PlanError(
-            f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=f"one of {', '.join(map(str, near))}"
-        )
+        fix = f"one of {', '.join(map(str, divisors(world)))}"
+        raise PlanError(f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=fix)
     return quotient

@@ -49,16 +49,22 @@ def resolve(
     precision = precision_of(config, machine, device, why)
     case = Case(config, mesh, device, precision, facts)
     require(case, roles or {}, data)
-    batch, batch_why = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy))
-    why += batch_why + _batch_norm_why(config, batch, facts)
+    batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
+    if facts is not None and facts.batch_norms and batch.accumulation > 1:
+        shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
+        why.append(
+            f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a"
+            " step, so accumulation is not quite the larger batch"
+        )
     layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
+    offloads = strategy.offloads()
     return Plan(
         **dict(layout),
         run_dir=run_dir,
         base_dir=base_dir,
         cp_method=strategy.context_method(),
-        offload=_offload(strategy.offloads()),
+        offload="nvme" if "nvme" in offloads else "cpu" if "cpu" in offloads else "none",
         deepspeed=deepspeed_of(layout, facts, run_dir),
         backend="nccl" if device == "cuda" else "gloo",
         lr=_learning_rate(config.optimizer, mesh, batch, why),
@@ -78,12 +84,10 @@ def require(case: Case, roles: Mapping[str, RolePlan], data: DataPlan | None) ->
         own = case.config.model_copy(update={"model": roles[name].model, "adapter": NoAdapter()})
         check_rules(replace(case, config=own, facts=sizes))
     if data is not None and data.train_samples < case.mesh.data_ranks:
-        raise PlanError(
-            f"{case.mesh.data_ranks} data ranks but only {data.train_samples} training samples"
-            + (f" (packs of {case.config.data.max_length} tokens)" if case.config.packs else ""),
-            where="data.train",
-            fix=f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false",
-        )
+        packs = f" (packs of {case.config.data.max_length} tokens)" if case.config.packs else ""
+        what = f"{case.mesh.data_ranks} data ranks but only {data.train_samples} training samples{packs}"
+        fix = f"use --nproc {max(1, data.train_samples)}, more data, or data.packing=false"
+        raise PlanError(what, where="data.train", fix=fix)
 
 
 def lay_out(
@@ -96,7 +100,9 @@ def lay_out(
     pipeline = plan_pipeline(mesh, strategy, batch, facts, why)
     sizes = facts.roles if facts is not None else {}
     layers = {name: stage_layers(mesh, strategy, sizes[name]) for name in roles if name in sizes}
-    why += _images_why(data)
+    if data is not None and data.images:
+        share, mean = f"{data.samples_with_images} of {data.train_samples} samples", data.image_tokens / data.samples_with_images
+        why.append(f"images {data.images} in {share}, where {mean:.0f} tokens of a sample stand for them on average")
     return Layout(
         config=config,
         mesh=mesh,
@@ -137,47 +143,15 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
     if device == "cuda":
         found = len(machine.devices)
         if nproc is not None and nproc > found:
-            raise PlanError(
-                f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {', '.join(d.name for d in machine.devices)}",
-                where="launch.nproc",
-                fix=f"use --nproc {found}, or run.device=cpu",
-            )
+            names = ", ".join(device.name for device in machine.devices)
+            what = f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {names}"
+            raise PlanError(what, where="launch.nproc", fix=f"use --nproc {found}, or run.device=cpu")
         return nproc or found
-    _require_memory(nproc or 1, machine, "launch.nproc")
-    return nproc or 1
-
-
-def _require_memory(processes: int, machine: Machine, where: str) -> None:
-    """Raises PlanError where Python and torch alone take more than the machine has: it would go down."""
-    if processes > 1 and processes * PROCESS > machine.memory_bytes:
-        raise PlanError(
-            f"{processes} processes take {size(processes * PROCESS)} before they have loaded anything, this machine has"
-            f" {size(machine.memory_bytes)}",
-            where=where,
-            fix=f"use --nproc {max(1, machine.memory_bytes // PROCESS)} or fewer",
-        )
-
-
-def _batch_norm_why(config: Config, batch: BatchPlan, facts: ModelFacts | None) -> list[str]:
-    if facts is None or not facts.batch_norms or batch.accumulation == 1:
-        return []
-    shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
-    return [
-        f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a step,"
-        " so accumulation is not quite the larger batch"
-    ]
-
-
-def _images_why(data: DataPlan | None) -> list[str]:
-    if data is None or not data.images:
-        return []
-    mean = data.image_tokens / data.samples_with_images
-    share = f"images {data.images} in {data.samples_with_images} of {data.train_samples} samples"
-    return [f"{share}, where {mean:.0f} tokens of a sample stand for them on average"]
-
-
-def _offload(kinds: tuple[str, str]) -> Literal["none", "cpu", "nvme"]:
-    return "nvme" if "nvme" in kinds else "cpu" if "cpu" in kinds else "none"
+    wanted, there = nproc or 1, machine.memory_bytes
+    if wanted > 1 and wanted * PROCESS > there:  # Python and torch alone: the machine would go down
+        what = f"{wanted} processes take {size(wanted * PROCESS)} before they have loaded anything, this machine has {size(there)}"
+        raise PlanError(what, where="launch.nproc", fix=f"use --nproc {max(1, there // PROCESS)} or fewer")
+    return wanted
 
 
 def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:
@@ -187,11 +161,11 @@ def precision_of(config: Config, machine: Machine, device: str, why: list[str]) 
         if kind == "bf16" and device == "cuda" and not machine.bf16:
             raise PlanError("precision bf16 but this GPU has no bfloat16", where="precision", fix="use precision=fp16 or fp32")
         return kind
-    chosen: Literal["fp32", "bf16"] = "bf16" if device == "cuda" and machine.bf16 else "fp32"
-    why.append(
-        f"precision {chosen}: " + ("the GPU has bfloat16; master weights stay fp32" if chosen == "bf16" else f"the default on {device}")
-    )
-    return chosen
+    if device == "cuda" and machine.bf16:
+        why.append("precision bf16: the GPU has bfloat16; master weights stay fp32")
+        return "bf16"
+    why.append(f"precision fp32: the default on {device}")
+    return "fp32"
 
 
 def _steps(config: Config, batch: BatchPlan, data: DataPlan | None, why: list[str]) -> int | None:

@@ -13,7 +13,6 @@ import torch
 
 from drumline.algorithms.base import Algorithm
 from drumline.core.plan import Plan
-from drumline.core.schedule import learning_rate
 from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
@@ -114,9 +113,7 @@ class Loop:
         gathered = self.gather.start(sums, *shared)
         with self.measure.watch(step, "clip"):
             grad_norm = self.engine.grad_norm()
-        lr = learning_rate(
-            step, peak=self.plan.lr, steps=self.plan.steps or 1, warmup=self.plan.warmup_steps, schedule=self.plan.config.schedule
-        )
+        lr = self.plan.lr * self.plan.config.schedule.rate(step, self.plan.steps or 1, self.plan.warmup_steps)
         finite = torch.isfinite(gathered["loss"]) & torch.isfinite(grad_norm)
         with self.measure.watch(step, "step"):
             self.engine.step(lr, grad_norm, finite)

@@ -16,7 +16,6 @@ from drumline.compat.deepspeed import ENGINE_ONLY, OPTIMIZER, ZERO
 from drumline.compat.deepspeed import TABLE as JSON_TABLE
 from drumline.core.load import drafted, load, load_text
 from drumline.core.resolve import warmup_steps
-from drumline.core.schedule import learning_rate
 from drumline.errors import ConfigError
 
 ACC = "compute_environment: LOCAL_MACHINE\n"
@@ -164,8 +163,7 @@ def test_the_rates_of_training_arguments_are_those_of_transformers(kind: str, kw
     text = DATA + f"learning_rate: 1e-3\nlr_scheduler_type: {kind}\nlr_scheduler_kwargs: {json.dumps(kwargs)}\nmax_steps: 12\n{warmup}\n"
     config = load_text(text, ["data.train=[{kind: file, path: x}]"], "old.yaml")
     steps, schedule = config.run.steps or 0, config.schedule
-    ours: dict[str, Any] = {"peak": config.optimizer.lr, "steps": steps, "warmup": warmup_steps(schedule, steps), "schedule": schedule}
-    rates = [learning_rate(step, **ours) for step in range(steps)]
+    rates = [config.optimizer.lr * schedule.rate(step, steps, warmup_steps(schedule, steps)) for step in range(steps)]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     warm = {"warmup_steps: 0": 0, "warmup_steps: 4": 4, "warmup_ratio: 0.25": 3}[warmup]
     theirs = get_scheduler(kind, optimizer, num_warmup_steps=warm, num_training_steps=12, scheduler_specific_kwargs=kwargs or None)

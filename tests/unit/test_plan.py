@@ -15,7 +15,6 @@ from drumline.core.explain import count, explain, plan_line, size
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import DataPlan, Plan
 from drumline.core.resolve import resolve
-from drumline.core.schedule import learning_rate
 from drumline.errors import PlanError
 from drumline.hardware.detect import Device, Machine
 
@@ -46,7 +45,7 @@ def plan(machine: Machine = CPU, world_size: int | None = None, data: DataPlan |
     ],
 )
 def test_batch_follows_the_product_rule(batch: dict[str, int], data_ranks: int, expected: tuple[int, int, int]) -> None:
-    resolved, _ = resolve_batch(config(batch=batch), data_ranks)
+    resolved = resolve_batch(config(batch=batch), data_ranks)
     assert (resolved.global_samples, resolved.micro_batch, resolved.accumulation) == expected
     assert resolved.global_samples == resolved.micro_batch * resolved.accumulation * data_ranks
 
@@ -57,7 +56,7 @@ def test_batch_follows_the_product_rule(batch: dict[str, int], data_ranks: int, 
 )
 def test_an_open_batch_has_whole_groups(batch: dict[str, int], data_ranks: int, in_flight: int, expected: tuple[int, int, int]) -> None:
     rewards = [{"kind": "length", "free": 4, "limit": 8}]
-    resolved, _ = resolve_batch(config(batch=batch, algorithm={"kind": "grpo", "group_size": 8, "rewards": rewards}), data_ranks, in_flight)
+    resolved = resolve_batch(config(batch=batch, algorithm={"kind": "grpo", "group_size": 8, "rewards": rewards}), data_ranks, in_flight)
     assert (resolved.global_samples, resolved.micro_batch, resolved.accumulation) == expected
 
 
@@ -197,7 +196,7 @@ def test_words_hold_the_numbers() -> None:
 
 def course(kind: str, steps: int = 10, warmup: int = 0, **options: Any) -> list[float]:
     schedule = ScheduleConfig(kind=kind, **options)
-    return [learning_rate(s, peak=1.0, steps=steps, warmup=warmup, schedule=schedule) for s in range(steps)]
+    return [schedule.rate(s, steps, warmup) for s in range(steps)]
 
 
 def test_schedules() -> None:

@@ -159,7 +159,7 @@ def _written(config: Config, first: Candidate) -> Config:
     """The config with the first candidate's choices. A key that resolves to the same value anyway stays as the user set it."""
     layout, batch = first.layout, config.batch
     least = in_flight(layout.mesh, layout.strategy)
-    if resolve_batch(config, layout.mesh.data_ranks, least)[0] != layout.batch:
+    if resolve_batch(config, layout.mesh.data_ranks, least) != layout.batch:
         batch = first.config.batch
     same = layout.activation_checkpointing == config.memory.activation_checkpointing
     memory = config.memory if same else layout.config.memory
