@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,7 @@ def _place(text: str) -> str:
     return text
 
 
+_path_option = partial(typer.Option, parser=_path)
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. No file can allow this.")]
 TRUSTED = ["model.trust_remote_code=true"]
 ConfigFile = Annotated[
@@ -66,8 +68,7 @@ def train(
     allow: Annotated[str, typer.Option(metavar="KEYS", help="With --resume: config keys that may differ, comma-separated, or `all`.")] = "",
     trust_remote_code: Trust = False,
     accelerate_config: Annotated[
-        Path | None,
-        typer.Option(parser=_path, metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG."),
+        Path | None, _path_option(metavar="F", help="An accelerate config or DeepSpeed JSON; its strategy overrides that of CONFIG.")
     ] = None,
 ) -> None:
     """Plan, prepare the data, launch and train. CONFIG may also be of accelerate, DeepSpeed or transformers: see `drumline convert`."""
@@ -112,14 +113,12 @@ def plan(
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Print the largest micro-batch that fits, for each family.")] = False,
     what_if: Annotated[str | None, typer.Option(metavar="nodes=N,…", help="Print the best plan for other numbers of hosts.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace the activations of the best three plans; takes up to a minute.")] = False,
-    figure: Annotated[Path | None, typer.Option(parser=_path, metavar="F", help="Plot memory and time to a .png, .svg or .html.")] = None,
+    figure: Annotated[Path | None, _path_option(metavar="F", help="Plot memory and time to a .png, .svg or .html.")] = None,
     devices: Annotated[bool, typer.Option("--devices", help="Print the catalog of devices and links.")] = False,
     probe: Annotated[
         bool, typer.Option("--probe", help="Run the best two plans here for a few steps, and correct all estimates by the result.")
     ] = False,
-    check: Annotated[
-        Path | None, typer.Option(parser=_path, metavar="RUN", help="Compare what a run measured with what its plan predicted.")
-    ] = None,
+    check: Annotated[Path | None, _path_option(metavar="RUN", help="Compare what a run measured with what its plan predicted.")] = None,
 ) -> None:
     """Predict which strategies fit, how fast they are and why, without a launch, weights or data."""
     if check is not None:
@@ -175,7 +174,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def convert(
     old: Annotated[Path, typer.Argument(parser=_path, metavar="OLD", help="A config of accelerate or DeepSpeed, or training arguments.")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", parser=_path, metavar="NEW.yaml", help="The file to write. Default: standard output.")
+        Path | None, _path_option("-o", "--output", metavar="NEW.yaml", help="The file to write. Default: standard output.")
     ] = None,
 ) -> None:
     """Print another tool's config as a Drumline YAML, with a note for each key that has no effect."""
@@ -187,7 +186,7 @@ def convert(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(parser=_path, metavar="RUN", help="A run folder.")],
-    to: Annotated[Path, typer.Option(parser=_path, help="The folder to write.")],
+    to: Annotated[Path, _path_option(help="The folder to write.")],
     which: Annotated[str, typer.Option(help="last, best, or a step number.")] = "best",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: write only the adapter, as PEFT's files, not merged.")] = False,
@@ -218,13 +217,12 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(parser=_path, help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest."),
+        Path | None, _path_option(help="A checkpoint, run folder or Hugging Face folder. Default: the run's best, else its newest.")
     ] = None,
     generate: Annotated[int | None, typer.Option(min=1, metavar="N", help="sft: answer N held-out prompts with greedy decoding.")] = None,
     lm_eval: Annotated[str, typer.Option(metavar="TASKS", help="Comma-separated tasks of lm-eval; CONFIG may then be a run folder.")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="With --lm-eval: questions per task.")] = None,
-    include_path: Annotated[Path | None, typer.Option(parser=_path, help="With --lm-eval: a folder with more task YAMLs.")] = None,
+    include_path: Annotated[Path | None, _path_option(help="With --lm-eval: a folder with more task YAMLs.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
@@ -250,7 +248,7 @@ def verify(
     nproc: Annotated[int, typer.Option(min=1, help="Processes per strategy.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 3,
     tolerance: Annotated[float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")] = 1e-5,
-    keep: Annotated[Path | None, typer.Option(parser=_path, help="A new folder in which to keep the runs.")] = None,
+    keep: Annotated[Path | None, _path_option(help="A new folder in which to keep the runs.")] = None,
 ) -> None:
     """Train a few steps on one process and with each strategy; compare losses, gradient norms, weights and moments."""
     from drumline.bench.verify import verify as run
@@ -263,10 +261,7 @@ def verify(
 def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="Take fewer and smaller measurements: seconds instead of minutes.")] = False,
     nproc: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per GPU; without GPUs one per core, 2 to 8.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=_path, help="Also write the result to this file (for cluster.calibration)."),
-    ] = None,
+    out: Annotated[Path | None, _path_option(help="Also write the result to this file (for cluster.calibration).")] = None,
 ) -> None:
     """Measure this machine once: matrix products, memory, collectives, disk. The planner uses the stored result."""
     from drumline.bench.calibrate import calibrate as run
@@ -282,7 +277,9 @@ def strategies(
     """Print which features each strategy supports: tensor, context and pipeline parallelism, LoRA, offload and more."""
     from drumline.core.matrix import as_markdown, as_text
 
-    print((as_markdown if markdown else as_text)(_device(device)))
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"no device {device!r}", where="--device", fix="cpu or cuda")
+    print((as_markdown if markdown else as_text)(device))
 
 
 @app.command()
@@ -295,18 +292,14 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-def _device(name: str) -> str:
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"no device {name!r}", where="--device", fix="cpu or cuda")
-    return name
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
     from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
     from drumline.launchers.environment import another_does, expandable_segments, first_rank
 
-    arguments = _bare_resume(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
+    given = sys.argv[1:] if arguments is None else arguments
+    # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
+    arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])
     if another_does(arguments[0] if arguments else ""):
         return
     expandable_segments()
@@ -350,11 +343,6 @@ def _run(arguments: list[str], speaks: bool) -> None:
     except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
         with first_speaks():
             raise SystemExit(UserError.exit_code) from None
-
-
-def _without_local_rank(arguments: list[str]) -> list[str]:
-    """The arguments without `--local_rank=N`, which torch.distributed.launch and deepspeed add; LOCAL_RANK has the same value."""
-    return [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
 
 
 def _bare_resume(arguments: list[str]) -> list[str]:

@@ -1,20 +1,4 @@
-"""Everything Drumline raises on purpose.
-
-    DrumlineError                     one line: what, where, how to fix it
-    ├── UserError          exit  2    the input is invalid; nothing was started or lost
-    │   ├── ConfigError               the YAML or an override
-    │   ├── DataError                 a source, a row, a column, a template
-    │   ├── ModelError                a model or tokenizer that cannot be loaded or does not fit
-    │   ├── PlanError                 numbers that contradict each other (batch, devices, lengths)
-    │   ├── CheckpointError           a folder that is not a committed checkpoint, or does not fit the run
-    │   └── EnvironmentFault          ports, disks, folders, missing extras
-    ├── WorkerFailed       exit  1    a rank raised or died, and no restart is left
-    ├── NotSaved           exit  1    the last weights could not be saved; a restart would train again
-    ├── TrainingStopped    exit  3    a policy stopped the run (NaN or inf, out of patience)
-    └── Preempted          exit 75    stopped by SIGTERM, SIGUSR1 or Ctrl-C; saved, `--resume` continues
-
-Exit 0 is a finished run. 75 is sysexits' EX_TEMPFAIL: "try again later", which a batch system may requeue on.
-"""
+"""Everything Drumline raises on purpose, with its exit code; 0 is a finished run."""
 
 from __future__ import annotations
 
@@ -41,7 +25,7 @@ class DrumlineError(Exception):
 
 
 class UserError(DrumlineError):
-    """The input is invalid: exit code 2, one line, no traceback."""
+    """The input is invalid: exit code 2, one line, no traceback. Nothing was started or lost."""
 
     exit_code = 2
 
@@ -59,7 +43,7 @@ class ModelError(UserError):
 
 
 class PlanError(UserError):
-    """The requested numbers contradict each other."""
+    """The requested numbers (batch, devices, lengths) contradict each other."""
 
 
 class CheckpointError(UserError):
@@ -75,18 +59,18 @@ class WorkerFailed(DrumlineError):
 
 
 class NotSaved(DrumlineError):
-    """The last weights could not be saved. The launcher does not restart for it."""
+    """The last weights could not be saved. The launcher does not restart for it: a restart would train again."""
 
     rank_code = 74  # sysexits' EX_IOERR: the launcher sees it even if the disk has no room for a message
 
 
 class TrainingStopped(DrumlineError):
-    """A policy of the config stopped the run."""
+    """A policy of the config stopped the run, for NaN, inf or rewards that keep failing."""
 
     exit_code = 3
 
 
 class Preempted(DrumlineError):
-    """The run was stopped by a signal; its state is saved."""
+    """The run was stopped by SIGTERM, SIGUSR1 or Ctrl-C; its state is saved, and `--resume` continues."""
 
-    exit_code = 75
+    exit_code = 75  # sysexits' EX_TEMPFAIL, "try again later": a batch system may requeue on it

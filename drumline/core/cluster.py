@@ -32,16 +32,8 @@ class DeviceConfig(Section):
         """The device for the planner; its default link to other devices is the one to its host."""
         tflops = {"bf16": self.bf16_tflops, "fp16": self.fp16_tflops or self.bf16_tflops, "fp32": self.fp32_tflops}
         flops = {precision: rate * catalog.TERA for precision, rate in tflops.items() if rate}
-        return DeviceSpec(
-            name,
-            "cuda",
-            int(self.memory_gb * catalog.GIGA),
-            self.bandwidth_gb_s * catalog.GIGA,
-            flops,
-            source="cluster.devices",
-            intra=self.host_link,
-            host_link=self.host_link,
-        )
+        memory, bandwidth, link = int(self.memory_gb * catalog.GIGA), self.bandwidth_gb_s * catalog.GIGA, self.host_link
+        return DeviceSpec(name, "cuda", memory, bandwidth, flops, source="cluster.devices", intra=link, host_link=link)
 
 
 class LinkConfig(Section):

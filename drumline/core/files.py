@@ -77,23 +77,19 @@ def temporary_folder(root: Path) -> Iterator[Path]:
     """A new folder under `root`, gone afterwards unless it was renamed. Those that a killed process of this host left go with the next one,
     others after a day."""
     root.mkdir(parents=True, exist_ok=True)
-    _remove_stale(root)
+    for old in root.glob(f"{UNFINISHED}*"):
+        if match := OURS.fullmatch(old.name):
+            owner = named(match[1])
+            with suppress(FileNotFoundError):  # its owner is just done
+                newest = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+                if time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False):
+                    shutil.rmtree(old, ignore_errors=True)
     folder = root / f"{UNFINISHED}{this_process().name}-{secrets.token_hex(4)}"
     folder.mkdir()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(root: Path) -> None:
-    """Remove temporary folders whose process has gone, or in which nothing was written for a day."""
-    for old, match in [(path, OURS.fullmatch(path.name)) for path in root.glob(f"{UNFINISHED}*")]:
-        with suppress(FileNotFoundError):  # its owner is just done
-            newest = max(path.stat().st_mtime for path in (old, *old.iterdir())) if match else 0.0
-            owner = named(match[1]) if match else None
-            if match and (time.time() - newest > STALE_SECONDS or (owner and owner.alive() is False)):
-                shutil.rmtree(old, ignore_errors=True)
 
 
 def give_name(fresh: Path, final: Path, is_whole: Callable[[], bool]) -> None:

@@ -92,9 +92,9 @@ def _cell(kind: str, spec: type[StrategySpec], feature: str, device: str) -> Cel
 def as_text(device: str) -> str:
     """A row for each option, a column for each strategy; what does not go together has the number of a reason below."""
     rows, notes = _numbered(device)
-    first, widths = max(map(len, FEATURES)), [max(len(kind), 3) for kind in strategies()]
-    lines = [_padded("", list(strategies()), first, widths)]
-    lines += [_padded(feature, marks, first, widths) for feature, marks in rows.items()]
+    table = [["", *strategies()], *([feature, *marks] for feature, marks in rows.items())]
+    widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     lines += ["", *(f"{number:>3}  {reason}; instead: {instead}" for (reason, instead), number in notes.items())]
     offered = {group: ", ".join(f"{name} ({package_of(point)})" for name, point in entry_points(group).items()) for group in GROUPS}
     return "\n".join([*lines, *(f"\n{group} of installed packages: {names}" for group, names in offered.items() if names)])
@@ -107,10 +107,6 @@ def as_markdown(device: str) -> str:
     lines += [f"| {feature} | " + " | ".join(marks) + " |" for feature, marks in rows.items()]
     reasons = (fill(f"{number}. {reason}; instead: {instead}", 118, subsequent_indent="   ") for (reason, instead), number in notes.items())
     return "\n".join([*lines, "", *reasons])
-
-
-def _padded(name: str, marks: list[str] | tuple[str, ...], first: int, widths: list[int]) -> str:
-    return (name.ljust(first) + "  " + "  ".join(mark.ljust(width) for mark, width in zip(marks, widths, strict=True))).rstrip()
 
 
 def _numbered(device: str) -> tuple[dict[str, list[str]], dict[tuple[str, str], int]]:

@@ -86,15 +86,11 @@ class ModelConfig(Section):
         return {"id": None, **values} if replaces else values
 
     @model_validator(mode="after")
-    def _python_by_path(self) -> ModelConfig:
+    def _one_origin(self) -> ModelConfig:
         if (self.kind == "python") != (self.path is not None):
             raise ValueError("kind python and `path` belong together: {kind: python, path: mine.py:build}")
         if self.builder is not None and (self.id is not None or self.config or self.shape is not None):
             raise ValueError(f"kind {self.kind} takes no id, config or shape: a function makes the model, `options` are its arguments")
-        return self
-
-    @model_validator(mode="after")
-    def _shape_or_id(self) -> ModelConfig:
         if self.shape is not None and (self.id is not None or self.config.get("model_type")):
             raise ValueError("give a shape, or an id or model_type, not both")
         return self

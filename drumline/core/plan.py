@@ -13,7 +13,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.mesh import Mesh
 from drumline.core.model import Head, ModelConfig
-from drumline.core.strategy import StrategySpec
+from drumline.core.strategy import DataParallel, Engine, Precision, Schedule, StrategySpec
 from drumline.errors import CheckpointError
 from drumline.foreign import read_json
 
@@ -63,7 +63,7 @@ class DataPlan(Frozen):
 class PipelinePlan(Frozen):
     """How a pipeline runs; `model_parallel` is one micro-batch at a time through stages in turn."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "model_parallel"]
+    schedule: Schedule
     stages_per_rank: int = 1
     layers: tuple[tuple[int, int], ...] = Field(
         (), description="Blocks [first, stop) of each stage; stage s lies on rank s mod pp. Empty while the model is not known."
@@ -88,14 +88,12 @@ class Layout(Frozen):
 
     config: Config
     mesh: Mesh
-    engine: Literal["native", "pipeline", "deepspeed"]
-    data_parallel: Literal["none", "dp", "ddp", "fsdp2", "zero", "local_sgd", "diloco"] = Field(
-        "none", description="How ranks that see different samples share the work."
-    )
+    engine: Engine
+    data_parallel: DataParallel = Field("none", description="How ranks that see different samples share the work.")
     pipeline: PipelinePlan | None = None
     devices_per_rank: int = Field(1, description="More than one under dp alone, where one process drives all GPUs.")
     device: Literal["cpu", "cuda"]
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Precision
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     batch: BatchPlan
     steps: int | None = Field(None, description="Optimizer steps in all; null in a dry run before the data is prepared.")
@@ -217,7 +215,13 @@ class Plan(Layout):
         """The plan of one of `roles` by itself."""
         role, own = self.roles[name], super().of_role(name)
         offload = getattr(own.strategy, "offload", self.offload)
-        deepspeed = _apart_on_disk(self.deepspeed, name) if role.trainable else None
+        deepspeed = self.deepspeed if role.trainable else None
+        if deepspeed is not None:
+            zero = dict(deepspeed["zero_optimization"])
+            for part in ("offload_param", "offload_optimizer"):  # two engines would write the same files on NVMe
+                if folder := zero.get(part, {}).get("nvme_path"):
+                    zero[part] = {**zero[part], "nvme_path": str(Path(folder) / name)}
+            deepspeed = {**deepspeed, "zero_optimization": zero}
         return own.model_copy(update={"offload": offload, "deepspeed": deepspeed, "model_path": role.model_path})
 
     @classmethod
@@ -228,17 +232,5 @@ class Plan(Layout):
         try:
             return cls.model_validate(read_json(path, CheckpointError, "name a run folder"), context={"trusted": trusted})
         except ValueError:  # json's and pydantic's
-            raise CheckpointError(
-                f"{path.name} is not one of this version", where=str(path.parent), fix="use the version that wrote it, or train again"
-            ) from None
-
-
-def _apart_on_disk(deepspeed: dict[str, Any] | None, role: str) -> dict[str, Any] | None:
-    """DeepSpeed's config with a folder of the role's own for what it keeps on NVMe: two engines would write the same files."""
-    if deepspeed is None:
-        return None
-    zero = dict(deepspeed["zero_optimization"])
-    for part in ("offload_param", "offload_optimizer"):
-        if zero.get(part, {}).get("nvme_path"):
-            zero[part] = {**zero[part], "nvme_path": str(Path(zero[part]["nvme_path"]) / role)}
-    return {**deepspeed, "zero_optimization": zero}
+            fix = "use the version that wrote it, or train again"
+            raise CheckpointError(f"{path.name} is not one of this version", where=str(path.parent), fix=fix) from None

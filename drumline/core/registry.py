@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
@@ -37,7 +37,7 @@ class Spec(Section):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its kind: another process finds the user's class by it, not by the module's name."""
         base = next(cls for cls in type(self).__mro__ if "group" in vars(cls))
-        return _unpickled, (base, {name: getattr(self, name) for name in self.model_fields_set | {"kind"}})
+        return partial(make, base, **{name: getattr(self, name) for name in self.model_fields_set | {"kind"}}), ()
 
 
 S = TypeVar("S", bound=Spec)
@@ -64,10 +64,6 @@ def make(base: type[S], kind: str, **values: Any) -> S:
     return spec.model_validate({"kind": kind, **values})
 
 
-def _unpickled(base: type[S], values: dict[str, Any]) -> S:
-    return make(base, **values)
-
-
 def kinds_alone(base: type[S]) -> list[str]:
     """The kinds that need no further key."""
     return [kind for kind, spec in kinds(base).items() if not any(field.is_required() for field in spec.model_fields.values())]
@@ -90,11 +86,8 @@ def find(base: type[S], kind: str, base_dir: Path | None = None, trusted: bool =
     mine = _own.setdefault(base, {})
     if kind not in mine:
         if not trusted:
-            raise ConfigError(
-                f"{kind} is code that lies beside the config, and this may be a stranger's",
-                where=where,
-                fix="read that code, then add model.trust_remote_code=true",
-            )
+            what = f"{kind} is code that lies beside the config, and this may be a stranger's"
+            raise ConfigError(what, where=where, fix="read that code, then add model.trust_remote_code=true")
         mine[kind] = _checked(base, find_object(kind, base_dir, where), kind)
     return cast("type[S]", mine[kind])
 

@@ -69,9 +69,5 @@ def kinds_without_keys(full: dict[str, Any], handler: GetJsonSchemaHandler) -> l
     return list(kind.get("enum", [kind.get("const")]))
 
 
-def _kind_from_string(value: Any) -> Any:
-    """`strategy: ddp` is short for `strategy: {kind: ddp}`."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
-KIND_ALONE = Short(_kind_from_string)
+# `strategy: ddp` is short for `strategy: {kind: ddp}`.
+KIND_ALONE = Short(lambda value: {"kind": value} if isinstance(value, str) else value)

@@ -82,18 +82,13 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 
     if fits(number):
         return
-    needs = (
-        f"at least one micro-batch for each of the {ranks} stages"
-        if schedule == "1f1b"
-        else f"micro-batches in rounds of equal size, each of {ranks} or a few more"
-    )
+    needs = f"micro-batches in rounds of equal size, each of {ranks} or a few more"
+    if schedule == "1f1b":
+        needs = f"at least one micro-batch for each of the {ranks} stages"
     below = next(([n] for n in range(number - 1, 0, -1) if fits(n)), [])
     above = next(([n] for n in range(number + 1, number + 2 * ranks + 1) if fits(n)), [])
-    raise PlanError(
-        f"schedule {schedule} takes {needs}, and the batch has {number}",
-        where="batch.accumulation",
-        fix=f"nearest: accumulation {' or '.join(map(str, below + above))} (a smaller micro_batch makes more), or schedule: gpipe",
-    )
+    fix = f"nearest: accumulation {' or '.join(map(str, below + above))} (a smaller micro_batch makes more), or schedule: gpipe"
+    raise PlanError(f"schedule {schedule} takes {needs}, and the batch has {number}", where="batch.accumulation", fix=fix)
 
 
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
@@ -109,11 +104,8 @@ def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
 def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     blocks = len(facts.block_parameters)
     if blocks < stages:
-        raise PlanError(
-            f"{blocks} layers cannot make {stages} stages: each needs one at least",
-            where="strategy",
-            fix=f"at most {blocks} stages (ranks × stages_per_rank)",
-        )
+        what = f"{blocks} layers cannot make {stages} stages: each needs one at least"
+        raise PlanError(what, where="strategy", fix=f"at most {blocks} stages (ranks × stages_per_rank)")
     return balance(partial(stage_cost, facts), blocks, stages)
 
 
