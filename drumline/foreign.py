@@ -83,14 +83,9 @@ def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: i
         raise error_type("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
-def read_json(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> Any:
-    """The value of a JSON file. `numbers`: whole numbers must fit 64 bits. Raises `error_type`, with the line where there is one."""
-    return parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers)
-
-
 def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
-    """The same for a file with one JSON object."""
-    value = read_json(path, error_type, fix, numbers)
+    """The object of a JSON file. `numbers`: whole numbers must fit 64 bits. Raises `error_type`, with the line where there is one."""
+    value = parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers)
     if not isinstance(value, dict):
         raise error_type("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
     return value
@@ -147,7 +142,7 @@ def _check(value: Any, where: str, error_type: ErrorType, numbers: bool) -> None
 
 def text_mistake(text: str) -> str | None:
     """The reason why a string is not valid text; None if it is."""
-    return None if not any("\ud800" <= char <= "\udfff" for char in text) else "holds a lone surrogate, which is no text"
+    return "holds a lone surrogate, which is no text" if any("\ud800" <= char <= "\udfff" for char in text) else None
 
 
 @contextmanager

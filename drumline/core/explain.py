@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drumline.core.plan import PipelinePlan, Plan, Predicted
+from drumline.core.plan import Plan
 
 
 def size(bytes_: float) -> str:
@@ -31,18 +31,16 @@ def strategy_name(plan: Plan) -> str:
     return plan.config.strategy.title(plan.data_parallel, plan.mesh)
 
 
-def _parameters(predicted: Predicted) -> str:
-    assert predicted.parameters is not None
-    all_learn = predicted.trainable is None or predicted.trainable == predicted.parameters
-    return count(predicted.parameters) + ("" if all_learn else f", {count(predicted.trainable or 0)} of them learn")
-
-
 def plan_line(plan: Plan) -> str:
     """The plan on one line."""
     predicted, world = plan.predicted, plan.mesh.world_size
     model = plan.config.model.id or plan.config.model.config.get("model_type", "model")
+    model = model.removeprefix("package:").rstrip("/").split("/")[-1]
+    if predicted.parameters:
+        frozen = predicted.trainable not in (None, predicted.parameters)
+        model += f" {count(predicted.parameters)}" + f", {count(predicted.trainable or 0)} of them learn" * frozen
     parts = [
-        f"{model.removeprefix('package:').rstrip('/').split('/')[-1]}" + (f" {_parameters(predicted)}" if predicted.parameters else ""),
+        model,
         f"{plan.config.algorithm.kind} {strategy_name(plan)} on {world * plan.devices_per_rank} × {plan.device}",
         plan.precision,
         plan.batch.rule(plan.mesh.data_ranks),
@@ -56,8 +54,10 @@ def plan_line(plan: Plan) -> str:
 
 def explain(plan: Plan) -> str:
     """The whole plan: its numbers, and why they were chosen where the user left it open."""
-    data = plan.data
-    mesh = plan.mesh
+    data, mesh, pipeline = plan.data, plan.mesh, list[tuple[str, str]]()
+    if plan.pipeline:
+        stages = [f"stage {index} on rank {index % mesh.pp}: layers {a}–{b - 1}" for index, (a, b) in enumerate(plan.pipeline.layers)]
+        pipeline = [("pipeline", "; ".join([plan.pipeline.schedule, *(stages or ["stages known once the model is"])]))]
     rows = [
         ("run folder", plan.run_dir),
         ("model", f"{plan.config.model.id or 'written out'} ← {plan.model_path or 'config'}"),
@@ -65,7 +65,7 @@ def explain(plan: Plan) -> str:
         ("engine", f"{plan.engine}, {strategy_name(plan)}, {plan.backend} on {plan.device}, {plan.precision}"),
         ("memory", f"activation checkpointing {plan.activation_checkpointing}, offload {plan.offload}"),
         ("batch", plan.batch.rule(mesh.data_ranks)),
-        *([("pipeline", _stages(plan.pipeline, mesh.pp))] if plan.pipeline else []),
+        *pipeline,
         ("steps", f"{plan.steps if plan.steps is not None else 'known once the data is prepared'}, {plan.warmup_steps} of them warm-up"),
         ("learning rate", f"{plan.lr:g}, {plan.config.schedule.kind}"),
         (
@@ -100,11 +100,6 @@ def flow(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
-
-
-def _stages(pipeline: PipelinePlan, ranks: int) -> str:
-    stages = [f"stage {index} on rank {index % ranks}: layers {a}–{b - 1}" for index, (a, b) in enumerate(pipeline.layers)]
-    return "; ".join([pipeline.schedule, *(stages or ["stages known once the model is"])])
 
 
 def default_run_dir(config_path: Path) -> str:

@@ -15,7 +15,7 @@ from drumline.core.mesh import Mesh
 from drumline.core.model import Head, ModelConfig
 from drumline.core.strategy import DataParallel, Engine, Precision, Schedule, StrategySpec
 from drumline.errors import CheckpointError
-from drumline.foreign import read_json
+from drumline.foreign import read_object
 
 
 class BatchPlan(Frozen):
@@ -230,7 +230,7 @@ class Plan(Layout):
 
         Raises CheckpointError for a file that is not there, and for what this version cannot read."""
         try:
-            return cls.model_validate(read_json(path, CheckpointError, "name a run folder"), context={"trusted": trusted})
-        except ValueError:  # json's and pydantic's
+            return cls.model_validate(read_object(path, CheckpointError, "name a run folder"), context={"trusted": trusted})
+        except ValueError:  # pydantic's
             fix = "use the version that wrote it, or train again"
             raise CheckpointError(f"{path.name} is not one of this version", where=str(path.parent), fix=fix) from None

@@ -87,7 +87,7 @@ TEXTS = {
 def test_json_has_limits(name: str, tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text(TEXTS[name])
     with pytest.raises(DataError, match=r"f\.json"):
-        foreign.read_json(tmp_path / "f.json", DataError)
+        foreign.read_object(tmp_path / "f.json", DataError)
 
 
 def test_json_within_the_limits_is_read() -> None:
