@@ -157,7 +157,7 @@ def judged(what: str, where: str, error_type: ErrorType, fix: str | None = None)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message says little."""
+    """The first line of a message, and the second if the first ends in a colon; with the error's class if the message is vague."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     vague = isinstance(error, TypeError | AttributeError | LookupError | ArithmeticError | MemoryError | RecursionError) or not message

@@ -1,7 +1,7 @@
 """What one algorithm answers to the rest of the house: the base of all specs. No torch here.
 
 A spec is the section `algorithm` of the YAML itself. Its fields are the keys that a user may set; its methods and class variables are what
-data, planner, training and export ask. Whatever needs torch or the tokenizer is imported inside the method that needs it.
+data, planner, training and export read. Whatever needs torch or the tokenizer is imported inside the method that needs it.
 `drumline.algorithms.specs` has bases for text, pairs and prompts: an algorithm of one's own overrides only what differs.
 
 Terms: a *pair* is a chosen and a rejected answer; an *episode* one sampled completion of a prompt with its reward; a *group* the
@@ -50,7 +50,7 @@ class AlgorithmSpec(Spec):
     thing: ClassVar[str] = "algorithm"
 
     # ---- what `init` and the YAML need to know
-    columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"  # of a row, in words
+    columns: ClassVar[str] = "`messages`, or `prompt` and `completion`, or `text`"  # of a row, for people
     rate: ClassVar[float] = 2e-5  # a usual peak learning rate to begin with
     metrics: ClassVar[tuple[str, ...]] = ("loss",)  # what the eval event has, for `eval.metric`
     best_by: ClassVar[dict[str, str]] = {}  # defaults of `eval.metric` and `eval.mode`, where they are not loss and min
@@ -74,7 +74,7 @@ class AlgorithmSpec(Spec):
 
     @property
     def head(self) -> Head:
-        """What the model that learns ends in."""
+        """The head of the trainable model."""
         return "lm"
 
     @property
@@ -84,7 +84,7 @@ class AlgorithmSpec(Spec):
 
     @property
     def steps_in_turn(self) -> int:
-        """Optimizer steps that learn from the same samples, and between which a run cannot stop."""
+        """Optimizer steps on the same samples, between which a run cannot stop."""
         return 1
 
     @property
@@ -120,7 +120,7 @@ class AlgorithmSpec(Spec):
         return None
 
     def traced_batch(self, plan: Plan, rows: int, length: int, channels: int) -> Any:
-        """A micro-batch in which every row is as long as may be and every token is learned. `channels`: of images."""
+        """A micro-batch in which every row has the full length and every token has a loss. `channels`: of images."""
         raise NotImplementedError
 
     # ---- models and the objective
@@ -148,7 +148,7 @@ class AlgorithmSpec(Spec):
 
 
 class ChunkedSpec(AlgorithmSpec):
-    """The loss asks for logits, some tokens at a time."""
+    """The loss needs logits, of some tokens at a time."""
 
     loss_chunk: Amount = Field(1024, description="Tokens whose logits exist at once in the loss; 0: all of them.")
 

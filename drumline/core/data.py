@@ -50,7 +50,7 @@ class SourceSpec(Spec):
 
     @property
     def label(self) -> str:
-        """What messages and figures call it."""
+        """Its name in messages and metrics."""
         return self.kind
 
     def rows(self, base_dir: Path) -> Iterator[Any]:
@@ -59,7 +59,7 @@ class SourceSpec(Spec):
         raise NotImplementedError
 
     def content(self, base_dir: Path) -> str:
-        """What tells these rows from others, for the cache of tokens: by default a hash of them all."""
+        """A text that identifies these rows for the token cache: by default a hash of them all."""
         found = hashlib.sha256()
         for row in self.rows(base_dir):
             found.update(json.dumps(row, sort_keys=True, default=str).encode())

@@ -1,4 +1,4 @@
-"""What the planner says of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
+"""The planner's estimate of one layout: memory by category, seconds by category, bytes sent, and whether it fits. Pure.
 
 planner.cost.estimate computes them.
 """

@@ -1,4 +1,4 @@
-"""A Plan in words: the one line above the progress display, and the whole of it for --dry-run."""
+"""A Plan as text: the one line above the progress display, and the whole of it for --dry-run."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from drumline.core.config import LoRAConfig
 
-# The words of transformers' tensor-parallel plans that parallel.tensor_parallel knows; the others are of mixtures of experts.
+# The styles of transformers' tensor-parallel plans that parallel.tensor_parallel knows; all others belong to mixtures of experts.
 ROWS_CUT, COLUMNS_CUT = ("colwise", "colwise_gather_output", "colwise_rep"), ("rowwise", "rowwise_rep", "rowwise_split_input")
 TP_STYLES = frozenset((*ROWS_CUT, *COLUMNS_CUT, "replicate", "replicated_with_grad_allreduce"))
 Place = Literal["block", "before", "after", "both"]
@@ -59,7 +59,7 @@ class ModelFacts:
     tp_cuts_heads: bool = False
     batch_norms: int = 0
     classes: frozenset[str] = frozenset()
-    frozen: int = 0  # of the parameters, those that do not learn (adapters lie over them)
+    frozen: int = 0  # of the parameters, those that are not trained (adapters lie over them)
     block_parameters: tuple[int, ...] = ()  # of each block in order; empty where the model has no one list of them
     embedding_parameters: int = 0  # of everything before the first block
     head_parameters: int = 0  # tied to the embedding, they are counted here too
@@ -71,7 +71,7 @@ class ModelFacts:
     block_weights: tuple[tuple[Weight, ...], ...] = ()  # of each block, a vision tower's among them; equal blocks share one tuple
     end_weights: tuple[Weight, ...] = ()  # of everything outside of the blocks; a tied head is its embedding
     changes_logits: bool = False  # soft-caps or scales what its head gives: they are made whole, whatever loss_chunk says
-    trains_router: bool = False  # its config asks for the loss that balances a mixture's experts
+    trains_router: bool = False  # its config sets the loss that balances a mixture's experts
     keeps_scores: bool = False  # its class has no attention in tiles: all scores are kept
     caps_scores: bool = False  # and soft-capped before the softmax
     drops_scores: bool = False  # there is dropout over attention's scores
@@ -98,7 +98,7 @@ class ModelFacts:
 
     @cached_property
     def parameters_before(self) -> tuple[int, ...]:
-        """Of `block_parameters` those before each block, and all: a table over all stages of a pipeline asks for thousands of sums."""
+        """Of `block_parameters` those before each block, and all: a table over all stages of a pipeline needs thousands of sums."""
         return (0, *accumulate(self.block_parameters))
 
     @cached_property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drumline.core.out_of_memory import Exhausted
     from drumline.core.plan import Plan
 
-# (what was known when memory ran out, the last step done) → (what the plan says to it, why the run does not go on; None: plan.json is new).
+# (what was known when memory ran out, the last step done) → (the plan's verdict, why the run does not go on; None: plan.json is new).
 OnOutOfMemory = Callable[["Exhausted", int], tuple[str, str | None]]
 
 
@@ -55,7 +55,7 @@ class LauncherSpec(Spec):
     def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory) -> int:
         """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
         PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
-        (`telemetry.events.Tail` follows events.jsonl); `on_oom` is asked when memory ran out."""
+        (`telemetry.events.Tail` follows events.jsonl); `on_oom` is called when memory ran out."""
         raise EnvironmentFault(f"launcher {self.kind} starts no ranks", where="launch.kind", fix="start them as its program does")
 
 

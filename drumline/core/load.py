@@ -34,7 +34,7 @@ MOST_CONFIG = MIB  # bytes of a YAML: a large one has some thousand
 class Loaded:
     """A config and where it came from. Paths of data files in it are relative to `base_dir`, run.dir to the current folder.
 
-    `old`: it is another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: what it says of going on.
+    `old`: it is another tool's, or another tool's is laid over it; `notes`: what became of its keys; `resume`: its value for --resume.
     """
 
     config: Config
@@ -190,7 +190,7 @@ def validated(draft: Draft, overrides: list[str], trusted: bool = True, base_dir
 
 
 def _without_trust(value: Any, granted: tuple[Place, ...], place: Place = ()) -> Any:
-    """A copy of the values in which trust_remote_code is false wherever no override has said it."""
+    """A copy of the values in which trust_remote_code is false wherever no override sets it."""
     if isinstance(value, dict):
         return {key: _without_trust(inner, granted, (*place, str(key))) for key, inner in value.items()}
     if isinstance(value, list):
@@ -281,7 +281,7 @@ FREE = (
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """Keys whose values differ, in the order of the config. How a global batch that is said is cut up may change, too."""
+    """Keys whose values differ, in the order of the config. Where a global batch is set, how it is cut up may change, too."""
     before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     totals = ("batch.global_samples", "batch.global_tokens")
     same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
@@ -299,7 +299,7 @@ def allowed(key: str, allow: tuple[str, ...]) -> bool:
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The differences that matter and that nobody has allowed: in a line, and their keys."""
+    """The differences that matter and that `allow` lacks: in a line, and their keys."""
     found = [d for d in differences(old, new) if d.matters and not allowed(d.key, allow)]
     return "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in found), [d.key for d in found]
 

@@ -1,5 +1,5 @@
-"""What goes with what, as one table: each cell is asked of the rules, so the table cannot say anything else than a run would. In print
-for a terminal, and as Markdown for the docs."""
+"""Which strategy supports which option, as one table. The rules that a run checks fill each cell, so the two cannot differ. As text for a
+terminal, and as Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drumline.core.rules import check_rules
 from drumline.core.strategy import StrategySpec
 from drumline.errors import ConfigError, PlanError
 
-# What is asked of each strategy, with the world size it is asked at.
+# The options of the table, each as sections of a config.
 FEATURES: dict[str, dict[str, Any]] = {
     "tp": {"strategy": {"tp": 2}},
     "cp": {"strategy": {"cp": 2}},
@@ -44,7 +44,7 @@ GROUPS = ("strategies", "algorithms", "sources", "models", "rewards", "trackers"
 
 @dataclass(frozen=True)
 class Cell:
-    """`reason` and `instead` say why not; both empty where the two go together."""
+    """`reason` (why not) and `instead` (what to use) are empty where the two go together."""
 
     kind: str
     feature: str

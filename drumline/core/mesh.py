@@ -1,4 +1,4 @@
-"""The mesh of a run: how many ways the model is spread each way, and where in it a rank stands. Pure."""
+"""The mesh of a run: over how many ranks each dimension spreads the model, and the place of a rank in it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIMENSIONS: tuple[Dimension, ...] = ("pp", "replicate", "shard", "cp", "tp")
 
 
 class Mesh(Frozen):
-    """Degrees of each way of spreading, outermost first. Their product is the world size.
+    """The degree of each dimension, outermost first. Their product is the world size.
 
     A rank's number is its place in row-major order: tensor-parallel peers are neighbours, pipeline stages furthest apart.
     """
@@ -46,7 +46,7 @@ class Mesh(Frozen):
         return at["replicate"] * self.shard + at["shard"]
 
     def counts(self, rank: int) -> bool:
-        """True for the one of the ranks that share samples whose figures go into a sum over all ranks."""
+        """True for the one of the ranks that share samples whose sums go into a sum over all ranks."""
         at = self.place(rank)
         return at["pp"] == self.pp - 1 and at["cp"] == at["tp"] == 0  # the last stage has the loss
 

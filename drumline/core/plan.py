@@ -1,4 +1,4 @@
-"""The Plan: what will happen, every number resolved. Workers read `plan.json` and nothing else. No torch here."""
+"""The Plan: what will happen, every number resolved. Ranks read `plan.json` and nothing else. No torch here."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PipelinePlan(Frozen):
 
 
 class RolePlan(Frozen):
-    """A model besides the one that learns first: the reference, the value or the reward model of an algorithm, spread like it."""
+    """A model besides the policy: the reference, the value or the reward model of an algorithm, spread like it."""
 
     model: ModelConfig
     model_path: str | None
@@ -175,7 +175,7 @@ class Predicted(Frozen):
 
 
 class Plan(Layout):
-    """One run, resolved. `config` is what the human said, with every default filled in."""
+    """One run, resolved. `config` is what the user wrote, with every default filled in."""
 
     version: Literal[1] = 1
     run_dir: str
@@ -204,7 +204,7 @@ class Plan(Layout):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About what a checkpoint takes: in fp32 a weight that learns, and AdamW's two moments of it; 0 where the model is not known."""
+        """About what a checkpoint takes: in fp32 a trainable weight, and AdamW's two moments of it; 0 where the model is not known."""
         return 12 * (self.predicted.trainable or 0)
 
     def save(self, path: Path) -> None:

@@ -39,7 +39,7 @@ LOOK_SECONDS = 0.2
 @dataclass(frozen=True)
 class ProcessId:
     """A process. `boot`: which start of the host's kernel; `space`: the namespace that `pid` counts in, as containers have their own;
-    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty where a host does not tell."""
+    `start`: when it started, in the kernel's own ticks, which no change of the clock moves. Empty where a host does not show it."""
 
     host: str
     boot: str

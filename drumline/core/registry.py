@@ -1,6 +1,6 @@
 """The kinds of each thing that comes in kinds (strategies, algorithms): this package's, those of installed packages, the user's own.
 
-A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer what the rest of the house asks. Specs of
+A kind is a spec: a `Section` whose fields are its part of the YAML, and whose methods answer the rest of the code. Specs of
 this package lie in `drumline/GROUP/NAME/spec.py`; those of another package are entry points of `drumline.GROUP`; one of the user's own is
 written `kind: path.py:Name` (relative to the YAML) or `kind: package.module:Name`. No torch here.
 """

@@ -121,12 +121,12 @@ def lay_out(
 
 
 def deepspeed_of(layout: Layout, facts: ModelFacts | None, run_dir: str) -> dict[str, Any] | None:
-    """What DeepSpeed is given; None where it is not the engine. Raises PlanError where the user's own config of it says otherwise."""
+    """DeepSpeed's config; None where it is not the engine. Raises PlanError where the user's own config of it contradicts the run."""
     return layout.strategy.engine_options(layout.config, layout.batch, layout.precision, layout.steps, run_dir, facts)
 
 
 def device_of(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
-    """What the run computes on. Raises PlanError where the machine has none."""
+    """The device that the run computes on. Raises PlanError where the machine has none."""
     wanted = config.run.device
     if wanted == "cuda" and machine.device != "cuda":
         raise PlanError("run.device is cuda but no GPU was found", where="run.device", fix="use run.device=cpu or auto")

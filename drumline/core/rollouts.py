@@ -177,7 +177,7 @@ class CurriculumConfig(Section):
 
 
 class RewardFailureConfig(Section):
-    """What is done about rewards that fail over and over: such a run learns nothing, and looks well."""
+    """What is done about rewards that fail over and over: such a run trains nothing, and looks well."""
 
     share: float = Field(0.5, gt=0, le=1, description="A rollout fails where at least this part of its episodes got no reward.")
     rollouts: int = Field(3, gt=0, le=10_000, description="The action is taken after this many failed rollouts in a row.")

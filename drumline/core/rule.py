@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drumline.core.facts import ModelFacts
     from drumline.core.strategy import StrategySpec
 
-# When a rule can be asked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
+# When a rule can be checked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
 Phase = Literal["schema", "plan", "model"]
 
 

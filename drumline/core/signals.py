@@ -1,4 +1,4 @@
-"""What was asked from outside: signals that are noted, or raised, instead of ending the process, in the launcher and in each rank."""
+"""Signals that are noted, or raised, instead of ending the process: in the launcher and in each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-NOTHING_LOST = 75  # the exit code of one who was asked to stop (errors.py)
+NOTHING_LOST = 75  # the exit code after a signal, as of errors.Preempted
 
 
 class Signals:
@@ -59,7 +59,7 @@ class LauncherSignals(Signals):
         if isinstance(handler, Stoppable) and not self.numbers:
             self._around = handler
         elif isinstance(handler, Stoppable) and handler.number:
-            self.number, handler.number = handler.number, 0  # what it heard, and Python swallowed, is asked of what is launched now
+            self.number, handler.number = handler.number, 0  # the signal that Python swallowed goes to what is launched now
         return self
 
     def raise_swallowed(self) -> None:
@@ -84,7 +84,7 @@ class StopFlag(Signals):
 
 
 class Interrupted(BaseException):
-    """A signal came while there was nothing to save. No Exception, so that nobody takes it for a failure to try again after."""
+    """A signal came while there was nothing to save. No Exception: it is no failure that could be tried again."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: nothing was lost")

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut, and what its schedule asks of the batch. Pure."""
+"""Where a pipeline is cut, and what its schedule requires of the batch. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUAL = 1 + 1e-9
 
 
 class Cost(NamedTuple):
-    """What a part of a model takes: FLOPs of one token, forward and backward, and parameters held."""
+    """What a part of a model takes: FLOPs of one token, forward and backward, and parameters."""
 
     flops: float = 0.0
     parameters: float = 0.0
@@ -93,14 +93,14 @@ def _require_micro_batches(schedule: str, ranks: int, number: int) -> None:
 
 def stage_cost(facts: ModelFacts, first: int, stop: int) -> Cost:
     """What the stage with blocks [first, stop) takes. The embedding is a look-up and costs bytes alone; the head is a product of
-    all its weights, 6 FLOPs each. A head tied to the embedding is held by both stages."""
+    all its weights, 6 FLOPs each. Both ends have a head that is tied to the embedding."""
     parameters, last = facts.parameters_before, stop == len(facts.block_parameters)
     inside, behind = parameters[stop] - parameters[first], facts.head_parameters if last else 0
     flops = 6 * (inside + behind) + facts.attention_flops * (stop - first)
     return Cost(flops, inside + behind + (facts.embedding_parameters if first == 0 else 0))
 
 
-@lru_cache(maxsize=256)  # a search asks for the same few cuts again and again
+@lru_cache(maxsize=256)  # a search makes the same few cuts again and again
 def _cut_model(facts: ModelFacts, stages: int) -> tuple[Range, ...]:
     blocks = len(facts.block_parameters)
     if blocks < stages:
