@@ -3,7 +3,6 @@ terminal, and as Markdown for the docs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
@@ -42,23 +41,10 @@ PROCESSES = 8
 GROUPS = ("strategies", "algorithms", "sources", "models", "rewards", "trackers", "launchers")  # that packages may add to
 
 
-@dataclass(frozen=True)
-class Cell:
-    """`reason` (why not) and `instead` (what to use) are empty where the two go together."""
-
-    kind: str
-    feature: str
-    reason: str = ""
-    instead: str = ""
-
-    @property
-    def works(self) -> bool:
-        return not self.reason
-
-
-def matrix(device: str) -> list[list[Cell]]:
-    """One row a strategy, one cell a feature. `device`: cpu or cuda."""
-    return [[_cell(kind, spec, feature, device) for feature in FEATURES] for kind, spec in strategies().items()]
+def matrix(device: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Option → strategy → (why not, what to use instead), both empty where the two go together. `device`: cpu or cuda."""
+    specs = strategies()
+    return {option: {kind: _refusal(kind, spec, values, device) for kind, spec in specs.items()} for option, values in FEATURES.items()}
 
 
 def strategies() -> dict[str, type[StrategySpec]]:
@@ -66,12 +52,11 @@ def strategies() -> dict[str, type[StrategySpec]]:
     return {kind: spec for kind, spec in kinds(StrategySpec).items() if not spec.planned}
 
 
-def _cell(kind: str, spec: type[StrategySpec], feature: str, device: str) -> Cell:
-    values = FEATURES[feature]
+def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device: str) -> tuple[str, str]:
     keys = {f"offload_{value}" if key == "offload" else key for key, value in values.get("strategy", {}).items()}
     for rule in spec.rules:
         if rule.phase == "schema" and rule.name in keys:
-            return Cell(kind, feature, str(rule.reason), str(rule.instead))
+            return str(rule.reason), str(rule.instead)
     options = spec.example(kind, values.get("strategy", {}))
     sections = {name: section for name, section in values.items() if name != "strategy"}
     try:
@@ -79,14 +64,14 @@ def _cell(kind: str, spec: type[StrategySpec], feature: str, device: str) -> Cel
     except ValidationError as error:
         if not keys:  # its own keys have no defaults
             raise ConfigError(f"no example of {kind}: {error.errors()[0]['msg']}", where="strategy", fix="override `example`") from None
-        return Cell(kind, feature, "it has no such key", "another strategy")
+        return "it has no such key", "another strategy"
     try:
         mesh = config.strategy.mesh(1 if spec.one_process else PROCESSES)
         precision = config.precision.kind
         check_rules(Case(config, mesh, "cuda" if device == "cuda" else "cpu", "fp32" if precision == "auto" else precision, None))
     except PlanError as refusal:
-        return Cell(kind, feature, refusal.what.partition(": ")[2] or refusal.what, refusal.fix or "")
-    return Cell(kind, feature)
+        return refusal.what.partition(": ")[2] or refusal.what, refusal.fix or ""
+    return "", ""
 
 
 def as_text(device: str) -> str:
@@ -113,7 +98,7 @@ def _numbered(device: str) -> tuple[dict[str, list[str]], dict[tuple[str, str], 
     """Option → marks of the strategies (yes, or the number of the reason), and the reasons with their numbers in order of appearance."""
     notes: dict[tuple[str, str], int] = {}
 
-    def mark(cell: Cell) -> str:
-        return "yes" if cell.works else str(notes.setdefault((cell.reason, cell.instead), len(notes) + 1))
+    def mark(refusal: tuple[str, str]) -> str:
+        return str(notes.setdefault(refusal, len(notes) + 1)) if refusal[0] else "yes"
 
-    return {feature: [mark(row[index]) for row in matrix(device)] for index, feature in enumerate(FEATURES)}, notes
+    return {option: [mark(refusal) for refusal in row.values()] for option, row in matrix(device).items()}, notes
