@@ -261,16 +261,6 @@ def to_yaml(config: Config) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One key that differs between two configs; `matters`: the numbers of a resumed run would."""
-
-    key: str
-    old: Any
-    new: Any
-    matters: bool
-
-
 # What may change when a run goes on; everything else decides the numbers.
 FREE = (
     "strategy", "launch", "cluster", "checkpoint", "eval", "health", "memory", "compile",
@@ -280,28 +270,20 @@ FREE = (
 )  # fmt: skip
 
 
-def differences(old: Config, new: Config) -> list[Difference]:
-    """Keys whose values differ, in the order of the config. Where a global batch is set, how it is cut up may change, too."""
-    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    totals = ("batch.global_samples", "batch.global_tokens")
-    same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
-    may = (*FREE, "batch.micro_batch", "batch.accumulation") if same_batch else FREE
-    found = []
-    for key in dict.fromkeys([*before, *after]):
-        if before.get(key) != after.get(key):
-            found.append(Difference(key, before.get(key), after.get(key), not allowed(key, may)))
-    return found
-
-
 def allowed(key: str, allow: tuple[str, ...]) -> bool:
     """Whether `allow` names a key, a section that it is in, or all."""
     return "all" in allow or any(key == name or key.startswith(name + ".") for name in allow)
 
 
 def refused(old: Config, new: Config, allow: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The differences that matter and that `allow` lacks: in a line, and their keys."""
-    found = [d for d in differences(old, new) if d.matters and not allowed(d.key, allow)]
-    return "; ".join(f"{d.key} {plain(d.old)!r} → {plain(d.new)!r}" for d in found), [d.key for d in found]
+    """The keys that decide the numbers, differ, and that `allow` lacks: in a line with their values, and in the order of the config. Where
+    a global batch is set, how it is cut up may change, too."""
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    totals = ("batch.global_samples", "batch.global_tokens")
+    same_batch = all(before[key] == after[key] for key in totals) and any(before[key] for key in totals)
+    may = (*FREE, *allow, *(("batch.micro_batch", "batch.accumulation") if same_batch else ()))
+    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key) and not allowed(key, may)]
+    return "; ".join(f"{key} {plain(before.get(key))!r} → {plain(after.get(key))!r}" for key in keys), keys
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -47,17 +47,12 @@ class Exhausted(Frozen):
         return f"ran out of memory in {self.during}" + (f": {', '.join(k for k in known if k)}" if any(known) else "")
 
 
-@dataclass(frozen=True)
-class Misestimate:
+class Misestimate(NamedTuple):
     """The category that the plan predicted furthest too low, bytes. `found` is a lower bound."""
 
     category: str
     planned: int
     found: int
-
-    def describe(self) -> str:
-        off = self.found - self.planned
-        return f"{self.category} took at least {size(off)} more (planned {size(self.planned)}, found {size(self.found)})"
 
 
 def misestimate(out: Exhausted, planned: Memory) -> Misestimate | None:
@@ -81,7 +76,8 @@ def verdict(out: Exhausted, planned: Memory) -> str:
     """What the plan predicted, and the category that took more, or most."""
     predicted = f"the plan predicted {size(planned.peak)}"
     if off := misestimate(out, planned):
-        return f"{predicted}: {off.describe()}"
+        more = size(off.found - off.planned)
+        return f"{predicted}: {off.category} took at least {more} more (planned {size(off.planned)}, found {size(off.found)})"
     name = max((*STATES, "activations", "logits", "buffers"), key=lambda each: getattr(planned, each))
     mostly = f"most of it {name}, {size(getattr(planned, name))}"
     if out.room is not None and planned.peak + planned.overhead > out.room:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drumline.core.config import Config
-from drumline.core.load import differences, load, load_text, schema, to_yaml
+from drumline.core.load import load, load_text, refused, schema, to_yaml
 from drumline.core.mistakes import SYNONYMS, field_at, kinds_at
 from drumline.core.model import ModelConfig
 from drumline.errors import ConfigError
@@ -180,10 +180,10 @@ def test_differences_tell_what_matters() -> None:
         DATA,
         ["optimizer.lr=1", "strategy=ddp", "checkpoint.every=5", "run.seed=3", "data.workers=2", "data.max_length=64", "launch.nproc=2"],
     )
-    found = {d.key: d.matters for d in differences(old, new)}
-    assert {key for key, matters in found.items() if matters} == {"optimizer.lr", "run.seed", "data.max_length"}
-    assert {"strategy.kind", "checkpoint.every", "data.workers", "launch.nproc"} <= found.keys()
-    assert differences(old, old) == []
+    line, keys = refused(old, new, ())
+    assert keys == ["data.max_length", "optimizer.lr", "run.seed"] and line.endswith("run.seed 0 → 3")
+    assert refused(old, new, ("optimizer", "run.seed"))[1] == ["data.max_length"]
+    assert refused(old, new, ("all",)) == refused(old, old, ()) == ("", [])
 
 
 def test_templates_are_found_from_anywhere(tmp_path: Path) -> None:
