@@ -160,9 +160,7 @@ class CheckpointConfig(Section):
         description="How long to retry the last checkpoint when the disk is full. When the run is stopped by a signal, at most half of"
         " launch.grace_seconds.",
     )
-    fallback_dir: str | None = Field(
-        None, description="Folder on another disk for the last checkpoint, or its weights, when the run's disk is full."
-    )
+    fallback_dir: str | None = Field(None, description="Folder on another disk for the last checkpoint, or its weights, if RUN's is full.")
     export: Literal["none", "last", "best"] = Field(
         "best", description="Which checkpoint is exported to RUN/export as a Hugging Face folder; the last one if there is no best one."
     )
@@ -196,9 +194,7 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="Deterministic kernels only (cuDNN and algorithms); slower on GPUs.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if there are any, else the CPU.")
     log_every: Steps = Field(1, description="Write a step event every N steps.")
-    callbacks: tuple[PathText, ...] = Field(
-        (), description="Your classes that are called after each step, save and evaluation: file.py:Name."
-    )
+    callbacks: tuple[PathText, ...] = Field((), description="Your classes called after each step, save and evaluation: file.py:Name.")
     report_to: tuple[Reporter, ...] = Field(("tensorboard",), description="Where metrics are written besides events.jsonl.")
 
 

@@ -196,18 +196,14 @@ class RolloutSpec(ChunkedSpec):
     best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
 
-    rewards: list[Reward] = Field(
-        default_factory=lambda: [TaskReward()], min_length=1, description="What an episode is worth: a weighted sum."
-    )
+    rewards: list[Reward] = Field(default_factory=lambda: [TaskReward()], min_length=1, description="An episode's worth: a weighted sum.")
     reward_workers: int | None = Field(
         None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4."
     )
     reward_failure: RewardFailureConfig = Field(default_factory=RewardFailureConfig, description="What is done when rewards keep failing.")
     generator: Generator = Field(default_factory=HFGenerator, description="What samples the completions.")
     epochs: int = Field(1, gt=0, le=10**4, description="Passes over the episodes of a rollout.")
-    minibatches: int = Field(
-        1, gt=0, le=10**6, description="Optimizer steps of one pass; a rollout has minibatches × batch.global_samples episodes."
-    )
+    minibatches: int = Field(1, gt=0, le=10**6, description="Optimizer steps a pass: a rollout has this × batch.global_samples episodes.")
     clip: Above0 = Field(0.2, description="The probability ratio counts within 1 ± clip only (PPO, Schulman et al. 2017).")
     kl: KLConfig = Field(default_factory=KLConfig, description="Divergence from a reference model, as a cost.")
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="How many prompts each domain gives.")
