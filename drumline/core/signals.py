@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Self
 
@@ -16,9 +17,8 @@ class Signals:
     """Hands `numbers` to `_note` while it is entered in the main thread; old handlers come back at the end."""
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self._old: dict[int, Any] = {}
+    number = 0  # the first that came
+    _old: Mapping[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -42,16 +42,12 @@ class LauncherSignals(Signals):
     follow are no hurry: batch systems and wrappers repeat theirs while the ranks are still saving.
     """
 
-    numbers = (*Signals.numbers, signal.SIGHUP)
+    at_once = False
+    _around: Stoppable | None = None
 
     def __init__(self, trial: bool = False) -> None:
         """`trial`: nothing that is launched is worth saving; signals are left to the Stoppable around it."""
-        super().__init__()
-        self.number = 0
-        self.at_once = False
-        self._around: Stoppable | None = None
-        if trial:
-            self.numbers = ()
+        self.numbers = () if trial else (*Signals.numbers, signal.SIGHUP)
 
     def __enter__(self) -> Self:
         handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
@@ -98,10 +94,6 @@ class Stoppable(Signals):
     Interrupted is raised at the end instead."""
 
     numbers = (*Signals.numbers, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
 
     def __enter__(self) -> Self:
         self._hook = sys.unraisablehook
