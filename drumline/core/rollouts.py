@@ -196,7 +196,9 @@ class RolloutSpec(ChunkedSpec):
     best_by: ClassVar[dict[str, str]] = {"metric": "reward", "mode": "max"}
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset({"log_probs", "entropy"})
 
-    rewards: list[Reward] = Field(default_factory=lambda: [TaskReward()], min_length=1, description="An episode's worth: a weighted sum.")
+    rewards: list[Reward] = Field(
+        default_factory=lambda: list[Reward]([TaskReward()]), min_length=1, description="What an episode is worth: a weighted sum."
+    )
     reward_workers: int | None = Field(
         None, gt=0, le=1024, description="Processes of each rank that compute rewards; null: one per core, shared by the ranks, at most 4."
     )
