@@ -207,7 +207,7 @@ def chat(
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk to a trained model in the terminal."""
-    from drumline.inference.chat import chat as run
+    from drumline.inference.model import chat as run
 
     run(place, max_new_tokens, temperature, system, trust_remote_code)
 
@@ -227,17 +227,13 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the held-out set, with the strategy of CONFIG. Metrics are also written to RUN/eval.json."""
     overrides = [*(overrides or []), *TRUSTED * trust_remote_code]
+    from drumline.inference import evaluate as by
+
     if lm_eval:
-        from drumline.inference.harness import harness
-
-        raise typer.Exit(harness(config, overrides, checkpoint, lm_eval.split(","), limit, include_path))
+        raise typer.Exit(by.harness(config, overrides, checkpoint, lm_eval.split(","), limit, include_path))
     if generate:
-        from drumline.inference.answers import answers
-
-        raise typer.Exit(answers(config, overrides, checkpoint, generate))
-    from drumline.inference.evaluate import evaluate as run
-
-    raise typer.Exit(run(config, overrides, checkpoint))
+        raise typer.Exit(by.answers(config, overrides, checkpoint, generate))
+    raise typer.Exit(by.evaluate(config, overrides, checkpoint))
 
 
 @app.command()

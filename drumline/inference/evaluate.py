@@ -1,36 +1,52 @@
-"""`drumline eval`: the metrics of a checkpoint on the held-out set, as the training run would measure them."""
+"""`drumline eval`: a checkpoint's metrics on the held-out set, its answers to held-out prompts, and its score in lm-eval's tasks."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from drumline import __version__
 from drumline.checkpoint.load import check, newest, pointed
+from drumline.core.data import PROMPT_FORMS, TasksSource
 from drumline.core.explain import default_run_dir, strategy_name
 from drumline.core.files import write_whole
 from drumline.core.load import Loaded, load
 from drumline.core.plan import Plan
-from drumline.errors import CheckpointError, ConfigError, DrumlineError, EnvironmentFault, UserError
+from drumline.core.rollouts import HFGenerator, TaskReward
+from drumline.data.cache import TokenCache
+from drumline.data.sources import read_rows
+from drumline.data.templates import Encoder
+from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.foreign import read_object
+from drumline.inference.model import Model, exported_folder, open_model, open_plan
 from drumline.launchers.environment import launched_by
 from drumline.launchers.local import launch
 from drumline.report.bars import bars
+from drumline.rl.rewards import Item, Rewards
 from drumline.telemetry.events import Eval, Event
 from drumline.train.setup import EVAL_RESULTS, Request, make_plan
 
 # An evaluation is over or not: nothing is started again, and only the caller gets the result.
 ALONE = ["launch.max_restarts=0", "run.report_to=[]"]
+TOGETHER = 16  # sequences generated side by side
+SHOWN = 20  # answers that eval.json keeps
+YAML = (".yaml", ".yml")
+TRUSTED = "model.trust_remote_code=true"
 
 
 def evaluate(config_path: Path, overrides: list[str], place: Path | None) -> int:
@@ -111,22 +127,18 @@ def of_run(run_dir: Path) -> Path | None:
 def _measure(plan: Plan, weights: Weights) -> tuple[int, dict[str, Any]]:
     """(exit code, step, samples and metrics) of ranks that leave the run folder alone: theirs is a temporary one, kept if they fail."""
     scratch = Path(tempfile.mkdtemp(prefix="drumline-eval-"))
-    found: list[Eval] = []
-
-    def follow(event: Event) -> None:
-        if isinstance(event, Eval):
-            found.append(event)
-
+    events: list[Event] = []
     (scratch / "checkpoints").mkdir()
     there = plan.model_copy(update={"run_dir": str(scratch)})
     there.save(scratch / "plan.json")
     start = str(weights.checkpoint) if weights.checkpoint else None
     with ExitStack() as at_end:
         at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
-        code = launch(there, scratch / "plan.json", start, follow, "drumline.inference.rank", trial=True)
+        code = launch(there, scratch / "plan.json", start, events.append, "drumline.inference.rank", trial=True)
         if code:
             at_end.pop_all()
             return code, {}
+    found = [event for event in events if isinstance(event, Eval)]
     if not found:
         raise DrumlineError("the ranks ended without a metric", where=str(scratch))
     step = found[-1].step if weights.checkpoint else None
@@ -155,3 +167,132 @@ def write(run_dir: Path, section: str, result: dict[str, Any]) -> None:
     except OSError as error:
         raise EnvironmentFault(f"cannot be written: {error}", where=str(path), fix="move it away, or mend the folder") from error
     Console(stderr=True).print(f"written to {path}", highlight=False, soft_wrap=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as tokens, and what would be right; `meta`: what the verifier of a task needs."""
+
+    tokens: list[int]
+    answer: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def answers(config_path: Path, overrides: list[str], place: Path | None, number: int) -> int:
+    """Answer `number` held-out prompts greedily; report how many answers are the row's word for word, and, where the prompts are tasks of
+    reasoning-gym, what their verifiers give. Writes RUN/eval.json."""
+    plan, weights, run_dir = planned(config_path, overrides, place)
+    if not plan.config.algorithm.has_answers:
+        fix = "leave it out: held-out prompts of ppo and grpo are answered anyway"
+        raise UserError(f"it is for algorithm sft, and this is {plan.config.algorithm.kind}", where="--generate", fix=fix)
+    began = time.time()
+    model, base_dir = open_plan(plan, weights.checkpoint), Path(plan.base_dir)
+    questions = list(islice(_questions(plan, model, base_dir), number))
+    if not questions:
+        raise DataError("no held-out row has a prompt before its answer", where="data.eval", fix="leave --generate out")
+    # An answer is at most as long as data.max_length leaves room for.
+    room = max(1, plan.config.data.max_length - max(len(question.tokens) for question in questions))
+    greedy = HFGenerator(top_k=1, max_new_tokens=room, batch=TOGETHER)
+    texts, done = zip(*model.complete((question.tokens for question in questions), greedy, plan.config.run.seed), strict=True)
+    both = [*zip(texts, questions, strict=True)]
+    metrics = {
+        "exact": sum(text.strip() == question.answer.strip() for text, question in both) / len(both),
+        "ended": sum(completion.ended for completion in done) / len(both),
+        "tokens": sum(len(completion.tokens) for completion in done) / len(both),
+    }
+    if all(question.meta for question in questions):
+        with Rewards([TaskReward()], base_dir) as rewards:
+            scored = rewards.score([Item("", text, 0, question.meta) for text, question in both])
+        metrics["verified"] = sum(s.value for s in scored) / len(scored)
+    show(f"{weights.origin} on {len(both)} held-out prompts, answered greedily", metrics)
+    shown = [{"answer": text, "right": question.answer} for text, question in both[:SHOWN]]
+    write(run_dir, "generated", {"weights": weights.origin, "seconds": time.time() - began, "metrics": metrics, "answers": shown})
+    return 0
+
+
+def _questions(plan: Plan, model: Model, base_dir: Path) -> Iterator[Question]:
+    """Tasks with what their verifiers need, where all of data.eval is tasks; else the last answer of each held-out row."""
+    config, data = plan.config, plan.data
+    assert data is not None and data.eval_cache is not None, "`planned` requires a held-out set"
+    if config.data.eval and all(isinstance(source, TasksSource) for source in config.data.eval):
+        encoder = Encoder(model.tokenizer, everything=False, data=config.data)
+        for source in config.data.eval:
+            for row in read_rows(source, base_dir, PROMPT_FORMS):
+                yield Question(encoder.prompt(row)[1], str(row.extra["answer"]), row.extra)
+        return
+    cache = TokenCache.open(data.eval_cache)
+    for sample in range(len(cache)):
+        for tokens, learn in cache.segments(sample):
+            stop = int(np.flatnonzero(learn)[-1]) + 1 if learn.any() else 0
+            silent = np.flatnonzero(learn[:stop] == 0)
+            start = int(silent[-1]) + 1 if len(silent) else 0
+            if start:
+                answer = model.tokenizer.decode(tokens[start:stop].tolist(), skip_special_tokens=True)
+                yield Question(tokens[:start].tolist(), answer)
+
+
+# -------------------------------------------------------------------------------------------------------------- lm-eval
+
+
+def harness(
+    config_path: Path, overrides: list[str], place: Path | None, tasks: list[str], limit: int | None, include_path: Path | None
+) -> int:
+    """Score `place`, else the run of a config or the folder itself (see `model_of`), and write RUN/eval.json where there is a run.
+
+    `limit`: questions of each task. `include_path`: a folder of further task YAMLs. Raises EnvironmentFault without the package, and
+    for whatever the harness fails on: a task that it does not know, data that cannot be had.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise EnvironmentFault("the package lm-eval is missing", where="--lm-eval", fix="pip install lm-eval")
+    source = place or (run_folder(config_path, overrides) if config_path.suffix in YAML else config_path)
+    if not source.exists():
+        raise CheckpointError("no such run or folder", where=str(source), fix="train first, or name one with --checkpoint")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    began = time.time()
+    results = _evaluate(model_of(source, TRUSTED in overrides), [task.strip() for task in tasks if task.strip()], limit, include_path)
+    metrics = {f"{task} {name}": value for task, found in results.items() for name, value in found.items()}
+    show(f"{source} by lm-eval", metrics)
+    if (source / "plan.json").exists():
+        write(source, "lm_eval", {"seconds": time.time() - began, "limit": limit, "tasks": results})
+    return 0
+
+
+def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
+    """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
+    folder = exported_folder(source) if (source / "plan.json").exists() else source
+    if folder is not None and (folder / "config.json").exists():
+        import torch
+
+        return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu", "trust_remote_code": trust}
+    with bars(Console(stderr=True)) as on_progress:
+        model = open_model(str(source), on_progress, trust)
+    return {"pretrained": model.module, "tokenizer": model.tokenizer}
+
+
+def _evaluate(model: dict[str, Any], tasks: list[str], limit: int | None, include_path: Path | None) -> dict[str, dict[str, float]]:
+    """Task → metric → value, as the harness aggregates them; `metric_stderr` beside each. A metric is `NAME`, or `NAME FILTER` where the
+    answers were filtered."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    try:
+        manager = TaskManager(include_path=str(include_path) if include_path else None)
+        loaded = "hf" if isinstance(model["pretrained"], str) else HFLM(**model, batch_size=8)
+        arguments = {"model_args": model, "batch_size": 8} if loaded == "hf" else {}
+        found = lm_eval.simple_evaluate(model=loaded, tasks=tasks, limit=limit, task_manager=manager, **arguments)
+    except DrumlineError:
+        raise
+    except Exception as error:  # a boundary: tasks are code and data of strangers, mostly fetched over a network
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EnvironmentFault(f"lm-eval failed: {type(error).__name__}: {lines[0][:300]}", where="--lm-eval " + ",".join(tasks)) from error
+    assert found is not None, "this process is the first rank"
+    return {task: _numbers(metrics) for task, metrics in found["results"].items()}
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    found = {name: value for name, value in metrics.items() if "," in name and isinstance(value, float | int)}
+    return {name.replace(",none", "").replace(",", " "): float(value) for name, value in found.items()}

@@ -1,24 +1,48 @@
-"""`drumline.load(…)`: a trained model to talk to and to generate with, from Python."""
+"""A trained model in memory, from a run, an exported folder, the hub or a package: to talk to and to generate with.
+
+`drumline.load` gives it to Python, and `drumline chat` to a terminal: answers go to standard output, everything else to standard error.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from drumline.checkpoint.load import best_or_latest
+from drumline.core.model import ModelConfig
+from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator as HFConfig
-from drumline.errors import CheckpointError, ModelError
-from drumline.inference.chat import Conversation
-from drumline.inference.open import LoadedModel, open_model
-from drumline.report.bars import aside
-from drumline.rl.generate import HFGenerator
-from drumline.rl.sampling import Request
+from drumline.core.signals import CtrlC
+from drumline.dist.seeds import derive
+from drumline.errors import CheckpointError, DataError, EnvironmentFault, ModelError, UserError
+from drumline.foreign import judged, read_object
+from drumline.models.build import build_model
+from drumline.models.classes import auto_class
+from drumline.models.export import read_checkpoint, read_run
+from drumline.models.files import quiet
+from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer
+from drumline.models.own import read_module
+from drumline.models.package import resolve
+from drumline.report.bars import OnProgress, aside, bars
+from drumline.rl.generate import HFGenerator, end_tokens
+from drumline.rl.sampling import Completion, Request
 from drumline.train.run import Run
 
-if TYPE_CHECKING:
-    from drumline.inference.chat import Message
+ADAPTER = "adapter_config.json"
+COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
+# What a model's own generation config may set for sampling, and greedy decoding would warn of.
+NO_SAMPLING = {"temperature": None, "top_p": None, "top_k": None}
+# A model may write what a terminal takes for a command; line breaks and tabs are text.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+Message = dict[str, str]
 
 
 def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: bool = False) -> Model:
@@ -28,52 +52,43 @@ def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: b
     if (found := _own(Path(where), trust_remote_code)) is not None:
         return found
     with aside(display) as on_progress:
-        return Model(open_model(os.fspath(where), on_progress, trust_remote_code))
+        return open_model(os.fspath(where), on_progress, trust_remote_code)
 
 
 def _own(folder: Path, trusted: bool) -> Model | None:
     """The module of the user's own that a run folder is about; None for anything else."""
-    from drumline.checkpoint.load import best_or_latest
-    from drumline.core.plan import Plan
-    from drumline.models.own import read_module
-
     if not (folder / "plan.json").is_file():
         return None
-    plan, root = Plan.load(folder / "plan.json", trusted), folder / "checkpoints"
+    plan = Plan.load(folder / "plan.json", trusted)
     if not plan.config.plain:
         return None
     if not trusted and ":" in (plan.config.model.builder or ""):
         fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
         raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
-    checkpoint = best_or_latest(root)
+    checkpoint = best_or_latest(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError("nothing was saved", where=str(folder))
-    return Model(LoadedModel(read_module(plan, checkpoint), None, str(checkpoint)))
+    return Model(read_module(plan, checkpoint), None, str(checkpoint))
 
 
+@dataclass(frozen=True, eq=False)
 class Model:
     """`module`: whole, on one device, in eval mode; `tokenizer`; `origin`: where it is from, in words."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._loaded = loaded
-        self.module, self.tokenizer, self.origin = loaded.model, loaded.tokenizer, loaded.origin
+    module: Any
+    tokenizer: Any
+    origin: str
 
     @cached_property
-    def _talk(self) -> Conversation:
-        if self.tokenizer is None:
-            raise ModelError("this module gives numbers, not text", where=self.origin, fix="call `module` yourself")
-        return Conversation(self._loaded, 0, 0.0, None, show=False)
-
-    @property
     def turns(self) -> list[Message]:
         """The conversation so far. Clear it to begin another; put a system message's text into `chat`."""
-        return self._talk.turns
+        self._require_text()
+        return []
 
     def chat(self, text: str, *, max_new_tokens: int = 512, temperature: float = 0.7, system: str | None = None) -> str:
         """The answer; `turns` keeps both. Temperature 0 takes the likeliest token each time. Raises UserError for a system message
         where the model has no chat template."""
-        turns = self._talk.turns
-        return Conversation(self._loaded, max_new_tokens, temperature, system, turns, show=False).answer(text)
+        return Conversation(self, max_new_tokens, temperature, system, self.turns, show=False).answer(text)
 
     def generate(
         self,
@@ -88,10 +103,221 @@ class Model:
     ) -> list[str]:
         """How each text goes on, in order, without a chat template. With a temperature the draws are by `seed` and the prompt's place
         in the list. Raises DataError for an empty prompt, PlanError for one that leaves too few positions."""
-        self._talk  # noqa: B018 - refuses what writes no text
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self._require_text()
+        texts = [prompts] if isinstance(prompts, str) else prompts
         greedy: dict[str, Any] = {"top_k": 1} if temperature == 0 else {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         config = HFConfig(max_new_tokens=max_new_tokens, batch=batch, **greedy)
-        requests = [Request(list(self.tokenizer(text)["input_ids"]), (number,)) for number, text in enumerate(texts)]
+        return [text for text, _ in self.complete((list(self.tokenizer(text)["input_ids"]) for text in texts), config, seed)]
+
+    def complete(self, prompts: Iterable[list[int]], config: HFConfig, seed: int) -> list[tuple[str, Completion]]:
+        """The text and tokens of the completion of each prompt, in order."""
+        requests = [Request(tokens, (number,)) for number, tokens in enumerate(prompts)]
         done = HFGenerator(config, self.module, self.tokenizer, seed).generate(requests, 0)
-        return [self.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in done]
+        return [(self.tokenizer.decode(completion.tokens, skip_special_tokens=True), completion) for completion in done]
+
+    def _require_text(self) -> None:
+        if self.tokenizer is None:
+            raise ModelError("this module gives numbers, not text", where=self.origin, fix="call `module` yourself")
+
+
+# ----------------------------------------------------------------------------------------------------------------- open
+
+
+def open_model(place: str, on_progress: OnProgress, trust: bool = False) -> Model:
+    """`place`: a run folder (its export, else its best or newest checkpoint), a folder that transformers or PEFT reads, a hub id, or
+    `package:NAME`. Raises ModelError for what does not write text, CheckpointError for a run that has saved nothing."""
+    quiet()
+    folder = Path(place).expanduser()
+    if (folder / "plan.json").exists():
+        plan = Plan.load(folder / "plan.json", trust)
+        if not plan.config.algorithm.writes:
+            raise ModelError(f"a model of algorithm {plan.config.algorithm.kind} gives numbers, not text", where=place)
+        exported = exported_folder(folder)
+        if exported is None:
+            model, tokenizer, checkpoint = read_run(folder, trust=trust)
+            return Model(_placed(model), tokenizer, f"{checkpoint}, which is not exported")
+        return _from_folder(str(exported), trust)
+    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        return _from_folder(str(folder), trust)
+    source = resolve(ModelConfig(id=place), on_progress)
+    assert source is not None, "an id leads somewhere"
+    return _from_folder(source, trust)
+
+
+def exported_folder(run: Path) -> Path | None:
+    """RUN/export, where there is a model or an adapter in it."""
+    folder = run / "export"
+    return folder if any((folder / name).exists() for name in ("config.json", ADAPTER)) else None
+
+
+def open_plan(plan: Plan, checkpoint: Path | None) -> Model:
+    """The plan's model with the weights of a checkpoint of any run; None: as training starts from it."""
+    if checkpoint is not None:
+        model, tokenizer = read_checkpoint(plan, checkpoint)
+        return Model(_placed(model), tokenizer, str(checkpoint))
+    config = plan.config.model
+    model = build_model(plan.model_path, config, seed=derive(plan.config.run.seed, "weights"))
+    return Model(_placed(model), load_tokenizer(plan.model_path, config), str(plan.model_path))
+
+
+def _from_folder(source: str, trust_remote_code: bool) -> Model:
+    model = ModelConfig(id=source, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(source, model)
+    adapter = Path(source) / ADAPTER
+    if not adapter.exists() or (Path(source) / "config.json").exists():
+        return Model(_placed(_pretrained(source, model)), tokenizer, source)
+    base = read_object(adapter, ModelError).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ModelError("names no base_model_name_or_path", where=str(adapter), fix="put it in: a folder or hub id")
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise EnvironmentFault("the package peft is missing", where=source, fix="pip install peft") from error
+    whole = _pretrained(base, model)
+    with judged("cannot be laid over its base", source, ModelError, "give a folder that PEFT wrote"):
+        return Model(_placed(PeftModel.from_pretrained(whole, source).merge_and_unload()), tokenizer, f"{source} over {base}")
+
+
+def _pretrained(source: str, model: ModelConfig) -> Any:
+    import torch
+
+    config = load_config(source, model)
+    architectures = getattr(config, "architectures", None) or [""]
+    if any(name.endswith("Classification") for name in architectures):
+        raise ModelError(f"{architectures[0]} gives numbers, not text", where=source, fix="name a language model")
+    return from_hub(source, model, lambda: auto_class(config).from_pretrained(source, dtype=torch.float32, **hub_options(source, model)))
+
+
+def _placed(model: Any) -> Any:
+    """On the GPU in bf16 where there is one, else in fp32 on the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        model = model.to("cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+def chat(place: str, max_new_tokens: int, temperature: float, system: str | None, trust: bool = False) -> None:
+    """Read lines from standard input until it ends, and answer each. Piped input works the same, without a prompt sign."""
+    with bars(Console(stderr=True)) as on_progress:
+        model = open_model(place, on_progress, trust)
+    talk = Conversation(model, max_new_tokens, temperature, system)
+    _tell(f"{model.origin} — {COMMANDS}")
+    if not talk.has_template:
+        _tell("it has no chat template: each line is continued by itself")
+    with CtrlC():
+        while (line := _next_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/clear":
+                talk.turns.clear()
+            elif line.startswith("/") and line[1:].isalpha():
+                _tell(f"no command {line}: {COMMANDS}")
+            elif line:
+                talk.answer(line)
+
+
+@dataclass
+class Conversation:
+    """The conversation so far, and the model that goes on with it. `temperature` 0 is the likeliest token each time. `show`: print answers
+    as they come."""
+
+    model: Model
+    max_new_tokens: int
+    temperature: float
+    system: str | None
+    turns: list[Message] = field(default_factory=list)
+    show: bool = True
+
+    def __post_init__(self) -> None:
+        self.module, self.tokenizer = self.model.module, self.model.tokenizer
+        self.has_template = bool(self.tokenizer.chat_template)
+        if self.system is not None and not self.has_template:
+            raise UserError("this model has no chat template, and so no place for it", where="--system", fix="leave it out")
+        self.positions: int = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.ends = sorted(end_tokens(self.module, self.tokenizer))
+
+    def answer(self, line: str) -> str:
+        """The answer; both are kept. Ctrl-C ends it early: the text until then is kept."""
+        import torch
+
+        question = {"role": "user", "content": line}
+        if (size := len(self._tokens([question]))) >= self.positions:
+            _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")
+            return ""
+        self.turns.append(question)
+        ids = self._prompt()
+        out = printer(self.tokenizer, self.show)
+        ids_BT = torch.tensor([ids], device=self.module.device)
+        sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False, **NO_SAMPLING}
+        try:
+            with torch.no_grad():
+                self.module.generate(
+                    ids_BT,
+                    attention_mask=torch.ones_like(ids_BT),
+                    streamer=out,
+                    max_new_tokens=min(self.max_new_tokens, self.positions - len(ids)),
+                    eos_token_id=self.ends or None,
+                    pad_token_id=self.tokenizer.pad_token_id or (self.ends or [0])[0],
+                    **sampled,
+                )
+        except KeyboardInterrupt:
+            out.on_finalized_text(" …", stream_end=True)
+        answer = "".join(out.answer)
+        self.turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _prompt(self) -> list[int]:
+        """The conversation as tokens; its oldest turns give way where it leaves too few positions for an answer."""
+        if not self.has_template:
+            del self.turns[:-1]
+        while len(ids := self._tokens(self.turns)) + self.max_new_tokens > self.positions and len(self.turns) > 1:
+            del self.turns[:2]
+            _tell("the model's positions are used up: the oldest turn is forgotten")
+        return ids
+
+    def _tokens(self, turns: list[Message]) -> list[int]:
+        if not self.has_template:
+            return list(self.tokenizer(turns[0]["content"])["input_ids"])
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        with judged("the chat template refuses this conversation", self.model.origin, DataError):
+            text = self.tokenizer.apply_chat_template([*system, *turns], tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def printer(tokenizer: Any, show: bool = True) -> Any:
+    """A streamer that keeps what comes in `answer`, and prints it word by word."""
+    from transformers import TextStreamer
+
+    class Printer(TextStreamer):
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.answer: list[str] = []
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.answer.append(text)
+            if show:
+                print(CONTROLS.sub("�", text), end="\n" if stream_end else "", flush=True)
+
+    return Printer()
+
+
+def _next_line() -> str | None:
+    """The next line; None at the end. Ctrl-C with nothing to stop only shows how to leave."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        import readline  # noqa: F401 — gives `input` its arrow keys
+    try:
+        return input("> " if terminal else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        _tell(f"\n{COMMANDS}")
+        return ""
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

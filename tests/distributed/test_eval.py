@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.errors import CheckpointError, ConfigError, EnvironmentFault, UserError
-from drumline.inference.answers import answers
-from drumline.inference.evaluate import evaluate
-from drumline.inference.harness import harness
+from drumline.inference.evaluate import answers, evaluate, harness
 from tests.harness import chat_rows, drumline, events, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir
 

@@ -16,8 +16,7 @@ import torch
 
 from drumline.data.templates import turn_end
 from drumline.errors import CheckpointError, DataError, ModelError, UserError
-from drumline.inference.chat import CONTROLS, Conversation, printer
-from drumline.inference.open import LoadedModel, open_model
+from drumline.inference.model import CONTROLS, Conversation, Model, open_model, printer
 from tests.harness import ENV, drumline
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
 from tests.unit.test_models_export import save_steps, write_plan
@@ -33,14 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def loaded(folder: Path) -> LoadedModel:
+def loaded(folder: Path) -> Model:
     return open_model(str(folder), quietly)
 
 
-def greedy(loaded: LoadedModel, text: str, number: int) -> str:
+def greedy(loaded: Model, text: str, number: int) -> str:
     """What transformers' own generate says to a rendered text."""
     ids = loaded.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    out = loaded.model.generate(**ids, max_new_tokens=number, do_sample=False)
+    out = loaded.module.generate(**ids, max_new_tokens=number, do_sample=False)
     return loaded.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -51,7 +50,7 @@ def turn(role: str, text: str) -> str:
     return f"<|im_start|>{role}\n{text}<|im_end|>\n"
 
 
-def test_it_answers_and_keeps_what_was_said(loaded: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_answers_and_keeps_what_was_said(loaded: Model, capsys: pytest.CaptureFixture[str]) -> None:
     talk, ask = Conversation(loaded, 12, 0.0, "Be brief."), "<|im_start|>assistant\n"
     first = talk.answer("one?")
     assert first and first == greedy(loaded, SYSTEM + turn("user", "one?") + ask, 12)
@@ -61,19 +60,19 @@ def test_it_answers_and_keeps_what_was_said(loaded: LoadedModel, capsys: pytest.
     assert [answer["role"] for answer in talk.turns] == ["user", "assistant"] * 2
 
 
-def test_it_stops_where_the_template_ends_a_turn(loaded: LoadedModel) -> None:
+def test_it_stops_where_the_template_ends_a_turn(loaded: Model) -> None:
     """The end-of-sequence token of a base model is another than that of the template put over it."""
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
-    assert set(Conversation(LoadedModel(loaded.model, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
+    assert set(Conversation(Model(loaded.module, tokenizer, "x"), 9, 0.0, None).ends) == {0, 2}
     assert turn_end(tiny_tokenizer(chat_template=None)) is None
     assert turn_end(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")) is None
 
 
 def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = open_model(str(folder), quietly)
-    loaded.model.config.max_position_embeddings = 64
+    loaded.module.config.max_position_embeddings = 64
     talk = Conversation(loaded, 20, 0.0, None)
     for line in ("one two three?", "four five six?", "seven?"):
         assert talk.answer(line)
@@ -83,8 +82,8 @@ def test_old_turns_give_way(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nothing is answered" in capsys.readouterr().err
 
 
-def test_without_a_template_each_line_is_continued(loaded: LoadedModel) -> None:
-    bare = LoadedModel(loaded.model, tiny_tokenizer(chat_template=None), "bare")
+def test_without_a_template_each_line_is_continued(loaded: Model) -> None:
+    bare = Model(loaded.module, tiny_tokenizer(chat_template=None), "bare")
     talk = Conversation(bare, 5, 0.0, None)
     talk.answer("one two")
     assert talk.answer("three") == greedy(bare, "three", 5)
@@ -98,10 +97,10 @@ def test_a_model_has_no_say_over_the_terminal(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "red: �[31m\n\ttab\n" and out.answer == ["red: \x1b[31m\n\ttab"]
 
 
-def test_a_refusing_template_is_one_line(loaded: LoadedModel) -> None:
+def test_a_refusing_template_is_one_line(loaded: Model) -> None:
     strict = CHATML + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
     with pytest.raises(DataError, match="no system, please"):
-        Conversation(LoadedModel(loaded.model, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
+        Conversation(Model(loaded.module, tiny_tokenizer(chat_template=strict), "x"), 5, 0.0, "Be brief.").answer("one?")
 
 
 @pytest.mark.slow
@@ -156,22 +155,22 @@ def test_a_run_is_opened_exported_or_not(folder: Path, tmp_path: Path, prepare: 
     if prepare:
         prepare(tmp_path / "run")
     loaded = open_model(str(tmp_path / "run"), quietly)
-    assert torch.equal(first_weight(loaded.model), weights[2]["model.embed_tokens.weight"]), "the best"
+    assert torch.equal(first_weight(loaded.module), weights[2]["model.embed_tokens.weight"]), "the best"
     assert ("not exported" in loaded.origin) == (prepare is None)
 
 
 def test_an_adapter_is_laid_over_its_model(folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    base = open_model(str(folder), quietly).model
+    base = open_model(str(folder), quietly).module
     before = first_weight(base).clone(), base.model.layers[0].self_attn.q_proj.weight.clone()
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.peft_config["default"].base_model_name_or_path = str(folder)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = open_model(str(tmp_path), quietly)
-    assert torch.equal(first_weight(loaded.model), before[0])
-    assert not torch.equal(loaded.model.model.layers[0].self_attn.q_proj.weight, before[1])
+    assert torch.equal(first_weight(loaded.module), before[0])
+    assert not torch.equal(loaded.module.model.layers[0].self_attn.q_proj.weight, before[1])
 
 
 @pytest.mark.slow
