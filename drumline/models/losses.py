@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
-Answers = tuple[torch.Tensor, torch.Tensor | None]
+Answers = tuple[Tensor, Tensor | None]
 IGNORE = -100
 # softmax − one-hot lies in [−1, 1]: this power of two brings it near fp16's largest value (65504), and small ones out of its zero.
 FP16_SCALE = 2.0**15
@@ -27,20 +28,15 @@ class VocabularyPart:
     first: int
 
 
-def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Σ −log softmax(logits)[target] over targets != −100, in fp32, and bool[N]: whether the first choice is the target."""
     loss_sum = functional.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORE, reduction="sum")
     return loss_sum, logits_NV.detach().argmax(-1) == targets_N
 
 
 def linear_cross_entropy(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
-    chunk: int,
-    part: VocabularyPart | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: VocabularyPart | None = None
+) -> tuple[Tensor, Tensor]:
     """`cross_entropy(hidden @ weightᵀ + bias, targets)` with the logits of at most `chunk` tokens in memory at once.
 
     The forward computes the gradients of hidden, weight and bias chunk by chunk, while it has the logits: the loss is a sum, so backward
@@ -63,15 +59,8 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
-        chunk: int,
-        part: VocabularyPart | None,
-        learning: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: Any, learning: bool
+    ) -> tuple[Tensor, Tensor]:
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else None
@@ -86,18 +75,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = functional.linear(hidden, weight, bias).to(precise)
                 top, first = _largest(logits, part)
                 correct_N[rows] = first == targets
+                column, mine = _columns(targets, part, logits.shape[1])
                 # Written over the logits in turn: logits − largest, exp of that, softmax, softmax − one-hot = d loss / d logits.
-                grad = logits.sub_(top[:, None])
-                column, mine = _columns(targets, part, grad.shape[1])
-                chosen = torch.where(mine, grad.gather(1, column), 0.0).squeeze(1)
-                total = grad.exp_().sum(-1)
-                if part is not None:
-                    both = torch.stack([chosen, total])
-                    dist.all_reduce(both, group=part.group)
-                    chosen, total = both.unbind()
+                chosen, total = _sums(logits, top, column, mine, part)
                 loss_sum += (total.log() - chosen).sum()
                 if any(wants):
-                    grads.add(rows, grad.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise)), hidden, weight, scale)
+                    grads.add(rows, logits.div_(total[:, None]).scatter_add_(1, column, -mine.to(precise)), hidden, weight, scale)
         ctx.save_for_backward(*grads.total(part))
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(correct_N)
@@ -105,14 +88,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
         # In place: a copy of the weight's gradient would be as large as the logits that were saved. autograd refuses a second backward.
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         grads = [None if grad is None else grad.mul_(grad_loss).to(dtype) for grad, dtype in saved]
         return (*grads, None, None, None, None)
 
 
-def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(logits_NV: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
     """The largest logit of each row and its index in the whole vocabulary, of equal ones the lowest."""
     top_N, first_N = logits_NV.max(-1)
     if part is None:
@@ -124,17 +107,31 @@ def _largest(logits_NV: torch.Tensor, part: VocabularyPart | None) -> tuple[torc
     return top_N, first_N
 
 
-def _product_dtype(hidden_ND: torch.Tensor) -> torch.dtype:
+def _product_dtype(hidden_ND: Tensor) -> torch.dtype:
     """The dtype in which a linear layer would multiply these: autocast's where it is on."""
     kind = hidden_ND.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
 
 
-def _columns(targets_N: torch.Tensor, part: VocabularyPart | None, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _columns(targets_N: Tensor, part: VocabularyPart | None, width: int) -> tuple[Tensor, Tensor]:
     """The column of each target in this part, int64[N, 1], and bool[N, 1]: whether the target is in this part (else any column)."""
     column_N1 = targets_N[:, None] - (0 if part is None else part.first)
     mine_N1 = (column_N1 >= 0) & (column_N1 < width)
     return column_N1.clamp(0, width - 1), mine_N1
+
+
+def _sums(
+    logits: Tensor, top: Tensor, column: Tensor, mine: Tensor, part: VocabularyPart | None, entropy: bool = False
+) -> Sequence[Tensor]:
+    """Of each row, over the whole vocabulary, with d = logit − top: the target's d, Σ exp(d), with `entropy` also Σ exp(d) d. Writes exp(d)
+    over the logits, with `entropy` d."""
+    logits.sub_(top[:, None])
+    chosen = torch.where(mine, logits.gather(1, column), 0.0).squeeze(1)
+    weights = logits.exp() if entropy else logits.exp_()
+    sums = torch.stack([chosen, weights.sum(-1), *([weights.mul_(logits).sum(-1)] if entropy else [])])
+    if part is not None:
+        dist.all_reduce(sums, group=part.group)
+    return sums.unbind()
 
 
 class _Gradients:
@@ -145,7 +142,7 @@ class _Gradients:
         tensors = zip((hidden_ND, weight_VD, bias_V), wants, strict=True)
         self.hidden, self.weight, self.bias = (torch.zeros_like(tensor, dtype=precise) if wanted else None for tensor, wanted in tensors)
 
-    def add(self, rows: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, scale: Any) -> None:
+    def add(self, rows: Tensor, grad: Tensor, hidden: Tensor, weight: Tensor, scale: Any) -> None:
         """Add the part of `rows`. `grad`: of their logits, [n, V] in `precise`; it is overwritten. `scale`: a power of two that keeps it
         in the range of fp16; None: 1."""
         if self.bias is not None:
@@ -158,7 +155,7 @@ class _Gradients:
         elif self.weight is not None:
             self.weight += self._product(low.T, hidden, scale)
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor, scale: Any) -> torch.Tensor:
+    def _product(self, a: Tensor, b: Tensor, scale: Any) -> Tensor:
         """a @ b / scale in `precise`, also for factors of 16 bits: rounding to 16 bits would lose, and in fp16 overflow, what fp32 sums
         hold. A GPU's matrix units sum in fp32 anyhow; a CPU multiplies in fp32 for fp16, and rounds once for bf16."""
         if a.is_cuda and a.dtype != self.precise:
@@ -169,7 +166,7 @@ class _Gradients:
             product = (a @ b).to(self.precise)
         return product if scale is None else product.div_(scale)
 
-    def total(self, part: VocabularyPart | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def total(self, part: VocabularyPart | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(hidden, weight, bias); that of hidden is the sum over the parts of the head. Collective with `part`."""
         if self.hidden is not None and part is not None:
             dist.all_reduce(self.hidden, group=part.group)
@@ -179,7 +176,7 @@ class _Gradients:
 # ---------------------------------------------------------------------------------------------------- log-probabilities
 
 
-def log_probs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
+def log_probs(logits_NV: Tensor, targets_N: Tensor, temperature: float = 1.0, entropy: bool = False) -> Answers:
     """log softmax(logits / temperature)[target] in fp32, [N], 0 where the target is −100; with `entropy` also that of the distributions
     in nats, 0 in the same places, else None."""
     target_rows = (targets_N != IGNORE).nonzero().squeeze(1)
@@ -191,10 +188,10 @@ def log_probs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperature: flo
 
 
 def linear_log_probs(
-    hidden_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_N: torch.Tensor,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
     chunk: int,
     temperature: float = 1.0,
     entropy: bool = False,
@@ -213,31 +210,20 @@ def linear_log_probs(
     """
     if part is None and chunk == 0:
         return log_probs(functional.linear(hidden_ND, weight_VD, bias_V), targets_N, temperature, entropy)
-    answers: Answers = _LinearLogProbs.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, chunk or max(1, len(targets_N)), temperature, entropy, part
-    )
+    chunk = chunk or max(1, len(targets_N))
+    answers: Answers = _LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, chunk, temperature, entropy, part)
     return answers
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: torch.Tensor,
-        weight_VD: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_N: torch.Tensor,
-        chunk: int,
-        temperature: float,
-        entropy: bool,
-        part: VocabularyPart | None,
-    ) -> Answers:
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, *options: Any) -> Answers:
+        chunk, temperature, entropy, part = options
         dtype = _product_dtype(hidden_ND)
         ctx.dtype, ctx.chunk, ctx.temperature, ctx.part = dtype, chunk, temperature, part
         ctx.set_materialize_grads(False)
-        chosen_N, total_N, entropy_N = (
-            torch.zeros(len(targets_N), dtype=torch.promote_types(dtype, torch.float32), device=hidden_ND.device) for _ in range(3)
-        )
+        precise = torch.promote_types(dtype, torch.float32)
+        chosen_N, total_N, entropy_N = (torch.zeros(len(targets_N), dtype=precise, device=hidden_ND.device) for _ in range(3))
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight, bias = _cast(weight_VD, bias_V, dtype)
             for rows in _chunks(targets_N, chunk):
@@ -245,25 +231,19 @@ class _LinearLogProbs(torch.autograd.Function):
                 top = logits.amax(-1)
                 if part is not None:
                     dist.all_reduce(top, dist.ReduceOp.MAX, group=part.group)
-                logits.sub_(top[:, None])
-                column, mine = _columns(targets_N[rows], part, logits.shape[1])
-                chosen = torch.where(mine, logits.gather(1, column), 0.0).squeeze(1)
-                weights = logits.exp()
-                sums = torch.stack([chosen, weights.sum(-1), *([weights.mul_(logits).sum(-1)] if entropy else [])])
-                if part is not None:
-                    dist.all_reduce(sums, group=part.group)
-                log_total = sums[1].log()
-                chosen_N[rows] = sums[0] - log_total
+                chosen, total, *rest = _sums(logits, top, *_columns(targets_N[rows], part, logits.shape[1]), part, entropy)
+                log_total = total.log()
+                chosen_N[rows] = chosen - log_total
                 total_N[rows] = top + log_total
                 if entropy:
-                    entropy_N[rows] = log_total - sums[2] / sums[1]
+                    entropy_N[rows] = log_total - rest[0] / total
         # Not the cast weight, which would be a copy kept until backward.
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N)
         return chosen_N, entropy_N if entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_chosen_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_chosen_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Any, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, total_N, entropy_N = ctx.saved_tensors
         dtype = ctx.dtype
         grads = _Gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad[:3], total_N.dtype)
@@ -272,49 +252,41 @@ class _LinearLogProbs(torch.autograd.Function):
             for rows in _chunks(targets_N, ctx.chunk):
                 hidden = hidden_ND[rows].to(dtype)
                 log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
+                answers = [None if of_N is None else of_N[rows].to(log_p.dtype) for of_N in (grad_chosen_N, grad_entropy_N)]
                 places = _columns(targets_N[rows], ctx.part, len(weight))
-                grad = _grad_logits(log_p, rows, grad_chosen_N, grad_entropy_N, entropy_N, *places).div_(ctx.temperature)
+                grad = _grad_logits(log_p, *answers, entropy_N[rows], *places).div_(ctx.temperature)
                 grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), None, None, None, None, None)
 
 
-def _cast(weight_VD: torch.Tensor, bias_V: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _cast(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
 
 
-def _chunks(targets_N: torch.Tensor, chunk: int) -> list[torch.Tensor]:
+def _chunks(targets_N: Tensor, chunk: int) -> list[Tensor]:
     """Indices of the rows with a target, at most `chunk` at a time."""
     return [rows for rows in (targets_N != IGNORE).nonzero().squeeze(1).split(chunk) if len(rows)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = functional.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
 
 
 def _grad_logits(
-    log_p: torch.Tensor,
-    rows: torch.Tensor,
-    grad_chosen_N: torch.Tensor | None,
-    grad_entropy_N: torch.Tensor | None,
-    entropy_N: torch.Tensor,
-    column: torch.Tensor,
-    mine: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of logits / temperature, [n, V], for these rows."""
-    p = log_p.exp()
-    zero = torch.zeros_like(entropy_N[rows])
-    chosen = zero if grad_chosen_N is None else grad_chosen_N[rows].to(zero.dtype)
-    if grad_entropy_N is None:
-        grad = p.mul_(-chosen[:, None])
+    log_p: Tensor, grad_chosen: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor, column: Tensor, mine: Tensor
+) -> Tensor:
+    """The gradient of logits / temperature, [n, V]."""
+    p, chosen = log_p.exp(), (torch.zeros_like(entropy) if grad_chosen is None else grad_chosen)[:, None]
+    if grad_entropy is None:
+        grad = p.mul_(-chosen)
     else:
-        entropy = grad_entropy_N[rows].to(zero.dtype)[:, None]
-        grad = p.mul_(log_p.add_(entropy_N[rows][:, None]).mul_(-entropy).sub_(chosen[:, None]))
-    return grad.scatter_add_(1, column, torch.where(mine, chosen[:, None], 0.0))
+        grad = p.mul_(log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(chosen))
+    return grad.scatter_add_(1, column, torch.where(mine, chosen, 0.0))
 
 
-def _scale(grad: torch.Tensor) -> torch.Tensor:
+def _scale(grad: Tensor) -> Tensor:
     """The power of two that brings the largest entry near FP16_SCALE, as a tensor, so that the host does not wait."""
     largest = grad.abs().amax().clamp_min(torch.finfo(grad.dtype).tiny)
     return torch.exp2((FP16_SCALE / largest).log2().floor().clamp(-100, 100))
