@@ -15,10 +15,9 @@ from torch.nn import functional
 from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
-from drumline.models.classifier import class_logits, grey_image
 from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from drumline.models.router import router_of, trains_router
-from drumline.models.scores import score_head, score_parts
+from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
 from drumline.models.small import close, probe, try_small
 
@@ -145,23 +144,21 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
     Tried with eight tokens on `device`: another last token must not change the logits before it, and of two documents of four tokens the
     second must have the same logits as alone.
     """
-    found: list[bool] = []
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
         changed_BT = ids_BT.clone()
         changed_BT[:, -1] = ids_BT[:, 0]
         first, other = (small(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (ids_BT, changed_BT))
-        found.append(close(first, other))
-        if not packed or not found[0]:
-            return found[0]
+        if not close(first, other):
+            raise bidirectional(model)
+        if not packed:
+            return True
         positions = torch.arange(4, device=ids_BT.device).repeat(2)[None]
         behind = small(input_ids=ids_BT, position_ids=positions, use_cache=False).logits[:, 4:]
         alone = small(input_ids=ids_BT[:, 4:], position_ids=positions[:, 4:], use_cache=False).logits
         return close(behind, alone)
 
     if not try_small(model, device, trial):
-        if not found[0]:
-            raise bidirectional(model)
         raise NO_PACKS.error(f"{type(model).__name__} does not keep the documents of a pack apart")
 
 
@@ -224,7 +221,7 @@ class ForwardWithObjective(nn.Module):
         # The router loss is for training alone, not for `Engine.infer`; the tokens of a trial have no weights.
         if self.router is None or not torch.is_grad_enabled() or not hasattr(batch, "token_weights"):
             return out.loss_sum, out.sums
-        loss_sum, sums = self.router.loss([self._whole(layer) for layer in made.router_logits], batch)
+        loss_sum, sums = self.router([self._whole(layer) for layer in made.router_logits], batch)
         return out.loss_sum + loss_sum, out.sums | sums
 
     def _whole(self, logits_NE: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,12 @@ from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
 from drumline.models.blocks import uncut, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
-from drumline.models.classifier import first_position, image_facts, is_bidirectional
 from drumline.models.files import check_counts, check_folder
 from drumline.models.freeze import freeze
 from drumline.models.package import tokenizer_folder
 from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.router import trains_router
-from drumline.models.scores import score_head, with_head
+from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import full_config
 from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
 
@@ -149,7 +148,7 @@ def pad_token_id(tokenizer: Any) -> int:
 def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
     `adapter`: injected first; raises ModelError if its targets are not in the model. `head` image: `length` is the side of a square image,
-    and a training row counts as one token (see `classifier.image_facts`). `frozen_names`: see `models.freeze`. See `facts_of_module`.
+    and a training row counts as one token. `frozen_names`: see `models.freeze`. See `facts_of_module`.
     """
     model = on_meta(config, head)
     with _judged(config):
@@ -186,9 +185,15 @@ def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
 
     Raises ModelError for a module whose shapes are not known.
     """
-    config = _config_of(model, () if head == "image" else ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
+    config, needed = getattr(model, "config", None), ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    known = hasattr(config, "get_text_config") and hasattr(model, "get_input_embeddings")
+    lacking = [key for key in needed if known and head != "image" and getattr(config.get_text_config(), key, None) is None]
+    if not known or lacking:
+        why = f"its config has no {lacking[0]}" if lacking else "it is no model of transformers"
+        what = f"the shapes of {type(model).__name__} are not known: {why}"
+        raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
     if head == "image":
-        return image_facts(model, length)
+        return _facts_of_images(model, length)
     if head in LM and is_encoder(model):
         raise bidirectional(model)
     return _facts_of_text(model, length, head, config)
@@ -241,24 +246,42 @@ def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFac
     )
 
 
+def _facts_of_images(model: Any, side: int) -> ModelFacts:
+    """Sizes of an image classifier on the meta device. A training row is one token, so `flops_per_token` is of one image.
+
+    torch's FlopCounterMode counts the forward pass (matrix products and convolutions, with attention) of one image of `side` × `side`;
+    backward costs twice that, once for the inputs and once for the trainable weights. Raises ModelError if the model does not take images
+    of that size.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    pixels = torch.empty(1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta")
+    try:
+        with counter, torch.no_grad():
+            model.eval()(pixel_values=pixels)
+    except (RuntimeError, ValueError) as error:
+        what = f"{type(model).__name__} does not take images of {side} × {side}: {first_line(error)}"
+        raise ModelError(what, where="algorithm.image_size", fix="use the size that the model was made for") from None
+    counts = counted(model)
+    sizes = getattr(model.config, "hidden_sizes", None)
+    return ModelFacts(
+        **counts,
+        name=str(model.config.model_type),
+        flops_per_token=counter.get_total_flops() * (3.0 - counts["frozen"] / counts["parameters"]),
+        vocab_size=0,
+        max_positions=None,
+        layers=len(counts["block_parameters"]) or int(sum(getattr(model.config, "depths", ()))),
+        hidden=int(sizes[-1] if sizes else getattr(model.config, "hidden_size", 0)),
+    )
+
+
 def _product_flops(model: Any, text: Any, apart: set[int]) -> float:
     """FLOPs of a token in matrix products, forward and backward, with all parameters but those whose ids are in `apart`."""
     experts = int(getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1)
     chosen = min(experts, int(getattr(text, "num_experts_per_tok", None) or experts))
     flops = {name: (6 if p.requires_grad else 4) * p.numel() for name, p in model.named_parameters() if id(p) not in apart}
     return sum(number * chosen / experts if ".experts." in name else number for name, number in flops.items())
-
-
-def _config_of(model: Any, needed: Sequence[str]) -> Any:
-    """The config of a module, which must have the `needed` keys. Raises ModelError."""
-    name, config = type(model).__name__, getattr(model, "config", None)
-    known = hasattr(config, "get_text_config") and hasattr(model, "get_input_embeddings")
-    lacking = [key for key in needed if getattr(config.get_text_config(), key, None) is None] if known else []  # type: ignore[union-attr]
-    if not known or lacking:
-        why = f"its config has no {lacking[0]}" if lacking else "it is no model of transformers"
-        what = f"the shapes of {name} are not known: {why}"
-        raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
-    return config
 
 
 def check_fits(config: Any, tokenizer: Any, max_length: int, where: str = "model.tokenizer") -> None:

@@ -5,8 +5,8 @@ E experts, N = B × T tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,40 +19,37 @@ from drumline.models.small import close, try_small
 # Config keys for the number of experts that take a token, and for the coefficient of the loss.
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
 COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
+RouterLoss = Callable[[Sequence[torch.Tensor], Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 LOAD = "expert_load/"  # sums of a micro-batch: tokens that an expert took, over all layers
 
 
-@dataclass(frozen=True)
-class Router:
-    """`chosen` experts take a token; `coefficient`: of the loss, by the config."""
+def router_loss(
+    chosen: int, coefficient: float, logits: Sequence[torch.Tensor], batch: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """coefficient × Σ over documents of weight × E Σ_e f_e P_e, and sums: `router_loss` (without the coefficient), the experts' loads.
 
-    chosen: int
-    coefficient: float
-
-    def loss(self, logits: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """coefficient × Σ over documents of weight × E Σ_e f_e P_e, and sums: `router_loss` (without the coefficient), the experts' loads.
-
-        f_e is the share of the document's tokens that expert e takes, P_e its mean probability, both over all layers together, as in
-        transformers; `weight` is the sum of the document's `batch.token_weights()`. transformers takes f_e and P_e over all rows of a
-        batch, and a product of means is no sum: it depends on how a batch is cut. That of one document does not, and equals transformers'
-        for a batch of one row. Padding (from `batch.lengths_B` on) is left out. `logits`: of each layer, [N, E] or [B, T, E].
-        """
-        places_T = torch.arange(batch.position_ids_BT.shape[1], device=logits[0].device)
-        real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
-        document_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
-        weight_N = torch.zeros_like(real_N1[:, 0]).index_add_(0, document_N, batch.token_weights().reshape(-1).float())
-        taken_NE, likely_NE = (torch.zeros(len(document_N), logits[0].shape[-1], device=places_T.device) for _ in range(2))
-        for layer in logits:
-            probability_NE = layer.reshape(-1, layer.shape[-1]).float().softmax(-1)
-            chosen_Nk = probability_NE.detach().topk(self.chosen, -1).indices
-            taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(1, chosen_Nk, real_N1.expand(-1, self.chosen))
-            likely_NE = likely_NE + probability_NE * real_N1
-        # Sums by document, with as many places as tokens: to count the documents, the host would have to wait for the device.
-        f_DE, p_DE = (torch.zeros_like(taken_NE).index_add(0, document_N, per_token) for per_token in (taken_NE, likely_NE))
-        rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(logits)
-        balance = (weight_N * (f_DE * p_DE).sum(1) / rows_D.square()).sum() * taken_NE.shape[1]
-        loads = {f"{LOAD}{expert}": load for expert, load in enumerate(taken_NE.sum(0))}
-        return self.coefficient * balance, {"router_loss": balance.detach(), **loads}
+    f_e is the share of the document's tokens that expert e takes, P_e its mean probability, both over all layers together, as in
+    transformers; `weight` is the sum of the document's `batch.token_weights()`. transformers takes f_e and P_e over all rows of a
+    batch, and a product of means is no sum: it depends on how a batch is cut. That of one document does not, and equals transformers'
+    for a batch of one row. Padding (from `batch.lengths_B` on) is left out. `chosen`: experts that take a token; `coefficient`: by the
+    config; `logits`: of each layer, [N, E] or [B, T, E].
+    """
+    places_T = torch.arange(batch.position_ids_BT.shape[1], device=logits[0].device)
+    real_N1 = (places_T < batch.lengths_B[:, None]).reshape(-1, 1).float()
+    document_N = (batch.position_ids_BT == 0).reshape(-1).cumsum(0) - 1
+    weight_N = torch.zeros_like(real_N1[:, 0]).index_add_(0, document_N, batch.token_weights().reshape(-1).float())
+    taken_NE, likely_NE = (torch.zeros(len(document_N), logits[0].shape[-1], device=places_T.device) for _ in range(2))
+    for layer in logits:
+        probability_NE = layer.reshape(-1, layer.shape[-1]).float().softmax(-1)
+        chosen_Nk = probability_NE.detach().topk(chosen, -1).indices
+        taken_NE = taken_NE + torch.zeros_like(probability_NE).scatter_(1, chosen_Nk, real_N1.expand(-1, chosen))
+        likely_NE = likely_NE + probability_NE * real_N1
+    # Sums by document, with as many places as tokens: to count the documents, the host would have to wait for the device.
+    f_DE, p_DE = (torch.zeros_like(taken_NE).index_add(0, document_N, per_token) for per_token in (taken_NE, likely_NE))
+    rows_D = torch.zeros_like(weight_N).index_add_(0, document_N, real_N1[:, 0]).clamp(min=1) * len(logits)
+    balance = (weight_N * (f_DE * p_DE).sum(1) / rows_D.square()).sum() * taken_NE.shape[1]
+    loads = {f"{LOAD}{expert}": load for expert, load in enumerate(taken_NE.sum(0))}
+    return coefficient * balance, {"router_loss": balance.detach(), **loads}
 
 
 def trains_router(model: Any) -> bool:
@@ -62,8 +59,8 @@ def trains_router(model: Any) -> bool:
     return enabled and model.get_output_embeddings() is not None and not ends_in_classes(model)
 
 
-def router_of(model: Any) -> Router | None:
-    """The loss that the model's config turns on, else None.
+def router_of(model: Any) -> RouterLoss | None:
+    """(each layer's router logits, batch) → `router_loss` as the model's config sets it; None where it is off.
 
     Tried on a small copy: one row must give transformers' `aux_loss`, with transformers' coefficient. Raises ModelError if it does not: the
     run would train another loss than the model's, or none.
@@ -71,29 +68,29 @@ def router_of(model: Any) -> Router | None:
     if not trains_router(model):
         return None
     text = model.config.get_text_config()
-    settings = [[value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT)]
-    router = Router(int(settings[0][0]), float(settings[1][0])) if all(settings) else None
+    set_values = ([value for name in names if (value := getattr(text, name, None)) is not None] for names in (CHOSEN, COEFFICIENT))
 
     def trial(small: Any, ids_BT: torch.Tensor) -> bool:
-        assert router is not None
         theirs = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=True)
         without = small(input_ids=ids_BT, labels=ids_BT, use_cache=False, output_router_logits=False).loss
         length = ids_BT.shape[1]
         document = SimpleNamespace(position_ids_BT=torch.arange(length)[None], lengths_B=torch.tensor([length]))
         document.token_weights = lambda: torch.full((1, length), 1 / length)  # 1 together
-        ours, _ = router.loss(theirs.router_logits, document)
+        ours, _ = loss(theirs.router_logits, document)
         added = abs(float(theirs.loss - without - ours)) <= 1e-6 * float(theirs.loss)
-        return added and close(ours, router.coefficient * theirs.aux_loss)
+        return added and close(ours, coefficient * theirs.aux_loss)
 
     try:
-        as_theirs = router is not None and try_small(model, "cpu", trial)
+        chosen, coefficient = (values[0] for values in set_values)
+        loss = partial(router_loss, int(chosen), float(coefficient))
+        as_theirs = try_small(model, "cpu", trial)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         as_theirs = False
     if not as_theirs:
         what = f"the router loss of {type(model).__name__} is not the one that is known here, and would not be trained"
         where = "model.config.output_router_logits"
         raise ModelError(what, where=where, fix="set model.config.output_router_logits: false to train without it")
-    return router
+    return loss
 
 
 def router_metrics(sums: dict[str, float], denominator: float) -> dict[str, Any]:

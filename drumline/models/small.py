@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from drumline.dist.seeds import drawing
 from drumline.models.blocks import blocks
 from drumline.models.classes import is_vision_language
 
+T = TypeVar("T")
 VOCABULARY, WIDTH = 128, 64
 LAYERED = ("intermediate_size", "moe_intermediate_size")
 logger = logging.getLogger(__name__)
@@ -21,10 +22,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """A batch of token ids alone, for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, …"""
+    """A batch of token ids for trials: int64[B, T] each; `position_ids_BT` None: 0, 1, 2, … `images`: what the model is also called
+    with."""
 
     input_ids_BT: torch.Tensor
     position_ids_BT: Any = None
+    images: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.position_ids_BT is None:
@@ -32,30 +35,22 @@ class Tokens:
             object.__setattr__(self, "position_ids_BT", positions_T.expand_as(self.input_ids_BT))
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT}
-
-
-@dataclass(frozen=True)
-class _WithImages(Tokens):
-    """Tokens for trials; the second of each row is an image of one token."""
-
-    config: Any = None
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        vision, device, ids_BT = self.config.vision_config, self.input_ids_BT.device, self.input_ids_BT.clone()
-        ids_BT[:, 1], merge = self.config.image_token_id, vision.spatial_merge_size
-        grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
-        return {**super().inputs(), "input_ids": ids_BT, "pixel_values": pixels_PD, "image_grid_thw": grid_N3}
+        return {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.images}
 
 
 def probe(model: Any, ids_BT: torch.Tensor) -> Tokens:
-    """A batch for trials that runs all of a model: with an image for a vision-language model."""
-    return _WithImages(ids_BT, config=model.config) if is_vision_language(model.config) else Tokens(ids_BT)
+    """A batch for trials that runs all of a model: for a vision-language model the second token of each row is an image."""
+    if not is_vision_language(model.config):
+        return Tokens(ids_BT)
+    vision, device, ids_BT = model.config.vision_config, ids_BT.device, ids_BT.clone()
+    ids_BT[:, 1], merge = model.config.image_token_id, vision.spatial_merge_size
+    grid_N3 = torch.tensor([[1, merge, merge]] * len(ids_BT), device=device)
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_PD = torch.linspace(-1, 1, len(ids_BT) * merge**2 * width, device=device).view(-1, width)
+    return Tokens(ids_BT, images={"pixel_values": pixels_PD, "image_grid_thw": grid_N3})
 
 
-def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], bool], layers: int = 1) -> bool:
+def try_small(model: Any, device: str, trial: Callable[[Any, torch.Tensor], T], layers: int = 1) -> T:
     """The result of `trial` with a small copy of `model` and eight token ids, int64[1, 8]: on `device`, without gradients, in full fp32."""
     small = small_copy(model, device, layers)
     ids_BT = torch.arange(8, device=device)[None] % small.config.get_text_config().vocab_size

@@ -50,19 +50,18 @@ def find_cuts(model: Any) -> Cuts:
     """
     if why := uncut(model):
         raise NO_STAGES.error(why)
-    found: list[Cuts] = []
 
-    def trial(small: Any, ids_BT: torch.Tensor) -> bool:
+    def trial(small: Any, ids_BT: torch.Tensor) -> tuple[Cuts, bool]:
         cuts = look(small, ids_BT)
-        found.append(cuts)
-        return stages_make_the_whole(small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT)
+        return cuts, stages_make_the_whole(small, cuts, tuple((i, i + 1) for i in range(cuts.number)), 2, ids_BT)
 
-    if not try_small(model, "cpu", trial, layers=TRIAL_BLOCKS):
+    cuts, whole = try_small(model, "cpu", trial, layers=TRIAL_BLOCKS)
+    if not whole:
         raise NO_STAGES.error(f"stages of {type(model).__name__} do not make the whole model")
     blocks = block_list(model)
     assert blocks is not None, "its copy has them"
-    after = (*found[0].after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
-    return replace(found[0], number=len(blocks[1]), after=after, splits=can_split(model))
+    after = (*cuts.after, *([VALUE] if hasattr(model, VALUE) else []))  # the copy, of a class of transformers, has none
+    return replace(cuts, number=len(blocks[1]), after=after, splits=can_split(model))
 
 
 def look(model: Any, ids_BT: torch.Tensor) -> Cuts:

@@ -15,7 +15,7 @@ from drumline.core.load import load
 from drumline.core.plan import Plan
 from drumline.data.cache import TokenCache
 from drumline.errors import DrumlineError
-from drumline.models.classifier import grey_image
+from drumline.models.scores import grey_image
 from drumline.train.entry import run
 from drumline.train.setup import Request, make_plan
 from tests.harness import events, labelled_rows, write_config, write_rows
