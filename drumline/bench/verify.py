@@ -153,8 +153,8 @@ def _dropouts(config: Config, on_progress: OnProgress) -> list[str]:
     if config.plain:
         values, section = config.model.options, "options"
     else:
+        from drumline.models.files import resolve
         from drumline.models.load import load_config
-        from drumline.models.package import resolve
 
         values, section = load_config(resolve(config.model, on_progress), config.model).to_dict(), "config"
     return [f"{section}.{key}" for key, value in values.items() if key.endswith(DROPOUT) and isinstance(value, float) and value > 0]

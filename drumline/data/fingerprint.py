@@ -22,7 +22,7 @@ from drumline.data.tasks import no_reasoning_gym
 from drumline.errors import ConfigError, DataError, ModelError
 from drumline.foreign import first_line, open_plain
 from drumline.hardware.detect import cache_dir
-from drumline.models.package import tokenizer_folder
+from drumline.models.files import tokenizer_folder
 from drumline.models.vision import Vision
 
 MOST_FILE = 2**38  # bytes: all are hashed before the first row is read (minutes), and holes of sparse files are hashed too

@@ -27,10 +27,9 @@ from drumline.foreign import judged, read_object
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
 from drumline.models.export import read_checkpoint, read_run
-from drumline.models.files import quiet
+from drumline.models.files import quiet, resolve
 from drumline.models.load import from_hub, hub_options, load_config, load_tokenizer
 from drumline.models.own import read_module
-from drumline.models.package import resolve
 from drumline.report.bars import OnProgress, aside, bars
 from drumline.rl.generate import HFGenerator, end_tokens
 from drumline.rl.sampling import Completion, Request

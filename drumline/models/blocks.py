@@ -1,13 +1,22 @@
-"""The repeated blocks of a model: the units of activation checkpointing, compilation, sharding and adapters."""
+"""The repeated blocks of a model (units of checkpointing, compilation, sharding and adapters), and its weights one by one.
+
+The planner counts by shapes, by what is trainable, and by how tensor parallelism cuts: a Hugging Face model's class and config have the
+style of each module.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from drumline.errors import PlanError
+from drumline.core.facts import Place, Weight
+from drumline.errors import ModelError, PlanError
+from drumline.models.classes import reads_images
+from drumline.vendor.torch import BatchNorm
 
 Units = Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -74,3 +83,134 @@ def whole_sequences(model: Any) -> str:
         return "its attention does not go through transformers' attention interface with sdpa"
     others = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
     return f"its layers of kind {others[0]} mix tokens without attention" if others else ""
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def counted(model: Any) -> dict[str, Any]:
+    """The fields of ModelFacts that every model has."""
+    found = block_list(model)
+    block_weights, end_weights = _weights_of(model)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "batch_norms": sum(isinstance(module, BatchNorm) for module in model.modules()),
+        "classes": frozenset(type(module).__name__ for module in model.modules()),
+        "block_parameters": tuple(sum(p.numel() for p in block.parameters()) for block in found[1]) if found else (),
+        "block_weights": block_weights,
+        "end_weights": end_weights,
+        "recomputes": bool(getattr(model, "supports_gradient_checkpointing", False)),
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+    }
+
+
+def _weights_of(model: Any) -> tuple[tuple[tuple[Weight, ...], ...], tuple[Weight, ...]]:
+    """The weights of each block, and those outside of all blocks; tied ones once. `model` may be on the meta device."""
+    found, styles = blocks(model), _styles(model)
+    inside = {id(module): index for index, module in enumerate(found)}
+    of_blocks: list[list[Weight]] = [[] for _ in found]
+    rest: list[Weight] = []
+    modules, passed = dict(model.named_modules()), False
+    tied = None if reads_images(model) else _tied(model)
+    for name, parameter in model.named_parameters():
+        *path, last = name.split(".")
+        around = [modules[".".join(path[: i + 1])] for i in range(len(path))]
+        # The innermost block: its weights are no part of an outer one.
+        depth = max((i for i, module in enumerate(around) if id(module) in inside), default=None)
+        shape, style = tuple(parameter.shape), styles.get(id(around[-1]) if around else 0, "")
+        owners = tuple(type(module).__name__ for module in around[depth or 0 :])
+        if depth is not None:
+            block, passed = of_blocks[inside[id(around[depth])]], True
+            block.append(Weight(".".join([*path[depth + 1 :], last]), shape, parameter.requires_grad, style, owners))
+        else:
+            place: Place = "both" if parameter is tied else "after" if passed else "before"
+            rest.append(Weight(name, shape, parameter.requires_grad, style, owners, place))
+    same: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+    return tuple(same.setdefault(block, block) for block in map(tuple, of_blocks)), tuple(rest)
+
+
+def vision_tower(model: Any) -> Any:
+    """The vision tower of a model. Raises ModelError if it has none of transformers' names for it."""
+    for part in (model.base_model, model):
+        for name in ("visual", "vision_tower", "vision_model"):
+            if hasattr(part, name):
+                return getattr(part, name)
+    what = f"the vision tower of {type(model).__name__} is not known"
+    raise ModelError(what, where="model", fix="use a Qwen3-VL, or a model of text alone")
+
+
+def tower_flops(model: Any) -> float:
+    """FLOPs of the tower for one image token, forward and backward, without attention: for each parameter 6 (4 if it is frozen, 2 if the
+    whole tower is) times the patches of a token; parameters behind the merger count once."""
+    tower, total, vision = vision_tower(model), 0.0, model.config.vision_config
+    if (merge := getattr(vision, "spatial_merge_size", None)) is not None:
+        patches = merge**2
+    elif (tokens := getattr(model.config, "mm_tokens_per_image", None)) is not None:
+        patches = (vision.image_size // vision.patch_size) ** 2 // tokens
+    else:
+        patches = round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
+    learns = any(p.requires_grad for p in tower.parameters())
+    for name, parameter in tower.named_parameters():
+        times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
+        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
+    return total
+
+
+def _tied(model: Any) -> nn.Parameter | None:
+    """The weight that embedding and head share."""
+    embedding = getattr(whole_layer(model.get_input_embeddings()), "weight", None)
+    head = model.get_output_embeddings()
+    return embedding if head is not None and getattr(whole_layer(head), "weight", None) is embedding else None
+
+
+def _styles(model: Any) -> dict[int, str]:
+    """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary."""
+    if reads_images(model) or not (plan := tensor_plan(model)):
+        return {}
+    modules = dict(model.named_modules())
+    styles = {id(layer): style for name, style in plan.items() if name in modules for layer in cut_layers(modules[name], style)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        styles[id(whole_layer(head))] = "head"
+    return styles | {id(whole_layer(model.get_input_embeddings())): "embedding"}
+
+
+def tensor_plan(model: Any) -> dict[str, str]:
+    """Name of a module (or of a single parameter) → style, for all modules of the plan that the model has; {} without a plan.
+
+    Embedding and head are left out: they are always cut by vocabulary.
+    """
+    plan = getattr(model, "_tp_plan", None) or {}
+    by_vocabulary = vocabulary(model)
+    names = [name for name, module in model.named_modules() if module not in by_vocabulary]
+    names += [name for name, _ in model.named_parameters()]
+    styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names}
+    if not hasattr(model, "get_input_embeddings"):  # a user's plan may have some of the numbered layers
+        styles = {name: next((plan[key] for key in plan if fnmatchcase(name, key)), None) for name in names}
+    return {name: style for name, style in styles.items() if style is not None}
+
+
+def vocabulary(model: Any) -> tuple[Any, Any]:
+    """Embedding and head of a Hugging Face model; None for any other module."""
+    return (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(model, "get_input_embeddings") else (None, None)
+
+
+def cuts_heads(plan: dict[str, str]) -> bool:
+    """Whether each rank has some of the attention heads; False if attention's projections are gathered."""
+    return any(style == "colwise" and ("attn" in name or "attention" in name) for name, style in plan.items())
+
+
+def whole_layer(module: nn.Module) -> nn.Module:
+    """The base layer of a LoRA layer; any other layer itself."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def cut_layers(module: nn.Module, style: str) -> list[nn.Module]:
+    """The layers that a style cuts: the module, or the base layer of a LoRA layer and the LoRA factor on the cut side. The other factor
+    stays whole, and so does its gradient, since the hidden state between them is whole."""
+    factors = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+    inner = getattr(module, factors, None) if factors else None
+    return [whole_layer(module), *(inner.values() if inner is not None else ())]

@@ -12,11 +12,10 @@ from drumline.core.model import Head, ModelConfig
 from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes
-from drumline.models.draw import Drawn
 from drumline.models.files import quiet
 from drumline.models.load import from_hub, hub_options, load_config
 from drumline.models.scores import extra_heads, with_head
-from drumline.models.shards import Loaded, Source, Values, Whole, aliases, from_files
+from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files
 
 logger = logging.getLogger(__name__)
 

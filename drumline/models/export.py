@@ -25,11 +25,10 @@ from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
-from drumline.models.files import beside, quiet
+from drumline.models.files import beside, quiet, tokenizer_folder
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
 from drumline.models.names import canonical_tensors
-from drumline.models.package import tokenizer_folder
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.small import probe
 from drumline.models.vision import copy_processor

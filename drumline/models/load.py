@@ -17,16 +17,14 @@ from drumline.core.model import Head, ModelConfig
 from drumline.errors import DrumlineError, ModelError
 from drumline.foreign import first_line, judged, read_text
 from drumline.models import adapters
-from drumline.models.blocks import uncut, whole_sequences
+from drumline.models.blocks import counted, cuts_heads, tensor_plan, tower_flops, uncut, vision_tower, whole_sequences
 from drumline.models.classes import AUTO, LM, auto_class, bidirectional, is_encoder, is_vision_language
-from drumline.models.files import check_counts, check_folder
+from drumline.models.files import check_counts, check_folder, tokenizer_folder
 from drumline.models.freeze import freeze
-from drumline.models.package import tokenizer_folder
 from drumline.models.rendering import MOST_SOURCE, limit
 from drumline.models.router import trains_router
 from drumline.models.scores import first_position, is_bidirectional, score_head, with_head
 from drumline.models.shapes import full_config
-from drumline.models.weights import counted, cuts_heads, tensor_plan, tower_flops, vision_tower
 
 T = TypeVar("T")
 # Config keys for the soft-capping and scaling of logits: Gemma 2, Cohere, Granite. `models.head.can_split` tries the model itself.

@@ -17,10 +17,10 @@ from drumline.dist.mesh import device_mesh, gradient_group
 from drumline.dist.seeds import derive
 from drumline.errors import ModelError
 from drumline.models import adapters
+from drumline.models.blocks import tensor_plan
 from drumline.models.head import ForwardWithObjective
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.shards import Values
-from drumline.models.weights import tensor_plan
 from drumline.parallel.batchnorm import agree_on_statistics, apply_sync_batchnorm, batch_norms
 from drumline.parallel.compress import compress_ddp
 from drumline.parallel.context_parallel import apply_context_parallel

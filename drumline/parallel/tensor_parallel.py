@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from drumline.core.facts import ROWS_CUT, TP_STYLES
 from drumline.dist.mesh import first_row
 from drumline.errors import PlanError
-from drumline.models.weights import cut_layers, tensor_plan, vocabulary, whole_layer
+from drumline.models.blocks import cut_layers, tensor_plan, vocabulary, whole_layer
 from drumline.vendor.torch import prepare_rowwise_input
 
 

@@ -103,8 +103,8 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
     """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
     a shape is not enough. Raises ModelError."""
     from drumline.models import shapes
+    from drumline.models.files import PREFIX, resolve
     from drumline.models.load import load_config
-    from drumline.models.package import PREFIX, resolve
 
     if model.builder is not None:
         what = "what a module of your own computes is known to itself alone: nothing can be planned for it"

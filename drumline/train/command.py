@@ -142,8 +142,8 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     """`drumline prepare`: tokenise and pack, outside of any launch."""
     from drumline.data.prepare import data_plan
     from drumline.data.prepare import prepare as prepare_data
+    from drumline.models.files import resolve
     from drumline.models.load import load_config
-    from drumline.models.package import resolve
     from drumline.models.vision import vision_of
 
     loaded = load(config_path, overrides)

@@ -19,7 +19,7 @@ import torch
 from drumline.core.model import ModelConfig
 from drumline.errors import EnvironmentFault, ModelError
 from drumline.hardware.detect import cache_dir
-from drumline.models.package import resolve
+from drumline.models.files import resolve
 from tests.harness import ROOT
 from tests.tiny import tiny_model_dir
 from tests.tiny_gguf import install
@@ -96,7 +96,7 @@ RESOLVE = """
 import os, sys, time
 from pathlib import Path
 from drumline.core.model import ModelConfig
-from drumline.models.package import resolve
+from drumline.models.files import resolve
 
 def wait_for_another(phase, done, total):
     here = Path(os.environ["XDG_CACHE_HOME"])
@@ -227,7 +227,7 @@ ASK = """
 import json, sys
 from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
-from drumline.models.package import resolve
+from drumline.models.files import resolve
 
 try:
     print(resolve(ModelConfig(**json.loads(sys.argv[1])), print))

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drumline.core.model import ModelConfig
 from drumline.models.build import build_model, lay_out
-from drumline.models.draw import Drawn
-from drumline.models.shards import FromFiles, Loaded, Values
+from drumline.models.shards import Drawn, FromFiles, Loaded, Values
 from drumline.models.small import small_copy
 from tests.tiny import tiny_model_dir
 from tests.unit.test_models_head import KINDS, LLAMA, build

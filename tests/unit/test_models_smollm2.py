@@ -12,9 +12,9 @@ import torch
 
 from drumline.core.model import ModelConfig
 from drumline.models.build import build_model
+from drumline.models.files import resolve
 from drumline.models.head import can_split, require_next_token
 from drumline.models.load import facts, load_config, load_tokenizer
-from drumline.models.package import resolve
 
 pytestmark = pytest.mark.slow
 

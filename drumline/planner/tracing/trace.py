@@ -23,8 +23,8 @@ from drumline.core.process import run_module
 from drumline.core.registry import make
 from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError
+from drumline.hardware.detect import cache_dir
 from drumline.models.load import load_config
-from drumline.models.package import cache_dir
 from drumline.planner.tracing.run import Traced, Untraceable, run
 
 logger = logging.getLogger(__name__)
