@@ -159,21 +159,19 @@ def tower_flops(model: Any) -> float:
 
 def _tied(model: Any) -> nn.Parameter | None:
     """The weight that embedding and head share."""
-    embedding = getattr(whole_layer(model.get_input_embeddings()), "weight", None)
-    head = model.get_output_embeddings()
-    return embedding if head is not None and getattr(whole_layer(head), "weight", None) is embedding else None
+    embedding, head = (None if layer is None else getattr(whole_layer(layer), "weight", None) for layer in vocabulary(model))
+    return embedding if embedding is head else None
 
 
 def _styles(model: Any) -> dict[int, str]:
     """Layer → its style of tensor parallelism (see parallel.tensor_parallel); embedding and head are cut by the vocabulary."""
     if reads_images(model) or not (plan := tensor_plan(model)):
         return {}
-    modules = dict(model.named_modules())
+    modules, (embedding, head) = dict(model.named_modules()), vocabulary(model)
     styles = {id(layer): style for name, style in plan.items() if name in modules for layer in cut_layers(modules[name], style)}
-    head = model.get_output_embeddings()
     if head is not None:
         styles[id(whole_layer(head))] = "head"
-    return styles | {id(whole_layer(model.get_input_embeddings())): "embedding"}
+    return styles | {id(whole_layer(embedding)): "embedding"}
 
 
 def tensor_plan(model: Any) -> dict[str, str]:

@@ -137,15 +137,13 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
     model's."""
     from transformers import GenerationConfig
 
-    path, adapter, seed = plan.model_path, plan.config.adapter, plan.config.run.seed
-    head, labels = plan.config.head, plan.labels
-    if isinstance(adapter, LoRAConfig) or model.freeze:  # a checkpoint has the trainable weights only
-        built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=labels)
-        freeze(built, model.freeze)
-        if isinstance(adapter, LoRAConfig):
-            adapters.inject(built, adapter, seed)
-    else:
-        built = build_model(path, model.model_copy(update={"init": "random"}), seed=0, head=head, labels=labels)
+    path, adapter, seed, head = plan.model_path, plan.config.adapter, plan.config.run.seed, plan.config.head
+    if not (isinstance(adapter, LoRAConfig) or model.freeze):  # a checkpoint of these has the trainable weights only
+        model = model.model_copy(update={"init": "random"})
+    built = build_model(path, model, seed=derive(seed, "weights"), head=head, labels=plan.labels)
+    freeze(built, model.freeze)
+    if isinstance(adapter, LoRAConfig):
+        adapters.inject(built, adapter, seed)
     load(checkpoint, canonical_tensors(built), alone=True)
     built.config.use_cache = True
     if head in LM and path is not None:
@@ -157,11 +155,10 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
         if merged:
             apart = _logits(built, plan)
             adapters.merge(built)
-            built.requires_grad_(True)
             # A sum of weights rounds differently from a sum of products, so this is relative to the largest logit.
             near = 10 * TOLERANCE * max(1.0, float(apart.abs().max()))
             _require_equal(apart, _logits(built, plan), near, "the merged model is not the one that was trained", str(checkpoint))
-    elif model.freeze:
+    if merged:
         built.requires_grad_(True)
     return built.eval()
 
@@ -210,14 +207,10 @@ def _plan_of(run_dir: Path, trust: bool) -> Plan:
 
 def _choose(root: Path, which: Which) -> Path:
     """The checkpoint to read. Raises CheckpointError; only `last` skips damaged ones."""
-    if isinstance(which, int):
-        path = root / folder_name(which)
+    path = root / folder_name(which) if isinstance(which, int) else pointed(root, "best") if which == "best" else None
+    if path is not None:
         check(path, verify=True, alone=True)
         return path
-    best = pointed(root, "best") if which == "best" else None
-    if best is not None:
-        check(best, verify=True, alone=True)
-        return best
     found = newest(root, verify=True, alone=True)
     if found.path is None:
         reasons = "; ".join(reason for _, reason in found.skipped)

@@ -49,12 +49,13 @@ def resolve(model: ModelConfig, on_progress: OnProgress) -> str | None:
     """
     if model.id is None:
         return None
-    if model.id.startswith(PREFIX):
-        _refuse_revision(model, "a package")
-        return str(_from_package(model.id.removeprefix(PREFIX), on_progress))
     folder = Path(model.id).expanduser()
+    kind = "a package" if model.id.startswith(PREFIX) else "a local folder" if folder.is_dir() else None
+    if kind is not None and model.revision is not None:
+        raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
+    if model.id.startswith(PREFIX):
+        return str(_from_package(model.id.removeprefix(PREFIX), on_progress))
     if folder.is_dir():
-        _refuse_revision(model, "a local folder")
         if not (folder / "config.json").exists():
             what = "this folder has no config.json"
             raise ModelError(what, where=f"model.id {model.id}", fix="name a folder that save_pretrained or `drumline export` wrote")
@@ -72,11 +73,6 @@ def tokenizer_folder(name: str) -> str:
     return str(_from_package(name.removeprefix(PREFIX), lambda *_: None)) if name.startswith(PREFIX) else name
 
 
-def _refuse_revision(model: ModelConfig, kind: str) -> None:
-    if model.revision is not None:
-        raise ModelError(f"{kind} has no revisions", where=f"model.revision {model.revision}", fix="take model.revision out")
-
-
 # ------------------------------------------------------------------------------------------------------------------ hub
 
 
@@ -86,14 +82,12 @@ def _on_hub(name: str, revision: str | None) -> str:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     where = f"model.id {name}"
-    unknown = ModelError(
-        "no such folder, and no such model on the hub", where=where, fix="check the spelling; a private model needs a login"
-    )
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_SECONDS)
         return name
     except (RepositoryNotFoundError, HFValidationError):
-        raise unknown from None
+        what = "no such folder, and no such model on the hub"
+        raise ModelError(what, where=where, fix="check the spelling; a private model needs a login") from None
     except RevisionNotFoundError:
         what = "the hub knows this model, but no such revision"
         raise ModelError(what, where=f"model.revision {revision}", fix="check the spelling") from None

@@ -146,14 +146,26 @@ def pad_token_id(tokenizer: Any) -> int:
 def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head = "lm", frozen_names: Sequence[str] = ()) -> ModelFacts:
     """Sizes of the model that a config describes, built on the meta device: no memory, no weights. `length`: tokens of a training row.
     `adapter`: injected first; raises ModelError if its targets are not in the model. `head` image: `length` is the side of a square image,
-    and a training row counts as one token. `frozen_names`: see `models.freeze`. See `facts_of_module`.
+    and a training row counts as one token. `frozen_names`: see `models.freeze`; parameters without requires_grad are frozen.
+
+    FLOPs of a token, forward and backward: 6 for each parameter in a matrix product (Kaplan et al. 2020; the embedding is a look-up, a tied
+    one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head
+    size). PaLM counts all pairs of positions of a row, causal or not, one document or several. A frozen parameter has no gradient, so it
+    counts 4. A token uses only the experts that its router chooses. A vision tower works for image tokens alone: its products are counted
+    apart, without its attention, which depends on the sizes of images.
+
+    Raises ModelError for a model whose shapes are not known.
     """
     model = on_meta(config, head)
     with _judged(config):
         freeze(model, frozen_names)
         if isinstance(adapter, LoRAConfig):
             adapters.inject(model, adapter, seed=0)
-        return facts_of_module(model, length, head)
+        if head == "image":
+            return _facts_of_images(model, length)
+        if head in LM and is_encoder(model):
+            raise bidirectional(model)
+        return _facts_of_text(model, length, head)
 
 
 def on_meta(config: Any, head: Head = "lm") -> Any:
@@ -172,34 +184,12 @@ def _judged(config: Any) -> AbstractContextManager[None]:
     return judged("its config describes no model that can be built", f"{place}", ModelError, "mend its config.json")
 
 
-def facts_of_module(model: Any, length: int, head: Head = "lm") -> ModelFacts:
-    """Sizes of a Hugging Face model, on the meta device or any other; parameters without requires_grad are frozen.
-
-    FLOPs of a token, forward and backward: 6 for each parameter in a matrix product (Kaplan et al. 2020; the embedding is a look-up, a tied
-    one counts once as the head), and 12·layers·width·length of attention (PaLM, Chowdhery et al. 2022, appendix B; width is heads × head
-    size). PaLM counts all pairs of positions of a row, causal or not, one document or several. A frozen parameter has no gradient, so it
-    counts 4. A token uses only the experts that its router chooses. A vision tower works for image tokens alone: its products are counted
-    apart, without its attention, which depends on the sizes of images.
-
-    Raises ModelError for a module whose shapes are not known.
-    """
-    config, needed = getattr(model, "config", None), ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    known = hasattr(config, "get_text_config") and hasattr(model, "get_input_embeddings")
-    lacking = [key for key in needed if known and head != "image" and getattr(config.get_text_config(), key, None) is None]
-    if not known or lacking:
-        why = f"its config has no {lacking[0]}" if lacking else "it is no model of transformers"
-        what = f"the shapes of {type(model).__name__} are not known: {why}"
-        raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
-    if head == "image":
-        return _facts_of_images(model, length)
-    if head in LM and is_encoder(model):
-        raise bidirectional(model)
-    return _facts_of_text(model, length, head, config)
-
-
-def _facts_of_text(model: Any, length: int, head: Head, config: Any) -> ModelFacts:
-    """`facts_of_module` of a model that reads tokens."""
-    text, counts = config.get_text_config(), counted(model)
+def _facts_of_text(model: Any, length: int, head: Head) -> ModelFacts:
+    config, text, counts = model.config, model.config.get_text_config(), counted(model)
+    for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(text, key, None) is None:
+            what = f"the shapes of {type(model).__name__} are not known: its config has no {key}"
+            raise ModelError(what, where="model", fix="give a model with a transformer's layers and heads")
     outside = counts["parameters"] - sum(counts["block_parameters"])
     embedding = model.get_input_embeddings().weight
     output_head = model.get_output_embeddings()

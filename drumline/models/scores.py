@@ -37,7 +37,7 @@ class ValueHead(nn.Linear):
         self._init_weights(self)
 
     def _init_weights(self, _module: nn.Module) -> None:
-        """By transformers' functions, which `models.draw` patches."""
+        """By transformers' functions, which `shards.Drawn` patches."""
         from drumline.vendor.transformers import initialization
 
         initialization.zeros_(self.weight)

@@ -325,21 +325,17 @@ class Drawn:
                     raise Whole(f"{weights[missed.pop()]} is initialised by its constructor")
 
 
-def _pieces(model: Any, empty: bool = False) -> Iterator[Piece]:
+def _pieces(module: nn.Module, empty: bool = False, name: str = "", init: Any = None) -> Iterator[Piece]:
     """The pieces in the model's order. `empty`: also those without a tensor."""
-
-    def walk(name: str, module: nn.Module, init: Init) -> Iterator[Piece]:
-        init = getattr(module, "_init_weights", init)
-        for key, child in module.named_children():
-            path = f"{name}.{key}" if name else key
-            if isinstance(module, nn.ModuleList):
-                yield Piece(path, child, True, init)
-            else:
-                yield from walk(path, child, init)
-        if empty or any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
-            yield Piece(name, module, False, init)
-
-    yield from walk("", model, model._init_weights)
+    init = getattr(module, "_init_weights", init)
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if isinstance(module, nn.ModuleList):
+            yield Piece(path, child, True, init)
+        else:
+            yield from _pieces(child, empty, path, init)
+    if empty or any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+        yield Piece(name, module, False, init)
 
 
 def _depth_first(module: nn.Module, init: Init) -> None:

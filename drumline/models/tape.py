@@ -163,7 +163,7 @@ class Played:
             self._needed(place)
 
     def put(self, tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
-        # As models.draw has it: a rank that trains on a GPU draws there.
+        # As `shards.Drawn` has it: a rank that trains on a GPU draws there.
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         for name, tensor in tensors.items():
             with torch.no_grad():

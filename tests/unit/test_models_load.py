@@ -14,7 +14,7 @@ import torch
 from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.models.build import build_model
-from drumline.models.load import check_fits, facts, facts_of_module, load_config, load_tokenizer, pad_token_id
+from drumline.models.load import check_fits, facts, load_config, load_tokenizer, pad_token_id
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -238,17 +238,11 @@ def test_what_does_not_fit(folder: str) -> None:
     assert str(len(tokenizer)) in line(error) and "300" in line(error)
 
 
-def test_a_module_says_what_its_config_says() -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MambaForCausalLM
+def test_frozen_parameters_are_counted_and_unknown_shapes_refused() -> None:
+    from transformers import LlamaConfig, MambaConfig
 
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        recurrent = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
-    assert facts_of_module(model, 16) == facts(config, 16)
-    for part in model.get_input_embeddings().parameters():
-        part.requires_grad_(False)
-    assert facts_of_module(model, 16).frozen == 64 * 32
-    for odd, why in ((torch.nn.Linear(2, 2), "no model of transformers"), (recurrent, "no num_attention_heads")):
-        with pytest.raises(ModelError, match=why):
-            facts_of_module(odd, 16)
+    assert facts(config, 16).frozen == 0
+    assert facts(config, 16, frozen_names=["model.embed_tokens"]).frozen == 64 * 32
+    with pytest.raises(ModelError, match="no num_attention_heads"):
+        facts(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1), 16)
