@@ -7,7 +7,6 @@ import gc
 import json
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from drumline.hardware.detect import free_bytes
 from drumline.models import adapters
 from drumline.models.build import build_model
 from drumline.models.classes import LM, auto_class, is_vision_language, reads_images
-from drumline.models.files import beside, quiet, tokenizer_folder
+from drumline.models.files import OnProgress, beside, quiet, tokenizer_folder
 from drumline.models.freeze import freeze
 from drumline.models.load import load_config, load_tokenizer, pad_token_id
 from drumline.models.names import canonical_tensors
@@ -54,7 +53,7 @@ def export(
     run_dir: Path,
     to: Path,
     which: Which,
-    on_progress: Callable[[str, int, int | None], None] | None = None,
+    progress: OnProgress = lambda phase, done, total: None,
     dtype: str = "fp32",
     adapter: bool = False,
     trust: bool = False,
@@ -69,7 +68,6 @@ def export(
     from safetensors.torch import save_file
 
     began = time.time()
-    progress = on_progress or (lambda phase, done, total: None)
     if dtype not in DTYPES:
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")
     plan = _plan_of(run_dir, trust)

@@ -177,19 +177,18 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
     inputs: dict[str, Any] = batch.inputs() if sequence is None else sequence.inputs(batch)
     inputs |= {"output_router_logits": True} if trains_router(model) else {}
     score, parts = score_head(model), parts or score_parts(model)
+    seen: list[torch.Tensor] = []
+    with contextlib.ExitStack() as hooks:
+        if parts is None and score is not None:
+            # The head's input is the hidden states of a model whose logits are more than its head over its trunk. The hook comes before
+            # that of tensor parallelism, which makes the input a DTensor.
+            note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
+            hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
+        made = (model if parts is None else parts[0])(**inputs, use_cache=False)
+    known = Outputs(score=score, sequence=sequence, router_logits=getattr(made, "router_logits", None) or ())
     if parts is None:
-        # The head's input is the hidden states of a model whose logits are more than its head over its trunk.
-        seen: list[torch.Tensor] = []
-        with contextlib.ExitStack() as hooks:
-            if score is not None:  # before the hook of tensor parallelism, which makes the input a DTensor
-                note = lambda _module, inputs: seen.append(inputs[0])  # noqa: E731
-                hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(note, prepend=True))
-            made = model(**inputs, use_cache=False)
-        hidden_BTD = seen[0] if seen else None
-        return Outputs(logits_BTV=made.logits, hidden_BTD=hidden_BTD, score=score, sequence=sequence, router_logits=_routers(made))
-    trunk, head = parts
-    made = trunk(**inputs, use_cache=False)
-    known = Outputs(hidden_BTD=made.last_hidden_state, score=score, sequence=sequence, router_logits=_routers(made))
+        return replace(known, logits_BTV=made.logits, hidden_BTD=seen[0] if seen else None)
+    known, head = replace(known, hidden_BTD=made.last_hidden_state), parts[1]
     if head is score:
         return known
     weight, bias = head.weight, head.bias
@@ -197,10 +196,6 @@ def outputs(model: Any, batch: Any, parts: tuple[nn.Module, nn.Linear] | None, s
         return replace(known, weight_VD=weight, bias_V=bias)
     part = VocabularyPart(weight.device_mesh.get_group(), first_row(weight.shape[0], weight.device_mesh))
     return replace(known, weight_VD=weight.to_local(), bias_V=bias.to_local() if isinstance(bias, DTensor) else bias, part=part)
-
-
-def _routers(made: Any) -> Sequence[torch.Tensor]:
-    return getattr(made, "router_logits", None) or ()
 
 
 class ForwardWithObjective(nn.Module):

@@ -75,9 +75,32 @@ class Values:
     def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
         """Give all tensors of `model` on the meta device memory and values. It may be a part of the model (a stage of a pipeline), under
         the same names. `offloaded`: parameters are in host memory, buffers on the device. `owners`: only the tensors of these modules,
-        without their children's."""
-        empty = materialise(model, self.device, "cpu" if offloaded else self.device, owners)
-        wanted = {name: tensor for name, tensor in empty.items() if name not in self.checkpoint_keys}
+        without their children's. Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its
+        references."""
+        chosen = [*(model.modules() if owners is None else owners)]
+        owned = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
+        for owner in chosen:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    owner._buffers[name] = buffer.to(self.device)
+        tensors = chain(model.named_parameters(), model.named_buffers())  # tied ones once
+        empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in owned]
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            on_host = offloaded and isinstance(tensor, nn.Parameter)
+            return torch.empty_like(tensor, device="cpu" if on_host else self.device) if tensor.is_meta else tensor
+
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            if owners is None:
+                model._apply(real)  # FSDP2 checks a module's parameters after those of all its children
+            for owner in owners or ():
+                owner._apply(real, recurse=False)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+        filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        wanted = {name: filled[name] for name in empty if name not in self.checkpoint_keys}
         for name in filter(adapters.is_adapter, list(wanted)):
             tensor = wanted.pop(name)
             copy_part(tensor, adapters.first_values(name, tensor.shape, self.seed))
@@ -101,41 +124,6 @@ class FromFiles:
                 for key, tensor in parts:
                     copy_part(tensor, file_tensors.get_slice(key))
         self.rest.put({name: tensor for name, tensor in tensors.items() if name not in self.places}, model)
-
-
-def materialise(
-    model: nn.Module, device: str, parameters: str | None = None, owners: Collection[nn.Module] | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors on the meta device by name, with new memory (buffers on `device`, parameters on `parameters`) but without values.
-    `owners`: only the tensors of these modules of `model`, without their children's.
-
-    Each tensor object stays and only its content is swapped: tied weights stay tied, and FSDP2 keeps its references.
-    """
-    chosen = [*(model.modules() if owners is None else owners)]
-    owned = {id(tensor) for owner in chosen for tensor in (*owner._parameters.values(), *owner._buffers.values())}
-    for owner in chosen:
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                owner._buffers[name] = buffer.to(device)
-    tensors = chain(model.named_parameters(), model.named_buffers())  # tied ones once
-    empty = [name for name, tensor in tensors if tensor.is_meta and id(tensor) in owned]
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
-        return torch.empty_like(tensor, device=parameters or device if isinstance(tensor, nn.Parameter) else device)
-
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        if owners is None:
-            model._apply(real)  # FSDP2 checks a module's parameters after those of all its children
-        for owner in owners or ():
-            owner._apply(real, recurse=False)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    filled: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: filled[name] for name in empty}
 
 
 def copy_part(tensor: torch.Tensor, source: Any) -> None:
