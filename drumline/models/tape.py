@@ -197,16 +197,12 @@ class Played:
             args, kwargs = tree_map_only(torch.device, lambda _: torch.device(device), (args, kwargs))
             with contextlib.nullcontext() if call.draws is None else drawing(derive(self.seed, call.draws), device):
                 out = call.operator(*args, **kwargs)
-            for place, made in zip(call.outs, _tensors(out), strict=False):
+            for place, made in zip(call.outs, (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), strict=False):
                 if isinstance(place, _Place) and place.key not in storages:
                     if made.stride() != place.stride:
                         made = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device).copy_(made)
                     storages[place.key] = made.untyped_storage()
         return real(wanted)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _places(values: Any) -> list[Any]:
