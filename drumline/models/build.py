@@ -55,12 +55,12 @@ def lay_out(
             return built, Loaded()
         if pretrained is None:
             return built, Drawn(built, seed)
-        hub = hub_options(pretrained, model)
         fresh = extra_heads(built)
-        files = from_files(pretrained, built, hub["local_files_only"], hub.get("revision"), fresh)
+        files = from_files(pretrained, model, built, fresh)
+        lacking = fresh - files.places.keys()
         if not draws:
-            _require_heads(fresh - files.places.keys(), pretrained)
-        return built, replace(files, rest=Drawn(built, seed)) if fresh - files.places.keys() else files
+            _require_heads(lacking, pretrained)
+        return built, replace(files, rest=Drawn(built, seed)) if lacking else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
     packed = quantization is not None and pretrained is not None

@@ -296,6 +296,15 @@ def hub_options(path: str, model: ModelConfig) -> dict[str, Any]:
     return {"trust_remote_code": model.trust_remote_code, "local_files_only": local} | ({} if local else {"revision": model.revision})
 
 
+def find_file(path: str, name: str, model: ModelConfig, **options: Any) -> Path | None:
+    """The local path of a file of a model (a folder or hub id); None if it has no such file."""
+    from drumline.vendor.transformers import cached_file
+
+    options |= {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
+    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
+    return None if found is None else Path(found)
+
+
 def from_hub(path: str, model: ModelConfig, make: Callable[[], T], files: str = "") -> T:
     """The result of one of transformers' loaders; each of its failures becomes one line. `files`: those of the model that it reads."""
     try:

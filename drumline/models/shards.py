@@ -23,8 +23,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from drumline.core.model import ModelConfig
 from drumline.dist.seeds import derive, drawing
 from drumline.models import adapters
+from drumline.models.load import find_file
 from drumline.models.names import file_name
 from drumline.vendor.torch import compute_local_shape_and_global_offset
 
@@ -142,15 +144,13 @@ def copy_part(tensor: torch.Tensor, source: Any) -> None:
             local.copy_(source[place] if place else source[:] if not isinstance(source, torch.Tensor) else source)
 
 
-def from_files(
-    path: str, model: Any, local_files_only: bool, revision: str | None = None, fresh: frozenset[str] = frozenset()
-) -> FromFiles:
-    """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id.
+def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str] = frozenset()) -> FromFiles:
+    """The source of `model` (whole, on the meta device) in the safetensors files of a folder or hub id, with the options of `source`.
 
     Raises Whole if the files' names and shapes do not match those of the model one to one; it leaves tensors of `fresh` out if they are
     missing or have another shape.
     """
-    stored = _renamed(model, _stored(path, revision, local_files_only))
+    stored = _renamed(model, _stored(path, source))
     places: dict[str, Stored] = {}
     for names in aliases(model):
         found = [stored[name] for name in names if name in stored]
@@ -195,20 +195,13 @@ def _renamed(model: Any, stored: list[Stored]) -> dict[str, Stored]:
     return renamed
 
 
-def _stored(path: str, revision: str | None, local: bool) -> list[Stored]:
+def _stored(path: str, source: ModelConfig) -> list[Stored]:
     """The tensors of a model's safetensors files. Raises Whole if there are none, or they cannot be read."""
-    from drumline.vendor.transformers import cached_file
-
-    def find(name: str) -> Path | None:
-        found = cached_file(path, name, revision=revision, local_files_only=local, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
-
     stored = []
     try:
-        index = find(INDEX)
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]
-        for file in map(find, names):
-            if file is None:
+        index = find_file(path, INDEX, source)
+        for name in sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]:
+            if (file := find_file(path, name, source)) is None:
                 raise Whole("it has no safetensors files")
             with safe_open(file, framework="pt") as file_tensors:
                 stored += [Stored(file, key, tuple(file_tensors.get_slice(key).get_shape())) for key in file_tensors.keys()]  # noqa: SIM118 - no dict

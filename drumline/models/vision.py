@@ -21,7 +21,7 @@ from drumline.core.config import Config
 from drumline.core.model import ModelConfig
 from drumline.errors import DataError, EnvironmentFault, ModelError
 from drumline.models.classes import LM, is_vision_language
-from drumline.models.load import from_hub, hub_options
+from drumline.models.load import find_file, from_hub, hub_options
 from drumline.models.scores import side_of_model
 
 # The model_types whose images, positions and gradients are tested (tests/unit/test_vision.py).
@@ -132,14 +132,14 @@ def read_image(path: str, origin: str) -> Any:
 def copy_processor(path: str | None, model: ModelConfig, folder: Path) -> None:
     """Copy the files of a processor of images and text that `path` (a folder or hub id) has."""
     for name in PROCESSOR_FILES:
-        if path is not None and (found := _find_file(path, name, model, _raise_exceptions_for_connection_errors=False)):
+        if path is not None and (found := find_file(path, name, model, _raise_exceptions_for_connection_errors=False)):
             shutil.copyfile(found, folder / name)
 
 
 def load_processor(path: str | None, model: ModelConfig, config: Any, side: int | None) -> Any:
     """transformers' image processor of the model; without one in its files, one that scales to a square and normalises by ImageNet's
     colours. `config`: the model's. `side`: pixels of the square; None: the processor's, else the model's, else 224."""
-    if path is not None and _find_file(path, PROCESSOR_FILES[0], model) is not None:
+    if path is not None and find_file(path, PROCESSOR_FILES[0], model) is not None:
         processor = _processor(path, model)
         for name in ("size", "crop_size") if side is not None else ():
             if (size := getattr(processor, name, None)) is not None:  # height and width, or the shorter edge that is then cropped
@@ -177,14 +177,6 @@ def _processor(path: str, model: ModelConfig) -> Any:
     from transformers import AutoImageProcessor
 
     return from_hub(path, model, lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **hub_options(path, model)))
-
-
-def _find_file(path: str, name: str, model: ModelConfig, **options: Any) -> str | None:
-    """The local path of a file of a model (a folder or hub id); None if it has no such file."""
-    from drumline.vendor.transformers import cached_file
-
-    options |= {key: value for key, value in hub_options(path, model).items() if key != "trust_remote_code"}
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **options)
 
 
 def vision_of(config: Config, model_path: str | None, hf_config: Any) -> Vision | None:
