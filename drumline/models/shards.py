@@ -168,7 +168,7 @@ def from_files(path: str, source: ModelConfig, model: Any, fresh: frozenset[str]
 
 
 def aliases(model: Any) -> list[list[str]]:
-    """The names of each tensor to be stored: one, or several for tied weights."""
+    """The names of each tensor to be stored: one, or more for tied weights."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)

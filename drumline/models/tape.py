@@ -59,7 +59,7 @@ def _module(built: object) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor without memory: which storage, and how it lies there. Not the tensor itself, which others swap."""
+    """A tensor without memory: which storage, and how it lies there. Not the tensor itself, which transforms swap."""
 
     storage: torch.UntypedStorage
     size: torch.Size
@@ -150,7 +150,7 @@ class Played:
     def __init__(self, tape: _Tape, model: nn.Module, seed: int) -> None:
         self.calls, self.seed, self.lost = tape.calls, seed, tape.lost
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        # As they are now: transforms put others in their place.
+        # As they are now: transforms replace them.
         self.laid_out = {file_name(name): _Place.of(tensor) for name, tensor in tensors if tensor.is_meta}
         self.writers: dict[int, list[int]] = {}
         for index, call in enumerate(self.calls):

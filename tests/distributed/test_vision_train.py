@@ -86,7 +86,7 @@ def test_a_lora_run_exports_what_peft_lays_over(tmp_path: Path) -> None:
         (["strategy=tp", "launch.nproc=2"], "tp × no plan"),
         (["strategy=dp"], "images × dp"),
         (["model.freeze=[model.visul]"], "did you mean model.visual?"),
-        (["model.freeze=[model, lm_head]"], "nothing is left to learn"),
+        (["model.freeze=[model, lm_head]"], "nothing stays trainable"),
         (["model.freeze=[model.visual]", "adapter=lora"], "frozen parts × an adapter"),
         (["data.train=[{kind: file, path: bad.jsonl}]"], "bad.jsonl:1: image"),
     ],

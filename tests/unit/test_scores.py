@@ -125,7 +125,7 @@ def test_a_head_that_reads_the_whole_text_is_no_score() -> None:
 
 
 def test_a_frozen_model_without_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no weights for score\.weight, and as it does not learn"):
+    with pytest.raises(ModelError, match=r"no weights for score\.weight, and a frozen model keeps them"):
         lay_out(str(folder), ModelConfig(id=str(folder)), 0, head="score", draws=False)
     built(folder, "score").save_pretrained(tmp_path)
     lay_out(str(tmp_path), ModelConfig(id=str(tmp_path)), 0, head="score", draws=False)
