@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from drumline.core.explain import plan_line, strategy_name
@@ -19,14 +20,14 @@ from drumline.train.failure import note, recording
 from drumline.train.state import Goodput
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The worker process of our own launcher."""
+def main(arguments: list[str] | None = None, work: Callable[[Plan, str | None], None] | None = None) -> None:
+    """The worker process of our own launcher. `work`: in place of `run`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan", type=Path)
     parser.add_argument("--resume")
     options = parser.parse_args(arguments)
     with recording():
-        run(Plan.load(options.plan), options.resume)
+        (work or run)(Plan.load(options.plan), options.resume)
 
 
 def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
