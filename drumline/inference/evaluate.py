@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -264,8 +265,6 @@ def model_of(source: Path, trust: bool = False) -> dict[str, Any]:
     """lm-eval's arguments for the model: the folder of an export, which it loads itself, or what a run's checkpoint holds, in memory."""
     folder = exported_folder(source) if (source / "plan.json").exists() else source
     if folder is not None and (folder / "config.json").exists():
-        import torch
-
         return {"pretrained": str(folder), "device": "cuda" if torch.cuda.is_available() else "cpu", "trust_remote_code": trust}
     with bars(Console(stderr=True)) as on_progress:
         model = open_model(str(source), on_progress, trust)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from drumline.core.model import ModelConfig
@@ -175,8 +176,6 @@ def _from_folder(source: str, trust_remote_code: bool) -> Model:
 
 
 def _pretrained(source: str, model: ModelConfig) -> Any:
-    import torch
-
     config = load_config(source, model)
     architectures = getattr(config, "architectures", None) or [""]
     if any(name.endswith("Classification") for name in architectures):
@@ -186,8 +185,6 @@ def _pretrained(source: str, model: ModelConfig) -> Any:
 
 def _placed(model: Any) -> Any:
     """On the GPU in bf16 where there is one, else in fp32 on the CPU."""
-    import torch
-
     if torch.cuda.is_available():
         model = model.to("cuda", torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32)
     return model.eval().requires_grad_(False)
@@ -238,8 +235,6 @@ class Conversation:
 
     def answer(self, line: str) -> str:
         """The answer; both are kept. Ctrl-C ends it early: the text until then is kept."""
-        import torch
-
         question = {"role": "user", "content": line}
         if (size := len(self._tokens([question]))) >= self.positions:
             _tell(f"that is {size} tokens, and the model has {self.positions} positions: nothing is answered")

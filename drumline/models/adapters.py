@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from drumline.core.by_name import nearest
@@ -180,7 +181,6 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     `base`: the folder or hub id of the frozen model.
     """
     from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
 
     require_trained(model)
     # PEFT's names are those within a PeftModel, which has the model as base_model.model.

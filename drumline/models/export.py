@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from safetensors.torch import save_file
+
 from drumline import __version__
 from drumline.checkpoint.load import check, load, newest, pointed
 from drumline.checkpoint.manifest import folder_name
@@ -30,7 +33,7 @@ from drumline.models.load import load_config, load_tokenizer, pad_token_id
 from drumline.models.names import canonical_tensors
 from drumline.models.scores import VALUE, grey_image
 from drumline.models.small import probe
-from drumline.models.vision import copy_processor
+from drumline.models.vision import copy_processor, load_processor
 
 Which = Literal["last", "best"] | int
 PROVENANCE = "drumline.json"
@@ -64,9 +67,6 @@ def export(
     LoRA run are merged; `adapter`: only they are written, as PEFT's files. An older export in `to` is replaced. Raises CheckpointError,
     ModelError, EnvironmentFault, and DrumlineError where the folder does not read back as the same model; then `to` is as it was.
     """
-    import torch
-    from safetensors.torch import save_file
-
     began = time.time()
     if dtype not in DTYPES:
         raise EnvironmentFault(f"no dtype {dtype!r}", where="--dtype", fix=f"one of {', '.join(DTYPES)}")
@@ -164,8 +164,6 @@ def _filled(plan: Plan, model: ModelConfig, checkpoint: Path, merged: bool) -> A
 def _save_reader(plan: Plan, model: ModelConfig, config: Any, folder: Path) -> None:
     """Save the tokenizer or image processor."""
     if plan.config.images_alone:
-        from drumline.models.vision import load_processor
-
         load_processor(plan.model_path, model, config, getattr(plan.config.algorithm, "image_size", None)).save_pretrained(folder)
         return
     tokenizer = load_tokenizer(plan.model_path, model)
@@ -241,8 +239,6 @@ def _share_alike(folder: Path) -> None:
 
 def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -> Any:
     """The model that transformers reads from a folder, or PEFT with `base`, in fp32."""
-    import torch
-
     quiet()
     head: Head = "lm" if plan.config.head in LM else plan.config.head
     if base is not None:
@@ -262,8 +258,6 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
 
 def _logits(model: Any, plan: Plan) -> Any:
     """The logits of a few tokens (with an image for a vision-language model), float[1, T, V]; of a classifier float[1, C]."""
-    import torch
-
     if reads_images(model):
         grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None)).pixels_BCHW
         with torch.no_grad():

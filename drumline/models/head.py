@@ -15,7 +15,7 @@ from torch.nn import functional
 from drumline.core.rules import NO_PACKS
 from drumline.dist.mesh import first_row
 from drumline.models.classes import bidirectional, ends_in_classes, reads_images
-from drumline.models.losses import VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
+from drumline.models.losses import Answers, VocabularyPart, cross_entropy, linear_cross_entropy, linear_log_probs, log_probs
 from drumline.models.router import router_of, trains_router
 from drumline.models.scores import class_logits, grey_image, score_head, score_parts
 from drumline.models.sequence import SequencePart
@@ -62,17 +62,14 @@ class Outputs:
         correct = self._whole(correct_N.view_as(mine))
         return loss_sum if self.sequence is None else self.sequence.total(loss_sum), correct
 
-    def log_probs(
-        self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def log_probs(self, targets_BT: torch.Tensor, chunk: int, temperature: float = 1.0, entropy: bool = False) -> Answers:
         """log softmax(logits / temperature)[target], fp32[B, T], 0 where the target is −100; and with `entropy` that of the distribution,
         in nats, 0 in the same places. Both are differentiable. `chunk` as in `cross_entropy`."""
         mine = self._cut(targets_BT)
         if self.logits_BTV is not None:
-            answers = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy)
+            chosen_N, entropy_N = log_probs(self.logits_BTV.flatten(0, 1), mine.reshape(-1), temperature, entropy)
         else:
-            answers = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part)
-        chosen_N, entropy_N = answers
+            chosen_N, entropy_N = linear_log_probs(*self._head(), mine.reshape(-1), chunk, temperature, entropy, self.part)
         return self._whole(chosen_N.view_as(mine)), None if entropy_N is None else self._whole(entropy_N.view_as(mine))
 
     def values(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from drumline.core.by_name import nearest
 from drumline.core.config import Adapter, LoRAConfig
@@ -241,8 +242,6 @@ def _facts_of_images(model: Any, side: int) -> ModelFacts:
     backward costs twice that, once for the inputs and once for the trainable weights. Raises ModelError if the model does not take images
     of that size.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
     counter = FlopCounterMode(display=False)
     pixels = torch.empty(1, int(getattr(model.config, "num_channels", 3)), side, side, device="meta")
     try:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_model
 from torch import nn
 
 from drumline.checkpoint.load import best_or_latest, load, pointed
@@ -45,8 +46,6 @@ def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:
 
 def export_weights(plan: Plan, which: str) -> Path:
     """The module's state dict as RUN/export/model.safetensors, of the best or the last checkpoint."""
-    from safetensors.torch import save_model
-
     folder = Path(plan.run_dir) / "export"
     module, _ = read_module(plan, folder.parent, which)
     folder.mkdir(exist_ok=True)
