@@ -259,7 +259,7 @@ def _read_back(folder: Path, base: str | None, plan: Plan, model: ModelConfig) -
 def _logits(model: Any, plan: Plan) -> Any:
     """The logits of a few tokens (with an image for a vision-language model), float[1, T, V]; of a classifier float[1, C]."""
     if reads_images(model):
-        grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None)).pixels_BCHW
+        grey = grey_image(model.config, "cpu", getattr(plan.config.algorithm, "image_size", None))
         with torch.no_grad():
             return model.eval()(pixel_values=torch.linspace(-2, 2, grey.numel()).view_as(grey)).logits
     text = model.config.get_text_config()

@@ -147,11 +147,11 @@ def _convert(source: Path, target: Path, on_progress: OnProgress) -> None:
     """
     phase = f"converting {source.name} once"
     on_progress(phase, 0, 3)
-    loaded, tokenizer = _read(source)
+    model, tokenizer = _read(source)
     on_progress(phase, 1, 3)
     fix = "free space, or set XDG_CACHE_HOME to another disk"
     with beside(target, "the converted model cannot be written", target.parent, fix) as temporary:
-        _plain(loaded).save_pretrained(temporary)
+        model.save_pretrained(temporary)
         on_progress(phase, 2, 3)
         tokenizer.save_pretrained(temporary)
         give_name(temporary, target, (target / "config.json").exists)
@@ -172,11 +172,20 @@ def _read(source: Path) -> tuple[Any, Any]:
     try:
         # transformers' reader draws a progress bar on stderr, which no option turns off.
         with redirect_stderr(io.StringIO()), _read_once():
-            model = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
-            return model, AutoTokenizer.from_pretrained(str(source.parent), **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(str(source.parent), dtype=torch.float32, **options)
+            tokenizer = AutoTokenizer.from_pretrained(str(source.parent), **options)
     except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
         what = f"transformers cannot read this GGUF file: {error}"
         raise ModelError(what, where=str(source), fix="name a model that it can read") from error
+    # transformers takes a model from GGUF for quantised and refuses to save it: the same weights, not copied, in a plain model.
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    with torch.device("meta"):
+        plain: Any = type(loaded)(loaded.config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    return plain, tokenizer
 
 
 @contextmanager
@@ -198,22 +207,6 @@ def _read_once() -> Iterator[None]:
     names = functools.cache(gguf.get_tensor_name_map)
     with mock.patch.multiple(gguf, GGUFReader=functools.cache(PlainReader), get_tensor_name_map=names):
         yield
-
-
-def _plain(loaded: Any) -> Any:
-    """The same model, but one that can be saved: transformers takes a model from GGUF for quantised and refuses. The weights are not
-    copied."""
-    import torch
-
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        plain: Any = type(loaded)(config)
-    plain.load_state_dict(loaded.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.generation_config = loaded.generation_config
-    return plain
 
 
 # --------------------------------------------------------------------------------------------------------------- check

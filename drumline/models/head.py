@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -162,7 +163,8 @@ def require_next_token(model: Any, device: str, packed: bool) -> None:
 def any_batch(model: Any, device: Any, side: int | None = None) -> Any:
     """A batch that runs all of a model: eight tokens, for a vision-language model with an image, for an image model a grey image."""
     if reads_images(model):
-        return grey_image(model.config, device, side)
+        pixels_BCHW = grey_image(model.config, device, side)
+        return SimpleNamespace(inputs=lambda: {"pixel_values": pixels_BCHW})
     return probe(model, torch.zeros((1, 8), dtype=torch.int64, device=device))
 
 

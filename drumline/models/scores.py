@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,26 +115,16 @@ def class_logits(model: Any, batch: Any, sequence: SequencePart | None = None) -
     return sequence.total(head((hidden_BTD * here_Bt1).sum(1)) * here_Bt1.sum(1))
 
 
-@dataclass(frozen=True)
-class Image:
-    """A batch of one grey image, for trials."""
-
-    pixels_BCHW: torch.Tensor
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return {"pixel_values": self.pixels_BCHW}
-
-
 def side_of_model(config: Any) -> int | None:
     """The only side of images that a model takes, in pixels; None: any."""
     size = getattr(config, "image_size", None)
     return int(size[0] if isinstance(size, list | tuple) else size) if size else None
 
 
-def grey_image(config: Any, device: Any, side: int | None = None) -> Image:
+def grey_image(config: Any, device: Any, side: int | None = None) -> torch.Tensor:
     """float[1, C, H, W] zeros of a size that the model takes. `side`: that of the training images, if set."""
     side = side or side_of_model(config) or TRIED_SIDE
-    return Image(torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device))
+    return torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side, device=device)
 
 
 def is_bidirectional(model: Any) -> bool:

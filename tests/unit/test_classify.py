@@ -176,6 +176,6 @@ def test_a_model_of_eight_pixels_is_trained_and_exported(tmp_path: Path, model: 
 
 def test_a_grey_image_is_of_the_size_that_is_trained_on() -> None:
     config = SimpleNamespace(image_size=32, num_channels=1)
-    assert grey_image(config, "cpu", 8).pixels_BCHW.shape == (1, 1, 8, 8)
-    assert grey_image(config, "cpu").pixels_BCHW.shape == (1, 1, 32, 32)
-    assert grey_image(SimpleNamespace(), "cpu", 8).pixels_BCHW.shape == (1, 3, 8, 8)
+    assert grey_image(config, "cpu", 8).shape == (1, 1, 8, 8)
+    assert grey_image(config, "cpu").shape == (1, 1, 32, 32)
+    assert grey_image(SimpleNamespace(), "cpu", 8).shape == (1, 3, 8, 8)
