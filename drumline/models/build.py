@@ -13,7 +13,7 @@ from drumline.dist.seeds import drawing
 from drumline.errors import ModelError
 from drumline.models.classes import LM, auto_class, with_classes
 from drumline.models.files import quiet
-from drumline.models.load import from_hub, hub_options, load_config
+from drumline.models.load import from_hub, hub_options, load_config, on_meta
 from drumline.models.scores import extra_heads, with_head
 from drumline.models.shards import Drawn, Loaded, Source, Values, Whole, aliases, from_files
 
@@ -47,8 +47,9 @@ def lay_out(
     config = with_classes(load_config(path, model), head, labels)
     options = {"dtype": dtype or torch.float32, "attn_implementation": None if model.attention == "auto" else model.attention}
     pretrained = path if model.init == "pretrained" else None
+    packed = quantization is not None and pretrained is not None
     try:
-        if quantization is not None and pretrained is not None:
+        if packed:
             raise Whole("its weights are packed as they are read")
         built = _without_weights(path, model, config, options, head)
         if all(checkpoint_keys.intersection(names) for names in aliases(built)):
@@ -63,7 +64,6 @@ def lay_out(
         return built, replace(files, rest=Drawn(built, seed)) if lacking else files
     except Whole as reason:
         logger.warning("the whole model is built on each rank: %s", reason)
-    packed = quantization is not None and pretrained is not None
     options |= {"quantization_config": quantization, "device_map": {"": device}} if packed else {}
     with drawing(seed):
         if pretrained is None:
@@ -91,9 +91,7 @@ def _without_weights(path: str | None, model: ModelConfig, config: Any, options:
         raise Whole("it brings code of its own")
     if getattr(config, "quantization_config", None) is not None:
         raise Whole("its weights are quantised")
-    with torch.device("meta"):
-        built: Any = from_hub(path or "model.config", model, lambda: auto_class(config, head).from_config(config, **options))
-    built = with_head(built, head)
+    built = on_meta(config, head, path or "model.config", model, **options)
     # As from_pretrained does it: the model's own rules write what is not marked as initialised.
     stored = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
     for tensor in stored.values():

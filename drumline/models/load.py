@@ -169,14 +169,15 @@ def facts(config: Any, length: int, adapter: Adapter | None = None, head: Head =
         return _facts_of_text(model, length, head)
 
 
-def on_meta(config: Any, head: Head = "lm") -> Any:
-    """The model that a config describes, without memory. Raises ModelError."""
+def on_meta(config: Any, head: Head = "lm", path: str = "model.config", source: ModelConfig | None = None, **options: Any) -> Any:
+    """The model that a config describes, without memory. `path`, `source`: where it is from, for errors. `options`: of `from_config`.
+    Raises ModelError."""
     # A class of the model's own code: loading this config required the agreement to run that.
     remote = type(config).__module__.startswith("transformers_modules")
     with _judged(config):
         with torch.device("meta"):
             make = auto_class(config, head).from_config
-            model: Any = from_hub("model.config", ModelConfig(), lambda: make(config, trust_remote_code=remote))
+            model: Any = from_hub(path, source or ModelConfig(), lambda: make(config, trust_remote_code=remote, **options))
         return with_head(model, head)
 
 
