@@ -48,24 +48,16 @@ def load(place: str | Path | Run, *, trust_remote_code: bool = False, display: b
     """`place`: a Run, a run folder, an exported or any Hugging Face folder, a hub id, or `package:NAME`. Code that comes with a model runs
     only with `trust_remote_code`. Raises ModelError for what does not write text, CheckpointError for a run that saved nothing."""
     where = place.dir if isinstance(place, Run) else place
-    if (found := _own(Path(where), trust_remote_code)) is not None:
-        return found
+    path = Path(where) / "plan.json"
+    plan = Plan.load(path, trust_remote_code) if path.is_file() else None
+    if plan is not None and plan.config.plain:
+        if not trust_remote_code and ":" in (plan.config.model.builder or ""):
+            fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
+            raise ModelError("this run's model is code beside its config", where=str(where), fix=fix)
+        module, checkpoint = read_module(plan, path.parent, "best")
+        return Model(module, None, str(checkpoint))
     with aside(display) as on_progress:
         return open_model(os.fspath(where), on_progress, trust_remote_code)
-
-
-def _own(folder: Path, trusted: bool) -> Model | None:
-    """The module of the user's own that a run folder is about; None for anything else."""
-    if not (folder / "plan.json").is_file():
-        return None
-    plan = Plan.load(folder / "plan.json", trusted)
-    if not plan.config.plain:
-        return None
-    if not trusted and ":" in (plan.config.model.builder or ""):
-        fix = f"read {plan.config.model.builder}, then add trust_remote_code=True"
-        raise ModelError("this run's model is code beside its config", where=str(folder), fix=fix)
-    module, checkpoint = read_module(plan, folder, "best")
-    return Model(module, None, str(checkpoint))
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,12 @@ def require_trainable(adapter: LoRAConfig, model: ModelConfig) -> None:
 
 def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
     """Full names of the layers that get an adapter, in the model's order. Raises ModelError if `targets` matches none."""
-    linear = dict(_linear_layers(model))
+    from drumline.vendor.transformers import Conv1D
+
+    # Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
+    linear = {name: module for name, module in model.named_modules() if id(module) in inner and isinstance(module, nn.Linear | Conv1D)}
     if not isinstance(adapter.targets, list) and getattr(model.config, "vision_config", None) is not None:
         # As usual for these models the vision tower gets no adapters, unless its layers are named.
         language = {id(module) for module in model.get_decoder().modules()}
@@ -52,17 +57,19 @@ def target_names(model: Any, adapter: LoRAConfig) -> list[str]:
         raise ModelError(f"{type(model).__name__} has no linear layers in its blocks", where=WHERE, fix="use adapter=none for this model")
     if adapter.targets == "all-linear":
         return list(linear)
+    own = sorted({name.rpartition(".")[2] for name in linear})
+    offer = f"there are {', '.join(own)}"
     if adapter.targets == "attention":
         within = [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
         chosen = [name for name in linear if any(name.startswith(f"{outer}.") for outer in within)]
         if not chosen:
-            raise ModelError(f"{type(model).__name__} has no linear layers in an attention", where=WHERE, fix=_offer(linear))
+            raise ModelError(f"{type(model).__name__} has no linear layers in an attention", where=WHERE, fix=offer)
         return chosen
     for ending in adapter.targets:
         if not any(_ends(name, ending) for name in linear):
-            guess = nearest(ending, sorted({name.rpartition(".")[2] for name in linear}))
+            guess = nearest(ending, own)
             what = f"no linear layer in the blocks of {type(model).__name__} is named {ending!r}"
-            raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else _offer(linear))
+            raise ModelError(what, where=WHERE, fix=f"did you mean {guess}?" if guess else offer)
     return [name for name in linear if any(_ends(name, ending) for ending in adapter.targets)]
 
 
@@ -197,17 +204,6 @@ def save_adapter(model: Any, folder: Path, base: str, revision: str | None) -> N
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _linear_layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Linear layers (also GPT-2's Conv1D) of the blocks; of the whole model but its head if it declares no blocks."""
-    from drumline.vendor.transformers import Conv1D
-
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    inner = {id(module) for block in blocks(model) or [model] for module in block.modules()} - {id(head)}
-    for name, module in model.named_modules():
-        if id(module) in inner and isinstance(module, nn.Linear | Conv1D):
-            yield name, module
-
-
 def _ends(name: str, ending: str) -> bool:
     return name == ending or name.endswith(f".{ending}")
 
@@ -218,7 +214,3 @@ def _short(model: nn.Module, names: list[str]) -> list[str]:
     own = sorted({name.rpartition(".")[2] for name in names})
     meant = {name for name, _ in model.named_modules() if any(_ends(name, ending) for ending in own)}
     return own if meant == set(names) else names
-
-
-def _offer(linear: dict[str, nn.Module]) -> str:
-    return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
