@@ -252,9 +252,9 @@ class _LinearLogProbs(torch.autograd.Function):
             for rows in _chunks(targets_N, ctx.chunk):
                 hidden = hidden_ND[rows].to(dtype)
                 log_p = _logits(hidden, weight, bias, ctx.temperature).sub_(total_N[rows][:, None])
-                answers = [None if of_N is None else of_N[rows].to(log_p.dtype) for of_N in (grad_chosen_N, grad_entropy_N)]
+                chosen, entropy = (None if grad_N is None else grad_N[rows].to(log_p.dtype) for grad_N in (grad_chosen_N, grad_entropy_N))
                 places = _columns(targets_N[rows], ctx.part, len(weight))
-                grad = _grad_logits(log_p, *answers, entropy_N[rows], *places).div_(ctx.temperature)
+                grad = _grad_logits(log_p, chosen, entropy, entropy_N[rows], *places).div_(ctx.temperature)
                 grads.add(rows, grad, hidden, weight, _scale(grad) if dtype == torch.float16 else None)
         pairs = zip(grads.total(ctx.part), (hidden_ND, weight_VD, bias_V), strict=True)
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in pairs), None, None, None, None, None)
