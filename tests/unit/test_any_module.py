@@ -84,7 +84,7 @@ def test_a_seed_gives_the_same_weights_whatever_part_is_asked_for() -> None:
 class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.arange(3.0)]
 
 
 class Listed(nn.Module):
