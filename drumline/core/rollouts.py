@@ -170,7 +170,7 @@ class CurriculumConfig(Section):
         description="data: as they come in the shuffled data. weights: by the shares below. success: a domain's share follows how"
         " uncertain its outcome is, p(1 − p) of its success rate p, so that what is learned already and what is out of reach give way.",
     )
-    weights: dict[str, Annotated[float, Field(le=MOST_SAMPLES)]] = Field({}, description="weights: domain → its share, in any unit.")
+    weights: dict[str, Annotated[float, Field(ge=0, le=MOST_SAMPLES)]] = Field({}, description="weights: domain → its share, in any unit.")
     floor: float = Field(0.1, ge=0, le=1, description="success: the least part of the even share that a domain keeps.")
     memory: float = Field(0.9, ge=0, lt=1, description="success: weight of the old success rate when a rollout updates it.")
     solved: float = Field(0.5, ge=-MOST_SAMPLES, le=MOST_SAMPLES, description="success: an episode with this reward or more is solved.")

@@ -51,9 +51,6 @@ class PromptRows:
     def __init__(self, tokenizer: Any, new: int, data: DataConfig) -> None:
         self.encoder, self.policy, self.new = Encoder(tokenizer, everything=False, data=data), data.truncation, new
         self.room = data.max_length - self.new
-        if self.room < 1:
-            what = f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {self.new}"
-            raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
     def encode(self, row: Row) -> Encoded | None:
         text, ids = self.encoder.prompt(row)

@@ -26,7 +26,7 @@ from drumline.core.plan import DataPlan
 from drumline.data.cache import TokenCache, bounds, commit, left_out, read_info, temporary_folder, verify, write_layout
 from drumline.data.fingerprint import cache_key, identify, template_path
 from drumline.data.images import count_images, join_metas
-from drumline.data.sources import Row, describe, read_rows
+from drumline.data.sources import Row, describe, domains, read_rows
 from drumline.data.workers import Chunk, Counted, Job, encode_all
 from drumline.errors import ConfigError, DataError
 from drumline.models.vision import Vision
@@ -106,6 +106,9 @@ def _tasks(config: Config, tokenizer_path: str, base_dir: Path, vision: Vision |
     root = own if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
     if data.eval and data.holdout:
         raise ConfigError("data.holdout and data.eval are two ways to say the same", where="data.holdout", fix="keep one of them")
+    if (new := config.algorithm.new_tokens) >= data.max_length:
+        what = f"data.max_length {data.max_length} leaves no room for a prompt before max_new_tokens {new}"
+        raise DataError(what, where="data.max_length", fix="raise it, or lower algorithm.generator.max_new_tokens")
 
     def folder(sources: list[Source], role: str) -> Path:
         return root / cache_key(config, sources, role, tokenizer_path, base_dir, vision)
@@ -133,6 +136,14 @@ def data_plan(prepared: Prepared, config: Config, vision: Vision | None = None) 
         identity=identify(train),
         left_out=tuple(left_out("train", train.info)) + tuple(left_out("eval", held_out.info) if config.data.eval and held_out else ()),
     )
+
+
+def prompt_domains(prepared: Prepared | None, sources: list[Source]) -> set[str]:
+    """The domains of the prompts to train on; those that `sources` name where nothing is prepared yet."""
+    if prepared is None:
+        return set.union(*map(domains, sources))
+    train = TokenCache.open(prepared.train)
+    return {train.meta(sample)["domain"] for sample in range(len(train))}
 
 
 def prompt_columns(prepared: Prepared) -> set[str]:

@@ -53,16 +53,23 @@ def read_rows(source: Source, base_dir: Path, forms: Forms = TEXT_FORMS) -> Iter
 
     Raises DataError for a source that cannot be read, has no rows, or has a row without a mapped column.
     """
-    count = 0
+    count, names = 0, domains(source)
     for count, (folder, (origin, values)) in enumerate(islice(_raw(source, base_dir, forms), source.limit), 1):
         row = _normalise(origin, values, source.columns, count, forms)
         if forms != TEXT_FORMS and holds_images(row):
             fix = "use algorithm sft, or take the images out"
             raise DataError(f"row {count} holds images, which this algorithm does not take", where=origin, fix=fix)
-        domain = row.extra["task"] if isinstance(source, TasksSource) else Path(describe(source)).stem
-        yield replace(row, folder=folder, domain=source.domain or str(domain))
+        (domain,) = names if len(names) == 1 else (row.extra["task"],)
+        yield replace(row, folder=folder, domain=domain)
     if not count:
         raise DataError("the dataset is empty: it has no rows", where=describe(source))
+
+
+def domains(source: Source) -> set[str]:
+    """The names that its rows have in metrics and in a curriculum."""
+    if source.domain:
+        return {source.domain}
+    return set(source.tasks) if isinstance(source, TasksSource) else {Path(describe(source)).stem}
 
 
 def describe(source: Source) -> str:

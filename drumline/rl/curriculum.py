@@ -13,6 +13,13 @@ from drumline.dist.seeds import derive
 from drumline.errors import PlanError
 
 
+def require_domains(weights: Mapping[str, float], domains: set[str]) -> None:
+    """Raises PlanError where the weights name other domains than these."""
+    if weights.keys() != domains:
+        fix = f"the data has {', '.join(sorted(domains))}"
+        raise PlanError("the shares must name each domain once", where="algorithm.curriculum.weights", fix=fix)
+
+
 class Curriculum:
     """Draws sample ids without end. A domain's prompts come in an order of their own, each once before any comes again.
 
@@ -20,12 +27,8 @@ class Curriculum:
     """
 
     def __init__(self, config: CurriculumConfig, domains: Sequence[str], seed: int, shuffle: bool) -> None:
-        """`domains`: of each sample. Raises PlanError where the weights name other domains than there are."""
+        """`domains`: of each sample."""
         self.config = config
-        self.names = sorted(set(domains))
-        if config.kind == "weights" and set(config.weights) != set(self.names):
-            fix = f"the data has {', '.join(self.names)}"
-            raise PlanError("the shares must name each domain once", where="algorithm.curriculum.weights", fix=fix)
         everything = [""] * len(domains) if config.kind == "data" else list(domains)
         self.members = {name: np.flatnonzero(np.asarray(everything) == name) for name in sorted(set(everything))}
         self.orders = {

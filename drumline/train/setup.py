@@ -33,6 +33,7 @@ from drumline.planner.question import assemble, find_model
 from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
+from drumline.rl.curriculum import require_domains
 from drumline.strategies.build import require_spreadable
 from drumline.telemetry import callbacks
 from drumline.telemetry.trackers import check_installed
@@ -72,6 +73,8 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         prepared = data_prepare.prepare(config, tokenizer_path, base, on_progress, vision)
     if rollout is not None:
         rewards.check(rollout.rewards, base.absolute(), None if prepared is None else data_prepare.prompt_columns(prepared))
+        if rollout.curriculum.kind == "weights":
+            require_domains(rollout.curriculum.weights, data_prepare.prompt_domains(prepared, config.data.train))
     data = None if prepared is None else data_prepare.data_plan(prepared, config, vision)
     machine = detect()
     device = device_of(config, machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from drumline.core.load import load_values
 from drumline.core.rule import Case
 from drumline.core.rules import check_rules
-from drumline.errors import DrumlineError, PlanError
+from drumline.errors import ConfigError, DataError, DrumlineError, PlanError
 from drumline.models.load import facts
 from drumline.train.setup import Request, make_plan
 from tests.tiny import tiny_tokenizer
@@ -55,6 +56,65 @@ def test_pairs_are_not_cut_over_the_threads_of_dp() -> None:
                 check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))
         else:
             check_rules(Case(made, made.strategy.mesh(1), "cuda", "fp32", None))
+
+
+def prompts(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str) -> Request:
+    """A run on prompts of domains `one` (these rows) and `two` (the same)."""
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model": {"id": None, "tokenizer": str(tmp_path / "tokenizer"), "config": {"model_type": "llama", **SMALL, "vocab_size": 320}},
+        "algorithm": {
+            "kind": "grpo",
+            "group_size": 2,
+            "generator": {"kind": "hf", "max_new_tokens": 8},
+            "rewards": [{"kind": "regex", "pattern": "a"}],
+        },
+        "data": {
+            "train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl"), "domain": name} for name in ("one", "two")],
+            "max_length": 24,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "run": {"device": "cpu", "dir": str(tmp_path / "run"), "steps": 1, "report_to": []},
+        "batch": {"global_samples": 4},
+        "strategy": "ddp",
+        "launch": {"nproc": 1},
+    }
+    return Request(load_values(values, list(overrides)))
+
+
+CURRICULUM = "algorithm.curriculum={{kind: weights, weights: {}}}".format
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([CURRICULUM("{one: 1, two: 3}")], ""),
+        ([CURRICULUM("{one: 1}")], "algorithm.curriculum.weights: the shares must name each domain once — the data has one, two"),
+        ([CURRICULUM("{one: 1, three: 3}")], "algorithm.curriculum.weights: the shares must name each domain once"),
+        (["algorithm.generator.max_new_tokens=24"], "data.max_length: data.max_length 24 leaves no room for a prompt before"),
+    ],
+)
+def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str) -> None:
+    """A dry run says it without prepared data, and `train` with it; a rank is not started by either."""
+    request = prompts(tmp_path, [{"prompt": "sing"}], *overrides)
+    for dry_run in (True, False):
+        if not line:
+            make_plan(request, on_progress=lambda *_: None, dry_run=dry_run)
+            continue
+        with pytest.raises(DrumlineError) as refused:
+            make_plan(request, on_progress=lambda *_: None, dry_run=dry_run)
+        assert refused.value.line().startswith(line) and refused.value.exit_code == 2
+
+
+def test_weights_are_not_negative(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.curriculum\.weights.*greater than or equal to 0"):
+        prompts(tmp_path, [], CURRICULUM("{one: 1, two: -1}"))
+
+
+def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the prompt has .* tokens, and data\.max_length less max_new_tokens 8 leaves 16"):
+        make_plan(prompts(tmp_path, [{"prompt": "sing"}, {"prompt": "drum " * 30}]), on_progress=lambda *_: None)
 
 
 @pytest.mark.parametrize(
