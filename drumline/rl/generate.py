@@ -1,15 +1,21 @@
-"""The seam of rollouts: one verb, `generate`. Here transformers' own `generate` is behind it; `continuous` and `vllm` are others."""
+"""The seam of rollouts: one verb, `generate`. Here transformers' own `generate` is behind it; `continuous` and `vllm` are others.
+
+Requests are dealt over all ranks, and their completions come back to all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from drumline.core.rollouts import HFGenerator as HFConfig
 from drumline.data.templates import end_ids
+from drumline.dist.reduce import from_all
 from drumline.errors import DataError, ModelError, PlanError
 from drumline.rl.sampling import AtEndings, Completion, Endings, NoisyLogits, Request, Sampler, request_seed
 
@@ -76,6 +82,37 @@ class HFGenerator:
             Completion(tokens[:length], row[:length], ended is not None)
             for tokens, row, length, ended in zip(out_BT[:, width:].tolist(), log_probs, lengths, ends.lengths, strict=True)
         ]
+
+
+def deal(requests: list[Request], ranks: int) -> list[list[int]]:
+    """Which requests each rank takes: indices, each in exactly one list; the same on every rank that computes it.
+
+    From the longest prompt down, a request goes to the rank with the fewest prompt tokens so far (longest processing first, Graham 1969:
+    within 4/3 of the best balance), and of such ranks to the one with the fewest requests: equal prompts are dealt round.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    lightest = [(0, 0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens)):
+        tokens, count, rank = lightest[0]
+        shares[rank].append(index)
+        heapq.heapreplace(lightest, (tokens + len(requests[index].tokens), count + 1, rank))
+    return shares
+
+
+def generate_together(generator: Generator, requests: list[Request], step: int) -> list[Completion]:
+    """Completions of all requests, in their order, on every rank: each rank samples its share. Collective over all ranks of the run, those
+    that share samples too. `requests` are the same on all ranks."""
+    rank, ranks = place()
+    shares = deal(requests, ranks)
+    found: dict[int, Completion] = {}
+    for share, made in zip(shares, from_all(generator.generate([requests[i] for i in shares[rank]], step)), strict=True):
+        found |= zip(share, made, strict=True)
+    return [found[index] for index in range(len(requests))]
+
+
+def place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 class InferenceCopy:

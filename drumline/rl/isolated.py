@@ -1,12 +1,18 @@
-"""One process of rewards as its parent sees it: started, given requests, and killed when it is late."""
+"""One process of rewards as its parent sees it: started, given requests, and killed when it is late. No torch.
+
+Messages go over a pair of sockets, one line of JSON each. A reward shares its process with one end, and may write on any file descriptor
+there: what the rank reads is not trusted.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +20,69 @@ from drumline import errors
 from drumline.core.process import exit_code, start_module
 from drumline.core.rollouts import Reward
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.rl.channel import LONGEST_ANSWER, Channel, Garbled
 
+LONGEST_ANSWER = 2**20  # bytes; a reward's value or its reason take a few hundred
 # Importing what rewards need, on a machine that is busy training. A module that takes longer hangs.
 START_SECONDS = 120.0
 END_SECONDS = 10.0  # that the guard has to end everything; it takes some hundredths
 NOT_ITS_OWN = "wrote on a file descriptor that is not its own, or closed it"
 WHERE = "algorithm.rewards"
 Rewarded = tuple[float, str | None]  # a value, NaN with the reason where there is none
+
+
+class Garbled(Exception):
+    """What came is no message."""
+
+
+class Channel:
+    """One end. `longest`: bytes of a message that is read; None: any."""
+
+    def __init__(self, end: socket.socket, longest: int | None = None) -> None:
+        self.end, self.longest = end, longest
+        self._rest = bytearray()
+
+    def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
+        """Raises OSError where the other end is gone, TimeoutError where it does not read."""
+        self.end.settimeout(seconds)
+        self.end.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float | None = None) -> dict[str, Any]:
+        """The next one. Raises TimeoutError where none comes within `seconds`, EOFError or OSError where the other end is gone, Garbled."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while (size := self._rest.find(b"\n")) < 0:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self.end.settimeout(left)
+            more = self.end.recv(2**16)
+            if not more:
+                raise EOFError
+            self._rest += more
+            if self.longest is not None and len(self._rest) > self.longest:
+                raise Garbled
+        line = bytes(self._rest[:size])
+        del self._rest[: size + 1]
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            raise Garbled from None
+        if not isinstance(message, dict):
+            raise Garbled
+        return message
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other end is closed."""
+        try:
+            self.end.settimeout(0)
+            return self.end.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self.end.close()
 
 
 class Isolated:

@@ -10,25 +10,36 @@ What a reward prints goes to standard error. A reward may do anything here: the 
 
 from __future__ import annotations
 
+import inspect
+import json
+import logging
 import math
 import os
+import re
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from drumline.core.by_name import find_function
 from drumline.core.redact import redact, redacted_streams
-from drumline.core.rollouts import Reward
-from drumline.errors import DrumlineError
-from drumline.rl.channel import Channel
-from drumline.rl.reward_functions import Scorer, scorer
+from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
+from drumline.core.secret import reveal
+from drumline.errors import ConfigError, DrumlineError
+from drumline.rl.isolated import Channel
 
 NICENESS = 10
 LONGEST_REASON = 200
 # Statistics of rewards are made in fp32: their squares, summed over a rollout, stay below its 3e38.
 LARGEST = 1e15
+FIX = "write module:function or file.py:function, or install the package that has it"
+# The verifiers of these compare boards with ==, and a board consists of tuples, which JSON has made lists.
+TUPLES = ("arc_agi", "rearc")
+Scorer = Callable[[str, str, dict[str, Any]], Any]  # (prompt, completion, meta of the row) → anything; `judge` makes a number of it
 
 
 def main(fd: int) -> None:
@@ -76,3 +87,118 @@ def judge(returned: Any) -> dict[str, Any]:
     if abs(value) <= LARGEST:
         return {"value": value}
     return {"failure": f"returned {value}" + (f", beyond ±{LARGEST:g}" if math.isfinite(value) else "")}
+
+
+# ------------------------------------------------------------------------------------------------------------ the functions
+
+
+def scorer(reward: Reward, base_dir: Path, where: str, columns: list[str] | None = None) -> Scorer:
+    """`columns`: those that rows have, where that is known: a function that requires others is refused.
+
+    Raises ConfigError for a function that cannot be found or called."""
+    if isinstance(reward, FunctionReward):
+        return _function(reward, base_dir, where, columns)
+    if isinstance(reward, TaskReward):
+        return _task(reward)
+    if isinstance(reward, MathReward):
+        return _math(reward)
+    assert isinstance(reward, RegexReward), reward.kind
+    pattern = re.compile(reward.pattern)
+    find = pattern.fullmatch if reward.full else pattern.search
+    return lambda prompt, completion, meta: float(find(completion) is not None)
+
+
+# ------------------------------------------------------------------------------------------------------------ functions
+
+
+def _function(reward: FunctionReward, base_dir: Path, where: str, columns: list[str] | None) -> Scorer:
+    function = find_function(reward.path, "rewards", base_dir, f"{where}.path", "a reward", FIX)
+    reward = reward.model_copy(update={"options": reveal(reward.options, f"{where}.options")})
+    takes = _takes(function, reward, where, columns)
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        taken = {name: value for name, value in meta.items() if takes is None or name in takes}
+        return function(**{**taken, **reward.options, "prompt": prompt, "completion": completion})
+
+    return score
+
+
+def _takes(function: Callable[..., Any], reward: FunctionReward, where: str, columns: list[str] | None) -> frozenset[str] | None:
+    """The names of the columns that may be handed over; None: all. Raises ConfigError where it cannot be called as it will be."""
+    where = f"{where}.path"
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{reward.path} is async; a reward is a plain function", where=where)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return None
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given: dict[str, Any] = {"prompt": "", "completion": "", **reward.options}
+    try:
+        signature.bind_partial(**given)
+        if columns is not None:
+            signature.bind(**{name: None for name in columns if takes_all or name in signature.parameters} | given)
+    except TypeError as error:
+        rows = "" if columns is None else f" and the rows' columns ({', '.join(columns) or 'none'})"
+        fix = "define it as f(prompt, completion, **columns)"
+        what = f"{reward.path}{signature} cannot be called with {', '.join(given)}{rows}: {error}"
+        raise ConfigError(what, where=where, fix=fix) from error
+    return None if takes_all else frozenset(signature.parameters)
+
+
+# ------------------------------------------------------------------------------------------------------------ verifiers
+
+
+def _task(reward: TaskReward) -> Scorer:
+    import reasoning_gym
+
+    pattern = re.compile(reward.pattern) if reward.pattern else None
+
+    @lru_cache(maxsize=256)
+    def dataset(name: str, options: str) -> Any:
+        return reasoning_gym.create_dataset(name, **json.loads(options))
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        name, entry = meta["task"], meta["entry"]
+        answer = completion.strip()
+        if pattern is not None:
+            found = [match.group(1) for match in pattern.finditer(completion)]
+            if not found or found[-1] is None:
+                return 0.0
+            answer = found[-1].strip()
+        if name in TUPLES:
+            entry = _tuples(entry)
+        verifier = dataset(name, json.dumps(meta.get("options") or {}))
+        try:
+            return verifier.score_answer(answer, entry)
+        except Exception:  # noqa: BLE001 — a strange answer makes verifiers raise anything
+            verifier.score_answer(entry["answer"], entry)  # raises as well where the answer is not the cause
+            return 0.0
+
+    return score
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _math(reward: MathReward) -> Scorer:
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of each call without its own alarm; ours is outside
+
+    @lru_cache(maxsize=1024)
+    def gold(answer: str) -> Any:
+        """A bare formula is LaTeX only between dollars."""
+        parsed = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+        if not parsed:
+            raise ValueError(f"column {reward.column!r} holds no formula: {answer[:60]!r}")
+        return parsed
+
+    def score(prompt: str, completion: str, meta: dict[str, Any]) -> Any:
+        right = gold(str(meta[reward.column]))
+        return float(verify(right, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return score

@@ -25,13 +25,14 @@ from drumline.core.rollouts import RolloutSpec
 from drumline.data.cache import TokenCache
 from drumline.data.episodes import Episodes
 from drumline.data.stream import GlobalBatch
+from drumline.dist.reduce import from_all
 from drumline.dist.seeds import derive
 from drumline.errors import TrainingStopped
 from drumline.rl.curriculum import Curriculum
+from drumline.rl.generate import place
 from drumline.rl.reading import Reading
 from drumline.rl.rewards import Item, Rewards
 from drumline.rl.sampling import Completion, Request
-from drumline.rl.split import score_together
 from drumline.telemetry.events import Emit, Rollout
 
 Score = Callable[[Episodes], torch.Tensor]
@@ -190,7 +191,9 @@ class Rollouts:
         items = [Item(meta["prompt"], self.decode(c.tokens), len(c.tokens), meta) for meta, (_, c) in zip(metas, episodes, strict=True)]
         batch = _episodes(episodes)
         given = {name: read(batch).tolist() for name, read in self.readers.rewards.items()}
-        scored = score_together(self.rewards, items, given)
+        rank, ranks = place()  # each episode is scored once in the world
+        shares = from_all(self.rewards.score(items[rank::ranks], {name: values[rank::ranks] for name, values in given.items()}))
+        scored = [shares[index % ranks][index // ranks] for index in range(len(items))]
         penalty = self.algorithm.missing_stop_penalty
         samples = [
             Sample(prompt, episode, meta["domain"], math.nan if one.failures else one.value - penalty * (not episode[1].ended))

@@ -18,19 +18,19 @@ import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault
-from drumline.rl.generate import WHERE, Weights, require_room
+from drumline.rl.generate import WHERE, Weights, place, require_room
 from drumline.rl.sampling import Completion, Request, request_seed
 
 SHARD_BYTES = 2 * 2**30  # of a file of weights: what rank 0 has in host memory at once
@@ -201,24 +201,40 @@ class WeightFolder:
     def refresh(self, weights: Weights) -> None:
         """Collective: all ranks go through the weights, and none goes on before the server has them. Raises EnvironmentFault where the
         folder cannot be written, DrumlineError where the server fails; on all ranks."""
-        first = not dist.is_initialized() or dist.get_rank() == 0
         failure: DrumlineError | None = None
-        files = _Files(self.folder / f"{self.turn % 2}", self.dtype) if first else None
-        for name, tensor in weights:  # to the end also where something fails: the other ranks go on
-            if files is None or failure is not None:
+        folder = self.folder / f"{self.turn % 2}"
+        if place()[0] == 0:
+            for number, shard in enumerate(_shards(weights, self.dtype)):  # to the end also where one fails: the other ranks go on
+                failure = failure or self._save(shard, folder, number)
+            try:
+                if failure is None:
+                    self._load(folder)
+            except DrumlineError as error:
+                failure = error
+        else:
+            for _ in weights:
                 continue
-            try:
-                files.add(name, tensor)
-            except OSError as error:
-                failure = _unwritten(self.folder, error)
-        if files is not None and failure is None:
-            try:
-                files.close()
-                self._load(files.folder)
-            except (OSError, DrumlineError) as error:
-                failure = _unwritten(self.folder, error) if isinstance(error, OSError) else error
         self.turn += 1
-        _all_or_none(failure)
+        failed = from_all(failure is not None)
+        if failure is not None:
+            raise failure
+        if any(failed):
+            raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)
+
+    def _save(self, shard: dict[str, torch.Tensor], folder: Path, number: int) -> EnvironmentFault | None:
+        """Why a file of weights cannot be written; None if it is."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            if number == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            save_file(shard, folder / f"model-{number + 1:05d}.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            fix = f"set {WHERE}.folder to a folder with room"
+            return EnvironmentFault(f"weights cannot be written: {error}", where=str(self.folder), fix=fix)
+        return None
 
     def _load(self, folder: Path) -> None:
         unread = f"the server must see {folder} under the same path; {DEV_MODE}"
@@ -228,50 +244,17 @@ class WeightFolder:
         shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights, which nothing reads any more
 
 
-class _Files:
-    """Safetensors files of at most SHARD_BYTES, or of one tensor, written as they fill up."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.folder, self.dtype = folder, dtype
-        self.shard: dict[str, torch.Tensor] = {}
-        self.bytes = self.number = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self.number == self.bytes == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-        kept = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else None, copy=True).contiguous()
-        if self.shard and self.bytes + kept.nbytes > SHARD_BYTES:
-            self._write()
-        self.shard[name] = kept
-        self.bytes += kept.nbytes
-
-    def close(self) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        self.number += 1
-        try:
-            save_file(self.shard, self.folder / f"model-{self.number:05d}.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
-        self.shard, self.bytes = {}, 0
-
-
-def _unwritten(folder: Path, error: OSError) -> EnvironmentFault:
-    return EnvironmentFault(f"weights cannot be written: {error}", where=str(folder), fix=f"set {WHERE}.folder to a folder with room")
-
-
-def _all_or_none(failure: DrumlineError | None) -> None:
-    """Every rank raises where rank 0 failed; and waits for it."""
-    failed = from_all(failure is not None)
-    if failure is not None:
-        raise failure
-    if any(failed):
-        raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)
+def _shards(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights on the host, in parts of at most SHARD_BYTES, or of one tensor."""
+    shard, size = dict[str, torch.Tensor](), 0
+    for name, tensor in weights:
+        kept = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+        if shard and size + kept.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = kept
+        size += kept.nbytes
+    yield shard
 
 
 class VLLMEngine(VLLMClient):
