@@ -16,15 +16,16 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from drumline.core.estimate import Estimate
 from drumline.core.plan import Plan
 from drumline.dist.reduce import Gather
 from drumline.telemetry.events import Emit, Measured, Planned
-from drumline.telemetry.host import HostPeak
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats, Phase
 from drumline.telemetry.traffic import Traffic
 from drumline.telemetry.truth import Measurement, compare, notes
@@ -33,6 +34,9 @@ from drumline.telemetry.truth import Measurement, compare, notes
 TIMED = 3
 SECONDS = ("total", "data", "communication", "optimizer", "counted")
 STATES = ("parameters", "gradients", "optimizer")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # proc(5): "reset the peak resident set size to the process's current resident set size value"
+COUNTS = ("VmSize", "VmData", "VmRSS", "VmHWM")
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +51,36 @@ def planned(estimate: Estimate) -> Planned:
         limit=estimate.limit,
         calibrated=estimate.calibrated,
     )
+
+
+def process_bytes() -> dict[str, int]:
+    """VmSize, VmData, VmRSS and VmHWM (the largest VmRSS so far), in bytes. Where there is no /proc, what psutil knows instead."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        now = psutil.Process().memory_info()
+        return {"VmSize": now.vms, "VmData": now.vms, "VmRSS": now.rss, "VmHWM": now.rss}
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) * 1024 for name in COUNTS}
+
+
+class HostPeak:
+    """Bytes of host memory at their largest while weights are loaded, in training, and from the first checkpoint on."""
+
+    def __init__(self) -> None:
+        """What was before counts as loading."""
+        self.bytes_ = dict.fromkeys(("load", "train", "save"), 0)
+        self.end("load")
+
+    def end(self, phase: str) -> None:
+        """What was since the last call was `phase`."""
+        counts = process_bytes()
+        try:
+            CLEAR.write_text(RESET_PEAK)
+            peak = counts["VmHWM"]  # since the last call
+        except OSError:
+            peak = counts["VmRSS"]  # the peak would be that of all phases
+        self.bytes_[phase] = max(self.bytes_[phase], peak)
 
 
 class Measure:

@@ -68,14 +68,24 @@ class LiveBytes(TorchDispatchMode):
                         self._follow(thing.grad)
             self.base = self.peak = self.current
         if self._depth == 0:
-            _Resizes.add(self)
+            self._resize = resize = torch.UntypedStorage.resize_
+
+            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+                """Past the dispatcher: FSDP2 frees what it has gathered by making it empty."""
+                out = resize(storage, size)
+                if id(storage) in self._references:
+                    self._resized(id(storage), storage.nbytes())
+                    self._note()
+                return out
+
+            torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            _Resizes.remove(self)
+            torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
             self._settle()
         super().__exit__(*error)
 
@@ -132,12 +142,6 @@ class LiveBytes(TorchDispatchMode):
         self.base, self.current, self.peak = self.base + more, self.current + more, self.peak + more
         self.peaks = {phase: peak + more for phase, peak in self.peaks.items()}
 
-    def storage_resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now (FSDP2 frees what it has gathered by making it empty)."""
-        if id(storage) in self._references:
-            self._resized(id(storage), storage.nbytes())
-            self._note()
-
     def _note(self) -> None:
         phase: Phase = self.phase or ("backward" if current_graph_task_id() != -1 else "forward")
         self.peaks[phase] = max(self.peaks.get(phase, 0), self.current)
@@ -191,30 +195,3 @@ def tensors_in(*things: Any) -> list[torch.Tensor]:
         elif isinstance(thing, dict | list | tuple):
             found += tensors_in(*(thing.values() if isinstance(thing, dict) else thing))
     return found
-
-
-class _Resizes:
-    """Tells trackers of `UntypedStorage.resize_`, which goes past the dispatcher. In place while any of them is entered."""
-
-    listeners: list[LiveBytes] = []
-    resize = torch.UntypedStorage.resize_
-
-    @classmethod
-    def add(cls, tracker: LiveBytes) -> None:
-        if not cls.listeners:
-            original = cls.resize
-
-            def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-                out = original(storage, size)
-                for live in cls.listeners:
-                    live.storage_resized(storage)
-                return out
-
-            torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        cls.listeners.append(tracker)
-
-    @classmethod
-    def remove(cls, tracker: LiveBytes) -> None:
-        cls.listeners.remove(tracker)
-        if not cls.listeners:
-            torch.UntypedStorage.resize_ = cls.resize  # type: ignore[method-assign]

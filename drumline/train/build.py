@@ -28,8 +28,7 @@ from drumline.models.own import own_build
 from drumline.parallel.engine import OPTIONAL, Engine
 from drumline.strategies.build import build_engine, build_module, stats_with_frozen
 from drumline.telemetry.events import Emit, Event, Restore, series
-from drumline.telemetry.host import process_bytes
-from drumline.telemetry.measure import Measure
+from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
 from drumline.train.first_pass import with_first_pass
 from drumline.train.loop import Loop

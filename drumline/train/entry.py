@@ -13,8 +13,9 @@ from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import Ranks, start, stop
 from drumline.errors import DrumlineError, Preempted, TrainingStopped
-from drumline.telemetry.callbacks import Callbacks
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
+from drumline.telemetry.measure import planned
+from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.exhausted import watched
 from drumline.train.failure import note, recording
 from drumline.train.state import Goodput
@@ -58,7 +59,6 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
 
 def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> None:
     """Build and run one plan in the process group that is there."""
-    from drumline.telemetry.measure import planned
     from drumline.train.build import build
 
     emit(run_start(plan, resume))
@@ -114,8 +114,6 @@ class Speaker(Listener):
     """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
 
     def __init__(self, plan: Plan, listener: Emit | None, callbacks: Callbacks | None = None) -> None:
-        from drumline.telemetry.trackers import open_sinks
-
         super().__init__(callbacks)
         run_dir = Path(plan.run_dir)
         self.plan, self.listener = plan, listener

@@ -16,7 +16,7 @@ from drumline.core.plan import Plan
 from drumline.errors import DrumlineError
 from drumline.hardware.detect import detect
 from drumline.parallel.engine import Engine
-from drumline.telemetry.host import process_bytes
+from drumline.telemetry.measure import process_bytes
 
 # Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
 MESSAGES = (

@@ -5,8 +5,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.registry import find
 from drumline.core.strategy import StrategySpec
-from drumline.telemetry.callbacks import Callbacks
-from drumline.telemetry.trackers import open_sinks
+from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
 from drumline.train.exhausted import watched
 

@@ -35,8 +35,7 @@ from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.strategies.build import require_spreadable
-from drumline.telemetry import callbacks
-from drumline.telemetry.trackers import check_installed
+from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.request import Request
 from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
@@ -51,7 +50,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
     if request.resume not in (None, "newest"):
         _named(Path(request.resume or ""))  # before any work is done for nothing
     check_installed(config.run.report_to, base.absolute())
-    callbacks.find(config.run.callbacks, base.absolute())
+    find_callbacks(config.run.callbacks, base.absolute())
     if config.plain:
         return own_plan(request, dry_run, on_progress)
     if config.adapter.kind == "lora":

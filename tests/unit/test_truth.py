@@ -15,8 +15,7 @@ from drumline.core.plan import Plan, Predicted
 from drumline.errors import UserError
 from drumline.planner.report.check import check, only_shown
 from drumline.telemetry.events import EventLog, Measured
-from drumline.telemetry.host import HostPeak
-from drumline.telemetry.measure import planned
+from drumline.telemetry.measure import HostPeak, planned
 from drumline.telemetry.truth import Comparison, Measurement, compare, notes
 from tests.unit.test_loop import loop, of, plan
 from tests.unit.test_report_progress import START, told
