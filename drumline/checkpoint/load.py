@@ -32,6 +32,7 @@ from drumline.checkpoint.manifest import (
 )
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
+from drumline.core.mesh import share
 from drumline.errors import CheckpointError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -85,8 +86,10 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     try:
         manifest = ranks.first(lambda: _structure(path))
         if verify:
-            shares = _share(manifest, ranks.size)
-            ranks.each(lambda: _require_files(path, shares[ranks.rank], manifest))
+            owners = share({name: record.bytes for name, record in manifest.files.items()}, ranks.size)
+            mine = [name for name, rank in owners.items() if rank == ranks.rank]
+            with ThreadPoolExecutor(HASHING_THREADS) as pool:
+                ranks.each(lambda: list(pool.map(lambda name: _require_file(path, name, manifest), mine)))
     except RanksError as failure:
         raise CheckpointError(str(failure)) from failure
     return manifest
@@ -184,22 +187,6 @@ def _require_committed(path: Path) -> None:
         if found := newest(root, verify=False, alone=True).path:
             raise CheckpointError(f"not a committed checkpoint; newest valid: {found}", where=str(path))
     raise CheckpointError("not a committed checkpoint, and there is none near it", where=str(path))
-
-
-def _share(manifest: Manifest, ranks: int) -> list[list[str]]:
-    """The files that each rank hashes: the largest first, each to the rank with the fewest bytes."""
-    shares: list[list[str]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0])):
-        rank = load.index(min(load))
-        shares[rank].append(name)
-        load[rank] += record.bytes
-    return shares
-
-
-def _require_files(path: Path, names: list[str], manifest: Manifest) -> None:
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        list(pool.map(lambda name: _require_file(path, name, manifest), names))
 
 
 def _require_file(path: Path, name: str, manifest: Manifest) -> None:

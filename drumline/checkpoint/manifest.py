@@ -34,32 +34,32 @@ SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 
 
-class FileRecord(BaseModel):
-    """Size and checksum of a file as it was written."""
+class Record(BaseModel):
+    """A part of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileRecord(Record):
+    """Size and checksum of a file as it was written."""
 
     bytes: int
     sha256: str
 
 
-class TensorRecord(BaseModel):
+class TensorRecord(Record):
     """An unsharded tensor: its shape, and its dtype as torch spells it (`float32`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     shape: list[int]
     dtype: str
 
 
-class Manifest(BaseModel):
+class Manifest(Record):
     """The contents of a committed checkpoint.
 
     `serial` counts the saves of a run folder. It tells which one is the newest; the step does not, once a run resumed from an older step.
     `metric`: the value that decides on `best`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: Literal[1] = 1
     step: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from drumline.core.estimate import Frozen
@@ -70,3 +71,13 @@ def divide(world: int, by: int, what: str, where: str) -> int:
         fix = f"one of {', '.join(map(str, divisors(world)))}"
         raise PlanError(f"{world} process{'es' * (world != 1)} do not divide into {what}", where=where, fix=fix)
     return quotient
+
+
+def share(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Name → rank that takes it whole: the largest first, to the least loaded. Every rank comes to the same answer by itself."""
+    load = [0] * ranks
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += sizes[name]
+    return owner

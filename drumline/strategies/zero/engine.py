@@ -27,6 +27,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from drumline.core.mesh import share
 from drumline.core.plan import Plan
 from drumline.core.secret import reveal
 from drumline.models.head import ForwardWithObjective, any_batch, split
@@ -39,7 +40,7 @@ from drumline.parallel.engine import DeviceSums, added
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, Plain, lowered, precise
 from drumline.parallel.optimizer import MakeOptimizer, make_state, new_optimizer
 from drumline.parallel.transforms import apply_activation_checkpointing, apply_compile
-from drumline.strategies.zero.fill import InTurn, filled, part, require_slots, share
+from drumline.strategies.zero.fill import InTurn, filled, part, require_slots
 from drumline.telemetry.memory_tracker import MemoryStats, tensors_in
 from drumline.vendor.deepspeed import CPU_Accelerator, combine_grad_norm_groups, get_global_norm_of_tensors
 

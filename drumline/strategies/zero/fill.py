@@ -55,16 +55,6 @@ def part(full: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return torch.cat([piece, piece.new_zeros(size - piece.numel())])
 
 
-def share(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Name → rank that keeps it whole: the largest first, to the least loaded. Every rank comes to the same answer by itself."""
-    load = [0] * ranks
-    owner = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owner[name] = load.index(min(load))
-        load[owner[name]] += sizes[name]
-    return owner
-
-
 def require_slots(optimizer: torch.optim.Optimizer) -> None:
     """Raises PlanError for an optimizer whose state is not known here."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
