@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from drumline.algorithms.base import Algorithm
-from drumline.core.rollouts import RolloutSpec
+from drumline.algorithms.base import Algorithm, LossOut
 from drumline.data.batches import IGNORE
 from drumline.data.episodes import EpisodeBatch
+
+if TYPE_CHECKING:
+    from drumline.algorithms.grpo.spec import GRPOConfig
+    from drumline.algorithms.ppo.spec import PPOConfig
 
 Sums = dict[str, torch.Tensor]
 # Ziegler et al. 2019, section 2.2: one rollout corrects by no more than this part of the error.
@@ -54,14 +57,38 @@ class KLController:
 class PolicyGradient(Algorithm):
     """The base of PPO and GRPO. It owns the controller of the divergence's weight, which the rollouts steer."""
 
-    def __init__(self, spec: RolloutSpec) -> None:
-        self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
-        self.chunk, self.temperature, self.on_policy = spec.loss_chunk, spec.generator.temperature, spec.on_policy
+    kl_in_loss: ClassVar[bool]  # otherwise it is a cost in the rewards, and here a metric alone
 
-    def log_probs(self, outputs: Any, batch: EpisodeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs, those of the rollout, and entropies. Where `on_policy`, this forward gives those of the rollout, too."""
-        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, self.chunk, self.temperature, entropy=True)
-        return log_probs_BT, log_probs_BT.detach() if self.on_policy else batch.old_log_probs_BT, entropy_BT
+    def __init__(self, spec: PPOConfig | GRPOConfig) -> None:
+        self.spec: Any = spec
+        self.kl = KLController(spec.kl.coefficient, spec.kl.target, spec.kl.horizon)
+
+    def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        """Σ w (surrogate − entropy_weight · entropy), and the divergence where `kl_in_loss`, over the tokens of completions."""
+        spec = self.spec
+        log_probs_BT, entropy_BT = outputs.log_probs(batch.targets_BT, spec.loss_chunk, spec.generator.temperature, entropy=True)
+        # Where no step lies between, this forward gives the log-probs of the rollout, too.
+        old_BT = log_probs_BT.detach() if spec.on_policy else batch.old_log_probs_BT
+        log_ratio_BT = log_probs_BT - old_BT
+        loss_BT, clipped_BT, sums = self.surrogate(log_ratio_BT, log_probs_BT, old_BT, batch)
+        policy = (loss_BT * batch.weights_BT).sum()
+        sums |= movement(log_ratio_BT, clipped_BT, entropy_BT, batch) | {"policy": policy.detach()}
+        loss_sum = policy
+        if spec.entropy_weight:
+            loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
+        if self.kl.coefficient:
+            kl_BT = divergence(log_probs_BT, batch.reference_log_probs_BT, spec.kl.estimator)
+            kl_BT = torch.where(batch.targets_BT != IGNORE, kl_BT, 0.0)
+            sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
+            if self.kl_in_loss:
+                loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
+        return LossOut(loss_sum, sums)
+
+    def surrogate(
+        self, log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, old_BT: torch.Tensor, batch: EpisodeBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
+        """The loss of each token; bool: where the clip took the gradient away; and sums for metrics of its own."""
+        return *clipped(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip), {}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Means over tokens: the probability ratio to the rollout's policy, its largest, the share clipped, entropy (nats), KL from the
@@ -78,7 +105,7 @@ class PolicyGradient(Algorithm):
         return metrics | ({"kl": sums["kl"] / tokens, "kl_coefficient": self.kl.coefficient} if "kl" in sums else {})
 
 
-def surrogate(
+def clipped(
     log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, clip_low: float, clip_high: float, delta: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each token, −min(ρA, clamp(ρ, 1 − clip_low, 1 + clip_high) A) with ρ = exp(log_ratio) (PPO, Schulman et al. 2017,
@@ -125,8 +152,3 @@ def movement(log_ratio_BT: torch.Tensor, clipped_BT: torch.Tensor, entropy_BT: t
         "entropy": entropy_BT.detach()[counts_BT].sum(),
         "approx_kl": divergence(torch.zeros_like(log_ratio_BT), log_ratio_BT, "k3")[counts_BT].sum(),
     }
-
-
-def reference_kl(log_probs_BT: torch.Tensor, batch: EpisodeBatch, estimator: Any) -> torch.Tensor:
-    """The divergence from the reference at each token of a completion, 0 elsewhere."""
-    return torch.where(batch.targets_BT != IGNORE, divergence(log_probs_BT, batch.reference_log_probs_BT, estimator), 0.0)

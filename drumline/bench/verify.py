@@ -20,7 +20,7 @@ from drumline.core.plan import Plan
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError, EnvironmentFault, UserError
-from drumline.report.bars import OnProgress, aside, bars
+from drumline.report.bars import OnProgress, aside
 from drumline.telemetry.events import Event, Step
 
 # Besides the strategies that say so (`compared`), what is tried with four processes or more where nobody names any.
@@ -50,9 +50,8 @@ def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: in
     All runs are fp32 without TF32, with dropout off (each rank draws its own), and have the same global batch. `keep`: a new folder
     for the runs; None: a temporary one. Raises ConfigError and its kin where the config itself cannot be trained on one process.
     """
-    with bars(Console(stderr=True)) as on_progress:
-        outcomes = _outcomes(reader(config_path), overrides, wanted, steps, nproc, keep, on_progress)
-    return _tell(Console(), outcomes, steps, tolerance)
+    found = compare(config_path, overrides, strategies=wanted, steps=steps, nproc=nproc, tolerance=tolerance, keep=keep, display=True)
+    return _tell(Console(), found, steps)
 
 
 @dataclass(frozen=True)
@@ -79,27 +78,20 @@ def compare(
     display: bool = False,
 ) -> Comparison:
     """The same from Python: `config` is a path or the keys themselves, `strategies` as `fsdp2` or `ddp tp=2`, all usual ones by default."""
-    changes = overrides_of(overrides)
-    with aside(display) as on_progress:
-        found = _outcomes(reader(config), changes, list(strategies), steps, nproc, None if keep is None else Path(keep), on_progress)
-    return Comparison(tuple(found), tolerance)
-
-
-def _outcomes(
-    read: Read, overrides: list[str], wanted: list[str], steps: int, nproc: int, keep: Path | None, on_progress: OnProgress
-) -> list[Outcome]:
-    strategies = wanted or [*(kind for kind, spec in kinds(StrategySpec).items() if spec.compared), *(MIXES if nproc >= 4 else ())]
-    spelled = {name: _spell(name) for name in strategies}
-    with _folder(keep) as place:
+    read, changes = reader(config), overrides_of(overrides)
+    wanted = strategies or [*(kind for kind, spec in kinds(StrategySpec).items() if spec.compared), *(MIXES if nproc >= 4 else ())]
+    spelled = {name: _spell(name) for name in wanted}
+    with aside(display) as on_progress, _folder(None if keep is None else Path(keep)) as place:
         root = Path(place)
-        common = [*overrides, *_common(read(overrides).config, nproc, steps, on_progress)]
+        common = [*changes, *_common(read(changes).config, nproc, steps, on_progress)]
         alone = read([*common, "strategy=single", "launch.nproc=1", f"run.dir={root / 'reference'}"])
         _run(alone, REFERENCE, on_progress)
-        return [_outcome(read, common, name, spelled[name], nproc, root, on_progress) for name in strategies]
+        return Comparison(tuple(_outcome(read, common, name, spelled[name], nproc, root, on_progress) for name in wanted), tolerance)
 
 
-def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: float) -> int:
+def _tell(console: Console, found: Comparison, steps: int) -> int:
     """The table, what lies beyond it, and the exit code."""
+    outcomes, tolerance = found.outcomes, found.tolerance
     console.print(_table(outcomes, steps, tolerance))
     for o in outcomes:
         if o.note:
@@ -116,7 +108,7 @@ def _tell(console: Console, outcomes: list[Outcome], steps: int, tolerance: floa
         console.print(f"not what one process trains: {', '.join(beyond)}", highlight=False)
     else:
         console.print(f"{len(compared)} of {len(outcomes)} strategies train what one process trains", highlight=False)
-    return int(not all(o.within(tolerance) for o in outcomes))
+    return int(not found.same)
 
 
 def _spell(name: str) -> str:
@@ -213,7 +205,7 @@ def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(str(keep))
 
 
-def _table(outcomes: list[Outcome], steps: int, tolerance: float) -> Table:
+def _table(outcomes: Sequence[Outcome], steps: int, tolerance: float) -> Table:
     title = f"{steps} steps against one process: largest relative difference, tolerance {tolerance:g}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):

@@ -9,7 +9,7 @@ import torch
 
 from drumline.algorithms.base import LossOut
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.policy import PolicyGradient, level_ratio, movement, reference_kl, surrogate, weighted_likelihood
+from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, weighted_likelihood
 from drumline.data.episodes import EpisodeBatch
 
 
@@ -22,34 +22,27 @@ class GRPO(PolicyGradient):
     tokens, which is the same under `normalize: token`.
     """
 
-    def __init__(self, spec: GRPOConfig) -> None:
-        super().__init__(spec)
-        self.spec = spec
+    spec: GRPOConfig
+    kl_in_loss = True
 
     def objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
+        return self.policy(outputs, batch)
+
+    def surrogate(
+        self, log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, old_BT: torch.Tensor, batch: EpisodeBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, Sums]:
         spec = self.spec
-        log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
-        log_ratio_BT = log_probs_BT - old_BT
         level_BT = level_ratio(log_ratio_BT, batch.targets_BT, spec.ratio)
         if spec.surrogate == "cispo":
             loss_BT, clipped_BT = weighted_likelihood(level_BT, log_probs_BT, batch.advantages_BT, 1 + spec.upper_clip)
         else:
-            loss_BT, clipped_BT = surrogate(level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta)
-        sums = movement(log_ratio_BT, clipped_BT, entropy_BT, batch)
-        if spec.importance != "none":
-            weight_BT = importance_weights(old_BT, batch, spec.importance, spec.importance_cap)
-            loss_BT = loss_BT * weight_BT
-            counts_BT = batch.weights_BT > 0
-            sums |= {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
-        policy = (loss_BT * batch.weights_BT).sum()
-        loss_sum, sums["policy"] = policy, policy.detach()
-        if spec.entropy_weight:
-            loss_sum = loss_sum - spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
-        if self.kl.coefficient:
-            kl_BT = reference_kl(log_probs_BT, batch, spec.kl.estimator)
-            loss_sum = loss_sum + self.kl.coefficient * (kl_BT * batch.weights_BT).sum()
-            sums["kl"] = kl_BT.detach()[batch.weights_BT > 0].sum()
-        return LossOut(loss_sum, sums)
+            loss_BT, clipped_BT = clipped(level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta)
+        if spec.importance == "none":
+            return loss_BT, clipped_BT, {}
+        weight_BT = importance_weights(old_BT, batch, spec.importance, spec.importance_cap)
+        counts_BT = batch.weights_BT > 0
+        sums = {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
+        return loss_BT * weight_BT, clipped_BT, sums
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         metrics = super().step_metrics(sums)

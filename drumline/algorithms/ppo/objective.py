@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.policy import PolicyGradient, Sums, movement, reference_kl, surrogate
+from drumline.algorithms.policy import PolicyGradient, Sums
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.episodes import EpisodeBatch
 
@@ -20,9 +20,8 @@ class PPO(PolicyGradient):
     here it is a metric alone. Where the value is a model of its own, policy and value are two objectives.
     """
 
-    def __init__(self, spec: PPOConfig) -> None:
-        super().__init__(spec)
-        self.spec = spec
+    spec: PPOConfig
+    kl_in_loss = False
 
     @property
     def objective(self) -> Any:
@@ -33,19 +32,6 @@ class PPO(PolicyGradient):
     def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         policy, value = self.policy(outputs, batch), self.value(outputs, batch)
         return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
-
-    def policy(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        log_probs_BT, old_BT, entropy_BT = self.log_probs(outputs, batch)
-        log_ratio_BT = log_probs_BT - old_BT
-        loss_BT, clipped_BT = surrogate(log_ratio_BT, batch.advantages_BT, self.spec.clip, self.spec.clip)
-        policy = (loss_BT * batch.weights_BT).sum()
-        sums = {**movement(log_ratio_BT, clipped_BT, entropy_BT, batch), "policy": policy.detach()}
-        if self.kl.coefficient:
-            sums["kl"] = reference_kl(log_probs_BT.detach(), batch, self.spec.kl.estimator)[batch.weights_BT > 0].sum()
-        loss_sum = policy
-        if self.spec.entropy_weight:
-            loss_sum = loss_sum - self.spec.entropy_weight * (entropy_BT * batch.weights_BT).sum()
-        return LossOut(loss_sum, sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         """Half the squared error to the returns, the larger of it and of that with the value held within ±value_clip of the rollout's."""
