@@ -19,7 +19,7 @@ from drumline.core.load import Loaded, Overrides, overrides_of, reader
 from drumline.core.plan import Plan
 from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
-from drumline.errors import DrumlineError, EnvironmentFault, UserError
+from drumline.errors import DrumlineError, EnvironmentFault, UserError, WorkerFailed
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry.events import Event, Step
 
@@ -164,18 +164,14 @@ def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int,
     try:
         plan = _run(read([*common, spelled, f"launch.nproc={nproc}", f"run.dir={run_dir}"]), name, on_progress)
         return Outcome(name, plan.mesh.world_size, difference(run_dir, root / "reference"))
-    except _Failed as failure:
-        return Outcome(name, nproc, None, f"failed: {failure}")
+    except WorkerFailed as failure:
+        return Outcome(name, nproc, None, f"failed: {failure.what}")
     except DrumlineError as refusal:
         return Outcome(name, None, None, f"refused: {refusal.line()}")
 
 
-class _Failed(Exception):
-    """A run that started and did not end well."""
-
-
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
-    """Train to the end. Raises _Failed where a rank failed."""
+    """Train to the end. Raises WorkerFailed where a rank failed."""
     from drumline.launchers.local import launch
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
@@ -192,7 +188,7 @@ def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     if code:
         if name == REFERENCE:
             raise DrumlineError("the work does not run on one process; nothing can be compared with it", where=plan.run_dir)
-        raise _Failed(f"with exit code {code}, as told above; --keep FOLDER keeps its logs")
+        raise WorkerFailed(f"with exit code {code}, as reported above; --keep FOLDER keeps its logs")
     return plan
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 
-from drumline.core.rollouts import ContinuousGenerator as Config
 from drumline.errors import DrumlineError
-from drumline.rl.generate import WHERE, end_tokens, generating, positions, require_room
-from drumline.rl.sampling import Completion, Endings, Request, Sampler, request_seed
+from drumline.rl.generate import WHERE, HFGenerator, generating, positions, require_room
+from drumline.rl.sampling import Completion, Request, Sampler, request_seed
 from drumline.vendor.transformers import ContinuousBatchingLogitsProcessorList
 
 PAGE = 32  # tokens of a piece of the cache: short completions would leave most of transformers' 256 empty
@@ -54,14 +53,9 @@ class RequestNoise(ContinuousBatchingLogitsProcessorList):
         return torch.cat([noisy_BV, scores[rows:]])
 
 
-class ContinuousGenerator:
-    """`generate` by continuous batching, at most `config.batch` sequences in a step. `model`: as HFGenerator takes it, in the type that it
-    computes in (its thread knows no autocast)."""
-
-    def __init__(self, config: Config, model: Any, tokenizer: Any, seed: int) -> None:
-        self.config, self.model, self.seed = config, model, seed
-        self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
-        self.sampler = Sampler(config.temperature, config.top_k, config.top_p)
+class ContinuousGenerator(HFGenerator):
+    """`generate` by continuous batching, at most `config.batch` sequences in a step. `model`: in the type that it computes in (its thread
+    knows no autocast)."""
 
     @torch.no_grad()
     def generate(self, requests: list[Request], step: int) -> list[Completion]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from drumline.core.rollouts import HFGenerator as HFConfig
+from drumline.core import rollouts as c
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DataError, ModelError, PlanError
@@ -38,7 +38,9 @@ class HFGenerator:
     generates, and left as it was. `autocast`: the type that it computes in, where that is not its weights' (a trainable model under bf16).
     """
 
-    def __init__(self, config: HFConfig, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: c.HFGenerator | c.ContinuousGenerator, model: Any, tokenizer: Any, seed: int, autocast: torch.dtype | None = None
+    ) -> None:
         self.config, self.model, self.seed, self.autocast = config, model, seed, autocast
         self.endings = Endings(end_tokens(model, tokenizer), config.stop, tokenizer)
         self.sampler = Sampler(config.temperature, config.top_k, config.top_p)

@@ -33,7 +33,10 @@ def main() -> None:
         sys.exit(0)
     os.close(fd)
     try:
-        code = _wait_for(child)
+        pid = status = 0
+        while pid != child:  # orphans that end before are let go
+            pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
     finally:
         end_family()
     if code < 0:  # end as the rewards did; a core of this process would show nothing
@@ -49,14 +52,6 @@ def _leave(number: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_family()
     os._exit(0)
-
-
-def _wait_for(child: int) -> int:
-    """How the rewards ended; orphans that end before are let go."""
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
 
 
 def end_family() -> None:

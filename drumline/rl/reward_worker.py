@@ -54,7 +54,9 @@ def _serve(fd: int) -> None:
     channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
     try:
         task = channel.receive()
-        scorers = {int(index): _build(reward, int(index), task) for index, reward in task["rewards"].items()}
+        rewards: dict[int, Reward] = TypeAdapter(dict[int, Reward]).validate_python(task["rewards"])
+        base, columns = Path(task["base_dir"]), task["columns"]
+        scorers = {index: scorer(reward, base, f"algorithm.rewards[{index}]", columns) for index, reward in rewards.items()}
     except DrumlineError as error:
         channel.send({"wrong": {"kind": type(error).__name__, "what": error.what, "where": error.where, "fix": error.fix}})
         return
@@ -63,11 +65,6 @@ def _serve(fd: int) -> None:
         while True:
             request = channel.receive()
             channel.send({"token": request["token"], **_answer(scorers[request["index"]], request)})
-
-
-def _build(reward: dict[str, Any], index: int, task: dict[str, Any]) -> Scorer:
-    made: Reward = TypeAdapter(Reward).validate_python(reward)
-    return scorer(made, Path(task["base_dir"]), f"algorithm.rewards[{index}]", task["columns"])
 
 
 def _answer(score: Scorer, request: dict[str, Any]) -> dict[str, Any]:

@@ -77,20 +77,16 @@ def check(configs: Sequence[Reward], base_dir: Path, columns: Collection[str] | 
     Functions are imported in a process that is ended again: an import may hang or crash. `columns`: those that rows have, where known.
     """
     for index, config in enumerate(configs):
-        if columns is not None:
-            _check_columns(config, columns, f"algorithm.rewards[{index}]")
+        where = f"algorithm.rewards[{index}]"
+        if columns is not None and isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
+            fix = "take rows of `kind: tasks`, or another reward"
+            raise ConfigError("a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix)
+        if columns is not None and isinstance(config, MathReward) and config.column not in columns:
+            there = ", ".join(sorted(columns)) or "none"
+            raise ConfigError(f"no row has a column {config.column!r}; there are: {there}", where=f"{where}.column")
     functions: dict[int, Reward] = {index: config for index, config in enumerate(configs) if isinstance(config, FunctionReward)}
     if functions:
         Isolated(functions, base_dir, None if columns is None else sorted(columns)).kill()
-
-
-def _check_columns(config: Reward, columns: Collection[str], where: str) -> None:
-    if isinstance(config, TaskReward) and not {"task", "entry"} <= set(columns):
-        fix = "take rows of `kind: tasks`, or another reward"
-        raise ConfigError("a reward of kind task needs prompts of reasoning-gym tasks", where=where, fix=fix)
-    if isinstance(config, MathReward) and config.column not in columns:
-        there = ", ".join(sorted(columns)) or "none"
-        raise ConfigError(f"no row has a column {config.column!r}; there are: {there}", where=f"{where}.column")
 
 
 class Rewards:

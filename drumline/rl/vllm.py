@@ -298,10 +298,11 @@ class VLLMEngine(VLLMClient):
 def require_installed(config: Any) -> None:
     """Raises EnvironmentFault where this generator needs vLLM here and it is missing, ConfigError for a url that is not known here;
     nothing is imported."""
-    if isinstance(config, Config) and config.url is None and importlib.util.find_spec("vllm") is None:
+    if not isinstance(config, Config):
+        return
+    if config.url is None and importlib.util.find_spec("vllm") is None:
         raise EnvironmentFault("the package vllm is missing", where=f"{WHERE}.kind", fix="pip install vllm, or set url")
-    if isinstance(config, Config):
-        reveal(config.url, f"{WHERE}.url")
+    reveal(config.url, f"{WHERE}.url")
 
 
 @functools.cache

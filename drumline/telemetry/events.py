@@ -256,18 +256,13 @@ class EventLog:
         """Write one event and return it as it was written: redacted, with NaN as null and inf as a string."""
         values: dict[str, Any] = plain(event.values())
         self._waiting += json.dumps(values, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        self._write()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         return Event.of(values)
-
-    def _write(self) -> None:
-        while self._waiting:
-            try:
-                count = self._file.write(self._waiting)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                return
-            self._waiting = self._waiting[count or 0 :]
 
 
 def read(path: Path) -> list[Event]:

@@ -124,7 +124,10 @@ def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], 
     start. A run that has begun goes on without a tracker that cannot be reached.
     """
     check_installed(report_to, base_dir)
-    known = _recall(run_dir)
+    try:  # the trackers' ids of this run, from an earlier process
+        known = {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        known = {}
     sinks = []
     for kind in report_to:
         run = Run(run_dir, name, plain(config), known.get(kind))
@@ -143,14 +146,6 @@ def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], 
     if sinks:
         write_whole(run_dir / MEMORY, json.dumps(known))
     return sinks
-
-
-def _recall(run_dir: Path) -> dict[str, str]:
-    """Trackers' ids of this run, from an earlier process."""
-    try:
-        return {str(k): str(v) for k, v in json.loads((run_dir / MEMORY).read_text()).items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
 
 
 def _warn(name: str, error: Exception) -> None:

@@ -59,15 +59,11 @@ def _sent(func: Any, args: tuple[Any, ...]) -> float:
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _C10D:
         index, share = _C10D[name]
-        return share(_group_size(args)) * _bytes(args[index])
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        return share(group.size()) * _bytes(args[index])
     if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
         return _FUNCTIONAL[name](resolve_process_group(args[-1]).size()) * _bytes(args[0])
     return 0.0
-
-
-def _group_size(args: tuple[Any, ...]) -> int:
-    group = next(a for a in args if isinstance(a, torch.ScriptObject))
-    return dist.ProcessGroup.unbox(group).size()
 
 
 def _bytes(tensors: Any) -> int:

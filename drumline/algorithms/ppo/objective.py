@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.policy import PolicyGradient, Sums
+from drumline.algorithms.policy import PolicyGradient
 from drumline.algorithms.ppo.spec import PPOConfig
 from drumline.data.episodes import EpisodeBatch
 
@@ -43,29 +43,21 @@ class PPO(PolicyGradient):
             bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
             error_BT = torch.maximum(error_BT, (bounded_BT - returns_BT).square())
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
-        return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **_fit(values_BT.detach(), batch)})
+        counts_BT = batch.weights_BT > 0
+        returns_N = returns_BT[counts_BT].double()
+        errors_N = returns_N - values_BT.detach()[counts_BT].double()
+        moments = {
+            "returns": returns_N.sum(),
+            "returns_squared": returns_N.square().sum(),
+            "errors": errors_N.sum(),
+            "errors_squared": errors_N.square().sum(),
+        }
+        return LossOut(self.spec.value_weight * loss_sum, {"value": loss_sum.detach(), **moments})
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        value = {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": _explained(sums)}
-        return super().step_metrics(sums) | value
-
-
-def _fit(values_BT: torch.Tensor, batch: EpisodeBatch) -> Sums:
-    """Moments of the returns and of the errors of the value."""
-    counts_BT = batch.weights_BT > 0
-    returns_N = batch.returns_BT[counts_BT].double()
-    errors_N = returns_N - values_BT[counts_BT].double()
-    return {
-        "returns": returns_N.sum(),
-        "returns_squared": returns_N.square().sum(),
-        "errors": errors_N.sum(),
-        "errors_squared": errors_N.square().sum(),
-    }
-
-
-def _explained(sums: dict[str, float]) -> float:
-    """1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant, below 0 for worse. 0 where returns do not vary."""
-    tokens = max(1.0, sums["tokens"])
-    variance = sums["returns_squared"] / tokens - (sums["returns"] / tokens) ** 2
-    unexplained = sums["errors_squared"] / tokens - (sums["errors"] / tokens) ** 2
-    return 1 - unexplained / variance if variance > 1e-12 else 0.0
+        """Explained variance: 1 − Var(return − value) / Var(return): 1 for a perfect value, 0 for a constant, below 0 for worse. 0 where
+        returns do not vary."""
+        tokens = max(1.0, sums["tokens"])
+        variance, unexplained = (sums[f"{name}_squared"] / tokens - (sums[name] / tokens) ** 2 for name in ("returns", "errors"))
+        explained = 1 - unexplained / variance if variance > 1e-12 else 0.0
+        return super().step_metrics(sums) | {"value_loss": sums["value"] / max(1.0, sums["weight"]), "explained_variance": explained}
