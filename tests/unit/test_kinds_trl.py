@@ -18,10 +18,9 @@ from pydantic import ValidationError
 from drumline.algorithms.dpo.objective import DPO
 from drumline.algorithms.dpo.spec import DPOConfig, Loss
 from drumline.algorithms.grpo.spec import GRPOConfig
-from drumline.algorithms.orpo.spec import ORPOConfig
 from drumline.algorithms.pair_losses import LOSSES
-from drumline.algorithms.reference_free import odds_ratio
-from drumline.algorithms.simpo.spec import SimPOConfig
+from drumline.algorithms.reference_free.objective import odds_ratio
+from drumline.algorithms.reference_free.spec import ORPOConfig, SimPOConfig
 from drumline.data.batches import First, PairBatch, pair_batch
 from drumline.data.episodes import Episodes
 from drumline.models.head import Outputs

@@ -20,10 +20,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from drumline.algorithms.base import LossOut
-from drumline.algorithms.orpo.spec import ORPOConfig
 from drumline.algorithms.pair_losses import cross_entropy
 from drumline.algorithms.pairs import AnswerPairs, answer_tokens, sides
-from drumline.algorithms.simpo.spec import SimPOConfig
+from drumline.algorithms.reference_free.spec import ORPOConfig, SimPOConfig
 
 LARGEST_LOG_PROB = -1e-12  # an answer that is certain has no finite odds
 
