@@ -104,7 +104,7 @@ def _measure(machine: Machine, ranks: int, quick: bool, folder: Path) -> Calibra
         command = tied("drumline.bench.calibrate_rank", str(task_file))
         ends = Agent(command, ranks, listen(None), Path(work, "logs"), signals, grace=5.0).attempt()
         if signals.number:
-            raise Preempted("asked to stop: nothing was stored")
+            raise Preempted("stopped by a signal: nothing was stored")
         if any(end.exitcode for end in ends):
             cause = root_cause(ends)
             tail = cause.log.read_text(errors="replace").strip().splitlines()[-1:] if cause.log.exists() else []

@@ -22,12 +22,12 @@ SECOND = ".exp_avg_sq"
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences. Of figures: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
+    """Largest relative differences. Of metrics: |a − b| / |b| of a step. Of tensors: ‖a − b‖ / ‖b‖ (L2 norms, in fp64) of one tensor.
 
-    `moments` None: the optimizer has none. `worst`: the name of the tensor that lies furthest apart. `unfelt`: weights whose true
-    gradient is 0, such as the biases of attention's keys, to which softmax is blind. Adam makes full steps of their rounding, on each
-    strategy others, and no output feels them; so their weights' distance is taken by their share of the gradient, their moments' by the
-    norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys and values) are left out.
+    `moments` None: the optimizer has none. `worst`: the name of the tensor with the largest distance. `noise`: weights whose true gradient
+    is 0, such as the biases of attention's keys, which cancel in softmax. Adam makes full steps of their rounding, which differ with the
+    strategy and change no output; so the distance of such weights is multiplied by their share of the gradient, that of their moments is
+    relative to the norm of all moments. Such entries of a vector (GPT-2 has one bias of queries, keys and values) are left out.
     """
 
     loss: float
@@ -35,7 +35,7 @@ class Difference:
     weights: float
     moments: float | None
     worst: str
-    unfelt: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
 
     @property
     def largest(self) -> float:
@@ -47,7 +47,7 @@ def difference(run: Path, reference: Path) -> Difference:
     Raises CheckpointError where one has no whole checkpoint, or another set of tensors."""
     past, expected = read(run / "events.jsonl"), read(reference / "events.jsonl")
     partly: list[str] = []
-    by_tensor, unfelt = _felt(list(_tensors(run, reference, partly)))
+    by_tensor, noise = _distances(list(_tensors(run, reference, partly)))
     # Of the policy, and of another trainable model (value/model.…).
     weights = {name: d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("model.")}
     moments = [d for name, d in by_tensor.items() if name.rpartition("/")[2].startswith("optim.")]
@@ -57,34 +57,34 @@ def difference(run: Path, reference: Path) -> Difference:
         weights=max(weights.values()),
         moments=max(moments) if moments else None,
         worst=max(by_tensor, key=lambda name: by_tensor[name]),
-        unfelt=tuple(sorted({*unfelt, *partly})),
+        noise=tuple(sorted({*noise, *partly})),
     )
 
 
-def _felt(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """(name, ‖a − b‖, ‖b‖, Σ|b|) of all tensors → the relative difference of each, and the weights that are unfelt (see Difference)."""
+def _distances(tensors: list[tuple[str, float, float, float]]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """(name, ‖a − b‖, ‖b‖, Σ|b|) of all tensors → the relative difference of each, and those weights whose gradient is `noise`."""
     squares = {name.removesuffix(SECOND): total for name, _, _, total in tensors if name.endswith(SECOND)}
     whole = sum(squares.values())
     shares = {name.replace("optim.", "model.", 1): math.sqrt(square / whole) for name, square in squares.items() if whole}
-    unfelt = {name: share for name, share in shares.items() if share <= ROUNDING}
+    noise = {name: share for name, share in shares.items() if share <= ROUNDING}
     all_of_slot: dict[str, float] = {}
     for name, _, norm, _ in tensors:
         slot = name.rpartition(".")[2]
         all_of_slot[slot] = math.hypot(all_of_slot.get(slot, 0.0), norm)
-    felt = {}
+    distances = {}
     for name, apart, norm, _ in tensors:
         weight, _, slot = name.replace("optim.", "model.", 1).rpartition(".")
-        if name in unfelt:
-            felt[name] = apart * unfelt[name]
-        elif name.rpartition("/")[2].startswith("optim.") and weight in unfelt:
-            felt[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
+        if name in noise:
+            distances[name] = apart * noise[name]
+        elif name.rpartition("/")[2].startswith("optim.") and weight in noise:
+            distances[name] = apart / max(all_of_slot[slot], SMALLEST_NORM)
         else:
-            felt[name] = apart / max(norm, SMALLEST_NORM)
-    return felt, tuple(sorted(unfelt))
+            distances[name] = apart / max(norm, SMALLEST_NORM)
+    return distances, tuple(sorted(noise))
 
 
 def _largest_difference(mine: dict[int, float], reference: dict[int, float], floor: float) -> float:
-    """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a figure is not
+    """Relative to the reference, or to `floor` where that is larger. Infinite where a step is missing on one side, or a number is not
     finite."""
     if mine.keys() != reference.keys() or not mine:
         return float("inf")

@@ -97,10 +97,10 @@ def _tell(console: Console, found: Comparison, steps: int) -> int:
         if o.note:
             console.print(f"  {o.name} {o.note}", highlight=False, soft_wrap=True)
     compared = [o for o in outcomes if o.apart is not None]
-    unfelt = sorted({name for o in compared if o.apart for name in o.apart.unfelt})
-    if unfelt:
-        what = f"{unfelt[0]}{f' and {len(unfelt) - 1} more' if unfelt[1:] else ''}: their gradient is rounding alone (softmax is blind to"
-        console.print(f"{what} biases of keys), which Adam makes steps of; they are compared by what the loss feels", highlight=False)
+    noise = sorted({name for o in compared if o.apart for name in o.apart.noise})
+    if noise:
+        what = f"{noise[0]}{f' and {len(noise) - 1} more' if noise[1:] else ''}: their gradient is rounding alone (they cancel in"
+        console.print(f"{what} softmax), and Adam makes steps of it; they are compared by their effect on the loss", highlight=False)
     if not compared:
         raise UserError("no strategy could be compared", where="--strategies", fix="see the reasons above")
     beyond = [f"{o.name} (most in {o.apart.worst})" for o in compared if o.apart and not o.within(tolerance)]

@@ -81,9 +81,6 @@ class Channel:
         except OSError:
             return True
 
-    def close(self) -> None:
-        self.end.close()
-
 
 class Isolated:
     """A worker process that has built some rewards (`rewards`: place in the config's list → reward).
@@ -162,7 +159,7 @@ class Isolated:
         if exit_code(self.process, END_SECONDS) is None:
             self.process.kill()
             self.process.wait()
-        self.channel.close()
+        self.channel.end.close()
 
 
 def ending(code: int | None) -> str:
@@ -171,7 +168,5 @@ def ending(code: int | None) -> str:
         return NOT_ITS_OWN
     if code >= 0:
         return f"ended its process (exit code {code})"
-    try:
-        return f"crashed its process ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"crashed its process (signal {-code})"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"crashed its process ({name})"

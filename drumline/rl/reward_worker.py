@@ -42,14 +42,10 @@ TUPLES = ("arc_agi", "rearc")
 Scorer = Callable[[str, str, dict[str, Any]], Any]  # (prompt, completion, meta of the row) → anything; `judge` makes a number of it
 
 
+@redacted_streams()
 def main(fd: int) -> None:
     """Serve until the other end of the socket is closed."""
     os.nice(NICENESS)
-    with redacted_streams():
-        _serve(fd)
-
-
-def _serve(fd: int) -> None:
     channel = Channel(socket.socket(fileno=fd))
     channel.end.set_inheritable(False)  # what a reward starts must not hold the socket open
     try:

@@ -54,16 +54,11 @@ class Server:
         self.found = False
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def get(self, path: str) -> Any:
-        """The JSON at `path`; None where the body is empty."""
-        return self._ask(urllib.request.Request(self.url + path))
-
-    def post(self, path: str, body: dict[str, Any], fixes: dict[int, str] | None = None) -> Any:
-        """What the server answers to `body`. `fixes`: how to mend it, by HTTP status."""
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        return self._ask(request, fixes)
-
-    def _ask(self, request: urllib.request.Request, fixes: dict[int, str] | None = None) -> Any:
+    def request(self, path: str, body: dict[str, Any] | None = None, fixes: dict[int, str] | None = None) -> Any:
+        """The JSON that the server answers to a GET, or to a POST of `body`; None where that is empty. `fixes`: how to mend it, by HTTP
+        status."""
+        data, headers = (None, {}) if body is None else (json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(self.url + path, data, headers)
         if key := os.environ.get("VLLM_API_KEY"):
             request.add_unredirected_header("Authorization", f"Bearer {key}")
         elif self.basic:
@@ -135,8 +130,8 @@ class VLLMServer(VLLMClient):
         assert config.url is not None
         super().__init__(config, tokenizer, seed)
         self.server = Server(reveal(config.url, f"{WHERE}.url"), config.timeout_seconds, f"{WHERE}.url")
-        self.server.get("/health")
-        served = self.server.get("/v1/models")
+        self.server.request("/health")
+        served = self.server.request("/v1/models")
         try:
             self.model, self.positions = str(served["data"][0]["id"]), served["data"][0].get("max_model_len")
         except (TypeError, KeyError, IndexError):
@@ -163,7 +158,7 @@ class VLLMServer(VLLMClient):
         return self.parameters(request, step) | own
 
     def _complete(self, body: dict[str, Any]) -> Completion:
-        answer = self.server.post("/v1/completions", body)
+        answer = self.server.request("/v1/completions", body)
         try:
             choice = answer["choices"][0]
             tokens = [int(token.removeprefix(TOKEN)) for token in choice["logprobs"]["tokens"]]
@@ -184,7 +179,7 @@ class VLLMServer(VLLMClient):
         either = self.config.top_k == 1 or (not needed and self.config.top_p == 1 and self.config.top_k == 0)
         if processed != needed and not either:
             kind = "processed_logprobs" if needed else "raw_logprobs"
-            what = f"temperature {self.config.temperature:g} needs log-probs that this server does not tell"
+            what = f"temperature {self.config.temperature:g} needs log-probs that this server does not give"
             raise self.server.fault(what, f"start it with --logprobs-mode {kind}")
         self.probed = True
 
@@ -239,8 +234,8 @@ class WeightFolder:
     def _load(self, folder: Path) -> None:
         unread = f"the server must see {folder} under the same path; {DEV_MODE}"
         fixes = {404: DEV_MODE, 500: unread, 400: unread}
-        self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
-        self.server.post("/reset_prefix_cache", {}, fixes)
+        self.server.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, fixes)
+        self.server.request("/reset_prefix_cache", {}, fixes)
         shutil.rmtree(self.folder / f"{(self.turn + 1) % 2}", ignore_errors=True)  # the previous weights, which nothing reads any more
 
 

@@ -149,7 +149,7 @@ def open_sinks(report_to: Sequence[str], run_dir: Path, config: dict[str, Any], 
 
 
 def _warn(name: str, error: Exception) -> None:
-    print(f"warning: {name} gets no more figures, the run goes on: {_line(error)}", file=sys.stderr)
+    print(f"warning: {name} gets no more metrics, the run goes on: {_line(error)}", file=sys.stderr)
 
 
 def _line(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drumline.bench.difference import _felt, _portions, _rounded
+from drumline.bench.difference import _distances, _portions, _rounded
 
 
 def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
@@ -21,15 +21,15 @@ def run_of(key_share: float) -> list[tuple[str, float, float, float]]:
 
 
 def test_steps_of_rounding_are_not_felt() -> None:
-    felt, unfelt = _felt(run_of(1e-8))
-    assert unfelt == ("model.k.bias",)
-    assert felt["model.k.bias"] <= 1e-9 and felt["optim.k.bias.exp_avg_sq"] <= 1e-9 and felt["optim.k.bias.step"] == 0
-    assert felt["model.w"] == pytest.approx(1e-2), "what has a gradient is compared by its own norm"
+    distances, noise = _distances(run_of(1e-8))
+    assert noise == ("model.k.bias",)
+    assert distances["model.k.bias"] <= 1e-9 and distances["optim.k.bias.exp_avg_sq"] <= 1e-9 and distances["optim.k.bias.step"] == 0
+    assert distances["model.w"] == pytest.approx(1e-2), "what has a gradient is compared by its own norm"
 
 
 def test_a_small_gradient_is_felt() -> None:
-    felt, unfelt = _felt(run_of(1e-3))
-    assert not unfelt and felt["model.k.bias"] == pytest.approx(1e-2) and felt["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
+    distances, noise = _distances(run_of(1e-3))
+    assert not noise and distances["model.k.bias"] == pytest.approx(1e-2) and distances["optim.k.bias.exp_avg_sq"] == pytest.approx(1.0)
 
 
 def test_the_keys_part_of_one_bias_is_found_by_its_entries() -> None:

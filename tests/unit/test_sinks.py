@@ -89,7 +89,7 @@ def test_a_tracker_that_fails_is_named_once(capsys: pytest.CaptureFixture[str], 
     sink.close()
     assert written == [1, 2]
     (line,) = capsys.readouterr().err.splitlines()
-    assert "wandb gets no more figures, the run goes on: RuntimeError: no route to host with key [redacted]" in line
+    assert "wandb gets no more metrics, the run goes on: RuntimeError: no route to host with key [redacted]" in line
 
 
 def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +101,7 @@ def test_a_tracker_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFix
     (sink,) = open_sinks(["tensorboard"], tmp_path, {}, "r")
     sink.event(Event.of(step(1)))
     sink.close()
-    assert capsys.readouterr().err.count("tensorboard gets no more figures") == 1
+    assert capsys.readouterr().err.count("tensorboard gets no more metrics") == 1
 
 
 # The three below run where the extra is installed; W&B offline, MLflow and trackio on local files.
