@@ -92,7 +92,19 @@ def compare(
 def _tell(console: Console, found: Comparison, steps: int) -> int:
     """The table, what lies beyond it, and the exit code."""
     outcomes, tolerance = found.outcomes, found.tolerance
-    console.print(_table(outcomes, steps, tolerance))
+    title = f"{steps} steps against one process: largest relative difference, tolerance {tolerance:g}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):
+        table.add_column(column, justify="left" if column in ("strategy", "") else "right")
+    for o in outcomes:
+        if o.apart is None:
+            table.add_row(o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0])
+            continue
+        a = o.apart
+        moments = "" if a.moments is None else f"{a.moments:.1e}"
+        verdict = "same" if o.within(tolerance) else "differs"
+        table.add_row(o.name, str(o.ranks), f"{a.loss:.1e}", f"{a.grad_norm:.1e}", f"{a.weights:.1e}", moments, verdict)
+    console.print(table)
     for o in outcomes:
         if o.note:
             console.print(f"  {o.name} {o.note}", highlight=False, soft_wrap=True)
@@ -199,19 +211,3 @@ def _folder(keep: Path | None) -> contextlib.AbstractContextManager[str]:
         raise EnvironmentFault("the folder is not empty", where=str(keep), fix="choose another with --keep")
     keep.mkdir(parents=True, exist_ok=True)
     return contextlib.nullcontext(str(keep))
-
-
-def _table(outcomes: Sequence[Outcome], steps: int, tolerance: float) -> Table:
-    title = f"{steps} steps against one process: largest relative difference, tolerance {tolerance:g}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for column in ("strategy", "ranks", "loss", "grad norm", "weights", "moments", ""):
-        table.add_column(column, justify="left" if column in ("strategy", "") else "right")
-    for o in outcomes:
-        if o.apart is None:
-            table.add_row(o.name, str(o.ranks or ""), "", "", "", "", o.note.partition(":")[0].split()[0])
-            continue
-        a = o.apart
-        moments = "" if a.moments is None else f"{a.moments:.1e}"
-        verdict = "same" if a.largest <= tolerance else "differs"
-        table.add_row(o.name, str(o.ranks), f"{a.loss:.1e}", f"{a.grad_norm:.1e}", f"{a.weights:.1e}", moments, verdict)
-    return table

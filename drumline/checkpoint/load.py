@@ -17,19 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drumline.checkpoint.manifest import (
-    INDEX,
-    MANIFEST,
-    SHARD_NAME,
-    STATE,
-    TRASH,
-    UNFINISHED,
-    Manifest,
-    open_regular,
-    read_manifest,
-    record_of,
-    step_of,
-)
+from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TEMP, Manifest, open_regular, read_manifest, record_of, step_of
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.core.mesh import share
@@ -179,7 +167,7 @@ def _structure(path: Path) -> Manifest:
 
 def _require_committed(path: Path) -> None:
     """Raises CheckpointError, with the nearest whole checkpoint, unless `path` is a folder that a save has finished."""
-    if path.is_dir() and (path / MANIFEST).exists() and not path.name.startswith((UNFINISHED, TRASH)):
+    if path.is_dir() and (path / MANIFEST).exists() and not path.name.startswith(TEMP):
         return
     if any(entry.suffix in PICKLES for entry in ([path] if path.is_file() else path.glob("*"))):
         raise CheckpointError("a pickle checkpoint", where=str(path), fix="convert it first: a pickle can run code when it is read")

@@ -30,6 +30,7 @@ WRITE_BUFFER = 1 << 20  # bytes
 
 MANIFEST, STATE, INDEX = "manifest.json", "state.json", ".metadata"
 UNFINISHED, TRASH = ".tmp-", ".trash-"
+TEMP = UNFINISHED, TRASH  # folders whose names begin so are no checkpoints
 SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 

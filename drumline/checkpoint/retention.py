@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from drumline.checkpoint.manifest import TRASH, UNFINISHED, Manifest, folder_name, read_manifest, step_of
+from drumline.checkpoint.manifest import TEMP, TRASH, Manifest, folder_name, read_manifest, step_of
 from drumline.core.files import discard, remove, sync, take_name, write_whole
 from drumline.errors import CheckpointError
 
@@ -27,7 +27,7 @@ class Retention:
         """Make the folder, remove unfinished folders of dead runs, and read the manifests. Raises OSError."""
         self.root.mkdir(parents=True, exist_ok=True)
         for entry in list(self.root.iterdir()):
-            if entry.name.startswith((UNFINISHED, TRASH)):
+            if entry.name.startswith(TEMP):
                 remove(entry)
             elif step_of(entry.name) is not None:
                 # One that cannot be read is not ours to delete: `newest` names it, and a later save of its step replaces it.

@@ -37,14 +37,11 @@ def generator(
     """
     if isinstance(config, c.VLLMGenerator):
         return _vllm(config, tokenizer, seed, autocast or torch.float32, model_path, run_dir)
-    if isinstance(config, c.HFGenerator) and unsharded is not None:
-        return HFGenerator(config, unsharded, tokenizer, seed, autocast), None
-    if isinstance(config, c.ContinuousGenerator) and unsharded is not None and autocast is None:
-        return ContinuousGenerator(config, unsharded, tokenizer, seed), None
+    of_kind = ContinuousGenerator if isinstance(config, c.ContinuousGenerator) else HFGenerator
+    if unsharded is not None and (of_kind is HFGenerator or autocast is None):
+        return of_kind(config, unsharded, tokenizer, seed, autocast), None
     whole = InferenceCopy(build)
-    if isinstance(config, c.ContinuousGenerator):
-        return ContinuousGenerator(config, whole.model, tokenizer, seed), whole.refresh
-    return HFGenerator(config, whole.model, tokenizer, seed), whole.refresh
+    return of_kind(config, whole.model, tokenizer, seed), whole.refresh
 
 
 def greedy(sampling: Any) -> Generator:

@@ -95,11 +95,21 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 class VLLMClient:
-    """The parameters of requests to vLLM, to its server or in this process."""
+    """What requests to vLLM have in common, to its server or in this process."""
+
+    positions: int | None
 
     def __init__(self, config: Config, tokenizer: Any, seed: int) -> None:
         self.config, self.seed = config, seed
         self.end_tokens = sorted(end_ids(tokenizer))
+
+    def generate(self, requests: list[Request], step: int) -> list[Completion]:
+        """Raises DataError and PlanError as other generators do, DrumlineError where the server fails or a request is given up."""
+        require_room(requests, self.config.max_new_tokens, self.positions)
+        return self._generate(requests, step) if requests else []
+
+    def _generate(self, requests: list[Request], step: int) -> list[Completion]:
+        raise NotImplementedError
 
     def parameters(self, request: Request, step: int) -> dict[str, Any]:
         """Everything that has a default is set: vLLM's defaults may be those of the model's generation config."""
@@ -138,11 +148,7 @@ class VLLMServer(VLLMClient):
             raise self.server.fault("/v1/models does not name a model", "is it vLLM that listens there?") from None
         self.server.found, self.probed = True, False
 
-    def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """Raises DataError and PlanError as other generators do, DrumlineError where the server fails."""
-        require_room(requests, self.config.max_new_tokens, self.positions)
-        if not requests:
-            return []
+    def _generate(self, requests: list[Request], step: int) -> list[Completion]:
         if not self.probed:
             self._require_log_probs(requests[0])
         with ThreadPoolExecutor(self.config.batch) as threads:
@@ -263,13 +269,9 @@ class VLLMEngine(VLLMClient):
         # Of softmax(logits / temperature): raw ones know no temperature, processed ones top_p and top_k (see the config's check).
         log_probs = "raw_logprobs" if config.temperature == 1 else "processed_logprobs"
         self.llm = _engine(model_path, dtype, config.memory, config.batch, log_probs, seed)
-        self.positions: int | None = self.llm.llm_engine.model_config.max_model_len
+        self.positions = self.llm.llm_engine.model_config.max_model_len
 
-    def generate(self, requests: list[Request], step: int) -> list[Completion]:
-        """Raises DataError and PlanError as other generators do, DrumlineError where a request is given up."""
-        require_room(requests, self.config.max_new_tokens, self.positions)
-        if not requests:
-            return []
+    def _generate(self, requests: list[Request], step: int) -> list[Completion]:
         from vllm import SamplingParams
 
         prompts = [{"prompt_token_ids": request.tokens} for request in requests]
