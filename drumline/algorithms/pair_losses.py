@@ -92,7 +92,7 @@ def _aot(pairs: Pairs) -> Tensor:
 
 
 def _aot_unpaired(pairs: Pairs) -> Tensor:
-    """Each side against its partner of the same rank, taken as a number: together they have the gradient of the sum over ranks."""
+    """Each side against its partner of the same rank, taken as a number: together these have the gradient of the sum over ranks."""
     assert pairs.matched_P3 is not None, "the first pass sorts"
     _, rejected_P, chosen_P = pairs.matched_P3.unbind(1)
     of_chosen_P = cross_entropy(pairs.beta * (pairs.chosen_P - rejected_P), pairs.smoothing)

@@ -208,7 +208,7 @@ def _of_all(products: Products, memory: float, how: Callable[[list[float]], floa
 
 def _seconds(call: Callable[[], Any], task: Task) -> float:
     """Seconds of a call, the least of several samples: what else runs here only adds to it. On a GPU, where waiting for the end costs
-    time of its own, a sample is many calls (10 ms)."""
+    time itself, a sample is many calls (10 ms)."""
     _timed(call, 1, task.device)  # kernels are loaded, threads started
     calls = max(1, int(0.01 / _timed(call, 1, task.device))) if task.device == "cuda" else 1
     times, spent = list[float](), 0.0

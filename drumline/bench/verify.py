@@ -23,7 +23,7 @@ from drumline.errors import DrumlineError, EnvironmentFault, UserError, WorkerFa
 from drumline.report.bars import OnProgress, aside
 from drumline.telemetry.events import Event, Step
 
-# Besides the strategies that say so (`compared`), what is tried with four processes or more where nobody names any.
+# Besides the strategies with `compared`: what is run by default with four processes or more.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
 REFERENCE = "one process"
 Read = Callable[[list[str]], Loaded]  # the user's config, with overrides over it
@@ -51,7 +51,7 @@ def verify(config_path: Path, overrides: list[str], wanted: list[str], steps: in
     for the runs; None: a temporary one. Raises ConfigError and its kin where the config itself cannot be trained on one process.
     """
     found = compare(config_path, overrides, strategies=wanted, steps=steps, nproc=nproc, tolerance=tolerance, keep=keep, display=True)
-    return _tell(Console(), found, steps)
+    return _print(Console(), found, steps)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def compare(
         return Comparison(tuple(_outcome(read, common, name, spelled[name], nproc, root, on_progress) for name in wanted), tolerance)
 
 
-def _tell(console: Console, found: Comparison, steps: int) -> int:
-    """The table, what lies beyond it, and the exit code."""
+def _print(console: Console, found: Comparison, steps: int) -> int:
+    """Print the table and what lies beyond the tolerance; the exit code."""
     outcomes, tolerance = found.outcomes, found.tolerance
     title = f"{steps} steps against one process: largest relative difference, tolerance {tolerance:g}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)

@@ -181,7 +181,7 @@ def _require_file(path: Path, name: str, manifest: Manifest) -> None:
     """Raises CheckpointError unless a file has its written content."""
     place = str(path / name)
     if name not in manifest.files:
-        raise CheckpointError(f"the manifest knows no {name}", where=str(path / MANIFEST))
+        raise CheckpointError(f"the manifest has no {name}", where=str(path / MANIFEST))
     try:
         found = record_of(path / name)
     except OSError as error:

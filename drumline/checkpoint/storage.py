@@ -109,7 +109,7 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
     try:
         with open_regular(folder / INDEX) as file:
             index = _IndexUnpickler(file).load()
-        reason = _doubt(index, manifest)
+        reason = _mistake(index, manifest)
     except Exception as error:  # a hostile pickle may raise anything
         raise CheckpointError(f"refused: {error}", where=place) from error
     if reason:
@@ -137,7 +137,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _doubt(index: Any, manifest: Manifest) -> str | None:
+def _mistake(index: Any, manifest: Manifest) -> str | None:
     """The reason to refuse an index; None if there is none."""
     if type(index) is not Metadata:
         return "not an index"
@@ -148,11 +148,11 @@ def _doubt(index: Any, manifest: Manifest) -> str | None:
             return "not an index"
         path = info.relative_path
         if type(path) is not str or not SHARD_NAME.fullmatch(path) or path not in manifest.files:
-            return f"{key.fqn} is said to lie in {path!r}, which is no file of this checkpoint"
+            return f"{key.fqn} lies in {path!r}, which is no file of this checkpoint"
         if type(info.offset) is not int or type(info.length) is not int:
             return f"{key.fqn} has no place in its file"
         if min(info.offset, info.length) < 0 or info.offset + info.length > manifest.files[path].bytes:
-            return f"{key.fqn} is said to lie beyond the end of {path}"
+            return f"{key.fqn} lies beyond the end of {path}"
         if info.transform_descriptors is not None:
-            return f"{key.fqn} asks for a transform"
+            return f"{key.fqn} requires a transform"
     return None

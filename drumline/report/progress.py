@@ -86,13 +86,13 @@ class Progress:
             self.live.__exit__(*arguments)
         if self.end and self.end.status == "finished":
             for line in self.summary():
-                self._say(line)
+                self._print(line)
 
     def on_event(self, event: events.Event) -> None:
         """Show an event; those without a handler are not for the display."""
         getattr(self, f"_on_{event.kind}", lambda _: None)(event)
 
-    def _say(self, line: str, style: str = "") -> None:
+    def _print(self, line: str, style: str = "") -> None:
         # Files and pipes get one line an event; a terminal breaks long ones between words.
         self.console.print(Text(line, style=style), soft_wrap=self.live is None)
 
@@ -100,7 +100,7 @@ class Progress:
 
     def _on_run_start(self, event: events.RunStart) -> None:
         if not self.start:
-            self._say(f"plan: {event.plan_line}")
+            self._print(f"plan: {event.plan_line}")
             self.began = event.t
         self.start = event
 
@@ -117,7 +117,7 @@ class Progress:
         if self.live is None and (event.step % every == 0 or event.step in (1, steps)):
             shown = list(self.losses.values())[-MEAN_STEPS:]
             mean = f" (mean {_mean(shown):.3f})" if shown else ""
-            self._say(
+            self._print(
                 f"step {event.step}/{steps or '?'}  loss {_number(loss, '.4f')}{mean}  lr {event.lr:.3g}"
                 f"  |g| {_number(event.grad_norm)}  {event.tokens_per_s:.0f} tok/s  ETA {self._eta()}  memory {self._memory()}"
                 + (f"  sent {size(event.sent_bytes)}" if event.sent_bytes else "")
@@ -125,23 +125,23 @@ class Progress:
 
     def _on_eval(self, event: events.Eval) -> None:
         self.evals.append(event)
-        self._say(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
+        self._print(f"held out, step {event.step}: {_metrics(event)}  ({event.samples} samples)", "cyan")
 
     def _on_rollout(self, event: events.Rollout) -> None:
         domains = [f"{key.removeprefix('reward/')} {_number(value)}" for key, value in event.metrics.items() if key.startswith("reward/")]
         spent = f"generate {event.generate_s:.1f}, reward {event.reward_s:.1f}, infer {event.infer_s:.1f}, train {event.train_s:.1f}"
-        self._say(
+        self._print(
             f"rollout, to step {event.step}: reward {_number(event.reward)} ± {event.reward_std:.3g}"
             + (f" ({' · '.join(domains)})" if len(domains) > 1 else "")
             + f" · length {event.length:.1f} · ended {event.ended:.0%} · seconds {spent}"
         )
         for name, reasons in event.failures.items():
             lost = ", ".join(f"{count} × {reason}" for reason, count in reasons.items())
-            self._say(f"reward {name} could not be had, and its episodes are left out: {lost}", "yellow")
+            self._print(f"reward {name} failed, and its episodes are left out: {lost}", "yellow")
 
     def _on_reference(self, event: events.Reference) -> None:
         if not event.found:
-            self._say(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
+            self._print(f"reference: {event.pairs} pairs of {event.data} scored in {event.seconds:.1f} s")
 
     def _on_measured(self, event: events.Measured) -> None:
         memory, seconds = event.metrics.get("memory"), event.metrics.get("seconds", {})
@@ -151,28 +151,28 @@ class Progress:
         off = f"off by more than 15%: {', '.join(event.warned)}" if event.warned else "as planned"
         step = f" · step {seconds['total']:.3g} s" if "total" in seconds else ""
         check = f"drumline plan --check {shlex.quote(self._run_dir())}"
-        self._say(f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})", "yellow" if event.warned else "")
+        self._print(f"measured: peak {size(memory['peak'])} a rank{step} · {off} ({check})", "yellow" if event.warned else "")
 
     def _on_save(self, event: events.Save) -> None:
         if event.error:
             rest = "" if event.path else " — the run goes on"
-            self._say(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
+            self._print(f"checkpoint of step {event.step}: {event.error}{rest}", "yellow")
         elif self.live is None:
-            self._say(f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s")
+            self._print(f"checkpoint of step {event.step}: {size(event.bytes)} in {event.seconds:.1f} s")
         if event.path:
             self.save = event
 
     def _on_restore(self, event: events.Restore) -> None:
         for skipped in event.skipped:
-            self._say(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
+            self._print(f"passed over a damaged checkpoint: {skipped['reason']}", "yellow")
         where = f"from {event.path}" if event.path else "no checkpoint yet"
-        self._say(f"going on at step {event.step}, {where}")
+        self._print(f"going on at step {event.step}, {where}")
         self.restored = event.step
         self.losses = {step: loss for step, loss in self.losses.items() if step <= event.step}
         self.recent.clear()
 
     def _on_nonfinite(self, event: events.Nonfinite) -> None:
-        self._say(
+        self._print(
             f"step {event.step}: loss {_number(event.loss)}, gradient norm {_number(event.grad_norm)} — {event.policy}"
             f" (samples {', '.join(map(str, event.sample_ids[:8]))}{'…' * (len(event.sample_ids) > 8)})",
             "yellow",
@@ -184,7 +184,7 @@ class Progress:
         self.restarts += event.action == "restart"
 
     def _on_preempt(self, event: events.Preempt) -> None:
-        self._say(f"{event.signal}: saved at step {event.step}")
+        self._print(f"{event.signal}: saved at step {event.step}")
 
     def _on_export(self, event: events.Export) -> None:
         self.export = event

@@ -86,7 +86,7 @@ class ContinuousGenerator(HFGenerator):
             result = manager.get_result(timeout=1)
             if result is None:
                 if not manager.is_running():
-                    raise DrumlineError("continuous batching has stopped and does not say why", where=WHERE, fix="use kind: hf")
+                    raise DrumlineError("continuous batching has stopped without a reason", where=WHERE, fix="use kind: hf")
                 continue
             if result.request_id not in open_:
                 continue

@@ -132,7 +132,7 @@ class Isolated:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Rewarded:
+    def score(self, index: int, prompt: str, completion: str, meta: dict[str, Any], timeout_seconds: float) -> Rewarded:
         """One reward of one completion. A process that is late or ends is killed: `alive` is False then."""
         # A reward that writes on the socket does not know it, so an answer can neither be made up nor taken for that of another.
         token = secrets.token_hex(8)
@@ -163,7 +163,7 @@ class Isolated:
 
 
 def ending(code: int | None) -> str:
-    """An exit code in words; None: it has not ended, although its end of the socket is closed."""
+    """How a process ended, by its exit code; None: it runs, although its end of the socket is closed."""
     if code is None:
         return NOT_ITS_OWN
     if code >= 0:

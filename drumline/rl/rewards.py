@@ -154,7 +154,7 @@ class Rewards:
             return (value, None) if math.isfinite(value) else (math.nan, f"returned {value}")
         if self._closed:
             raise RuntimeError("the rewards were closed while they were computed")
-        return self._worker().ask(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
+        return self._worker().score(index, item.prompt, item.completion, item.meta, config.timeout_seconds)
 
     def _worker(self) -> Isolated:
         worker: Isolated | None = getattr(self._own, "worker", None)

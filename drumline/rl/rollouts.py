@@ -42,8 +42,8 @@ MOST_REASONS = 3  # of failed rewards, in the line that stops a run
 
 @dataclass(frozen=True)
 class Reading:
-    """How episodes are cut into micro-batches on this rank. `width`: of all of them, or None for that of the longest row. `counts`: no
-    other rank has the same samples, or this is the one of those that speaks."""
+    """How episodes are cut into micro-batches on this rank. `width`: tokens of all rows; None: as many as the longest row has.
+    `counts`: of the ranks that share samples, this is the one whose values are added up."""
 
     plan: Plan
     data_rank: int
@@ -225,7 +225,7 @@ class Rollouts:
     # ---------------------------------------------------------------------------------------------------------- sampling
 
     def _sample_groups(self, step: int, position: int) -> tuple[Sampled, int]:
-        """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike give way to others,
+        """The groups of a rollout, and the position after them. With dynamic sampling, groups whose rewards are alike are replaced,
         as long as it may roll out again."""
         algorithm, size = self.algorithm, self.algorithm.group_size
         wanted = algorithm.minibatches * self.plan.batch.global_samples  # whole groups: plan.rollouts refuses others
@@ -353,7 +353,7 @@ def _episodes(made: list[tuple[list[int], Completion]]) -> Episodes:
 
 
 def _mean(values: list[float]) -> float:
-    """Of those that are numbers; NaN where none is."""
+    """The mean of the values that are numbers; NaN where none is."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 

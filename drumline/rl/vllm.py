@@ -220,7 +220,7 @@ class WeightFolder:
         if failure is not None:
             raise failure
         if any(failed):
-            raise DrumlineError("rank 0 could not hand over the weights; it says why", where=WHERE)
+            raise DrumlineError("rank 0 could not hand over the weights; its log has the reason", where=WHERE)
 
     def _save(self, shard: dict[str, torch.Tensor], folder: Path, number: int) -> EnvironmentFault | None:
         """Why a file of weights cannot be written; None if it is."""

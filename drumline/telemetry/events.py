@@ -1,6 +1,6 @@
 """events.jsonl: one JSON object a line, appended and flushed at once. It is the truth of a run; displays and trackers only repeat it.
 
-Each kind of event is a class. On disk its fields stand beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
+Each kind of event is a class. On disk its fields are beside `t` (unix seconds), `kind`, and what it has besides (`metrics`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Event:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields of the kind. On disk `from_` has no underscore."""
+        """The fields of the kind. On disk `from_` is called `from`."""
         return [each.name for each in fields(cls) if each.name not in ("t", "metrics")]
 
     def values(self) -> dict[str, Any]:
-        """The event as it stands on disk."""
+        """The event as it is on disk."""
         own = {name.removesuffix("_"): getattr(self, name) for name in self.names()}
         return {"t": self.t, "kind": self.kind, **own, **self.metrics}
 
@@ -275,7 +275,7 @@ def read(path: Path) -> list[Event]:
 
 
 def _parsed(line: str | bytes) -> Event | None:
-    """None where it is torn, or what readers count with is not there: a kind, a time and, of most kinds, a step."""
+    """The event of a line; None where the line is torn or lacks what readers need: a kind, a time and, for most kinds, a step."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""What a run really takes, held against its plan: memory by category, host memory, seconds, bytes sent. Two `measured` events a run.
+"""What a run really takes, compared with its plan: memory by category, host memory, seconds, bytes sent. Two `measured` events a run.
 
 One step of each kind is counted, under dispatch modes that see each operator (telemetry.traffic, and on a CPU
-telemetry.memory_tracker): it is slower, and its seconds are reported by themselves. Everything else is read between operators.
+telemetry.memory_tracker): it is slower, and its seconds are reported apart. Everything else is read between operators.
 Nothing that is computed changes.
 """
 
@@ -140,16 +140,16 @@ class Measure:
         if name is not None:
             self.seconds[name].append(seconds)
         if not self.reported and self.stats and len(self.seconds["total"]) == TIMED:
-            self._tell(step, final=False)
+            self._report(step, final=False)
 
     def finish(self, step: int) -> None:
         """After the last step and what follows on it. Collective."""
         self.host.end("save")
-        self._tell(step, final=True)
+        self._report(step, final=True)
 
     # ---------------------------------------------------------------------------------------------------- what is known
 
-    def _tell(self, step: int, final: bool) -> None:
+    def _report(self, step: int, final: bool) -> None:
         found = self._measurement(step, final)
         estimate = self.plan.predicted.estimate
         rows = compare(estimate, found) if estimate is not None else []
@@ -200,7 +200,7 @@ class Measure:
         )
 
     def _numbers(self) -> dict[str, float | None]:
-        """This rank's; None is not known."""
+        """What this rank measured; None where it is not known."""
         medians = {name: statistics.median(values) if values else None for name, values in self.seconds.items()}
         return {
             **{name: self.stats.get(name) for name in STATES},

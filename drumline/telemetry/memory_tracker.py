@@ -8,7 +8,7 @@
     live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
 
 A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors: views share one),
-each with a weak reference, whose callback runs when it goes. It may be entered beside `telemetry.traffic.SentBytes`, in either order. A
+each with a weak reference, whose callback runs when it is freed. It may be entered beside `telemetry.traffic.SentBytes`, in either order. A
 step under it takes several times as long.
 
 Not seen: what a kernel takes and gives back inside of itself; what compiled code (torch.compile) keeps for its own backward.
@@ -103,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _follow(self, tensor: torch.Tensor, unknown: bool = False) -> None:
-        """`unknown`: where it is new, it was there before, unseen."""
+        """Count a tensor's storage. `unknown`: one that is new here existed before, and was not seen."""
         for part in plain_parts(tensor):
             if isinstance(part, FakeTensor):
                 counts = self.fake and part.fake_device.type == "cpu"
@@ -113,7 +113,7 @@ class LiveBytes(TorchDispatchMode):
                 storage = part.untyped_storage()
                 key = id(storage)
                 if key not in self._references:
-                    self._references[key] = weakref.ref(storage, self._goes(key))
+                    self._references[key] = weakref.ref(storage, self._forget(key))
                     if unknown:
                         self._unknown[key] = 0
                 self._resized(key, storage.nbytes())
@@ -125,7 +125,7 @@ class LiveBytes(TorchDispatchMode):
             self.current += bytes_ - self._sizes.get(key, 0)
             self._sizes[key] = bytes_
 
-    def _goes(self, key: int) -> Callable[[Any], None]:
+    def _forget(self, key: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:
             del self._references[key]
             if self._unknown.pop(key, None) is None:
@@ -134,8 +134,8 @@ class LiveBytes(TorchDispatchMode):
         return gone
 
     def _settle(self) -> None:
-        """Storages that Python cannot find are seen when they are used. Those that live on, as DDP's buckets do, were there all the time;
-        those that have gone were inside a kernel, as gloo's buffers are."""
+        """Count the storages that Python could not find and that were seen when they were used: those that still exist, as DDP's buckets
+        do, existed all the time; those that are freed belonged to a kernel, as gloo's buffers do."""
         more = sum(self._unknown.values())
         self._sizes |= self._unknown
         self._unknown.clear()

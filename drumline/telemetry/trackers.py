@@ -31,7 +31,7 @@ LIBRARIES = {
     "mlflow": ("mlflow", "pip install mlflow-skinny sqlalchemy alembic", "see where MLFLOW_TRACKING_URI points"),
     "trackio": ("trackio", "pip install trackio", "see whether TRACKIO_DIR can be written"),
 }
-# Kind of event → the method that gets it as a dictionary, as it stands in events.jsonl.
+# Kind of event → the method that gets it as a dictionary, as it is in events.jsonl.
 HOOKS = {"run_start": "on_start", "step": "on_step", "eval": "on_eval", "save": "on_save", "run_end": "on_end"}
 MOST_RANKS = 8  # with a chart of their own
 MEMORY = "trackers.json"
@@ -58,7 +58,7 @@ class Tracker:
 
 
 class Sink:
-    """One tracker. A tracker that fails during the run is named once and left alone; training goes on."""
+    """One tracker. A tracker that fails during the run is reported once and not used again; training goes on."""
 
     def __init__(self, name: str, tracker: Tracker | None) -> None:
         self.name, self._tracker = name, tracker
@@ -172,8 +172,8 @@ def find_callbacks(paths: Sequence[str], base_dir: Path) -> list[Any]:
 
 
 class Callbacks:
-    """Those of one rank: all on rank 0, on the others those whose class has `every_rank = True`. One that raises is named once and not
-    called again; the run goes on."""
+    """The callbacks of one rank: all on rank 0, elsewhere those whose class has `every_rank = True`. One that raises is reported once
+    and not called again; the run goes on."""
 
     def __init__(self, paths: Sequence[str], base_dir: Path, rank: int) -> None:
         found = zip(paths, find_callbacks(paths, base_dir), strict=True)

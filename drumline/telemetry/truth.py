@@ -1,6 +1,6 @@
-"""What a run was predicted to need, against what it took, by category. Pure.
+"""What a run was predicted to need and what it took, by category. Pure.
 
-`telemetry.measure` fills a Measurement in, which is the event `measured`; `compare` holds it against the Estimate of plan.json.
+`telemetry.measure` fills a Measurement in, which is the event `measured`; `compare` compares it with the Estimate of plan.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from drumline.core.estimate import Estimate, Frozen
 from drumline.core.explain import size
 
 OFF = 0.15  # of the prediction: beyond it, a category is warned of
-NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be held against
+NARROW = 0.75  # of the planned tokens: below it, a peak scaled to them is too rough to be compared with
 SMALL = 2**30  # bytes: of less it is bytes that count, no share
 # Of a host's memory, for each rank: the interpreter, the libraries and what malloc keeps back are a few hundred MiB that no plan counts.
 HOST_SLACK = 2**29

@@ -240,7 +240,7 @@ def test_transforms_and_pickled_values_are_refused(root: Path) -> None:
     index = index_of(folder)
     next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd"]
     forge(folder, pickle.dumps(index))
-    assert_passed_over(root, INDEX, "asks for a transform")
+    assert_passed_over(root, INDEX, "requires a transform")
     index = index_of(root / "step-00000010")
     index.state_dict_metadata["model.1"] = BytesStorageMetadata()
     forge(folder, pickle.dumps(index))

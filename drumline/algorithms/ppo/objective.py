@@ -16,7 +16,7 @@ from drumline.data.episodes import EpisodeBatch
 class PPO(PolicyGradient):
     """Σ w (surrogate + value_weight · value loss − entropy_weight · entropy) over the tokens of completions.
 
-    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it stands in the batch's advantages and returns;
+    The divergence from the reference is a cost in the rewards (Ziegler et al. 2019), so it is in the batch's advantages and returns;
     here it is a metric alone. Where the value is a model of its own, policy and value are two objectives.
     """
 
@@ -34,7 +34,7 @@ class PPO(PolicyGradient):
         return LossOut(policy.loss_sum + value.loss_sum, policy.sums | value.sums)
 
     def value(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        """Half the squared error to the returns, the larger of it and of that with the value held within ±value_clip of the rollout's."""
+        """Half the squared error to the returns, or that of the value clipped to ±value_clip around the rollout's where it is larger."""
         values_BT, returns_BT = outputs.values(), batch.returns_BT
         error_BT = (values_BT - returns_BT).square()
         if self.spec.value_clip is not None:
