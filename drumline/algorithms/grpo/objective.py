@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import torch
 
-from drumline.algorithms.base import LossOut
 from drumline.algorithms.grpo.spec import GRPOConfig
 from drumline.algorithms.policy import PolicyGradient, Sums, clipped, level_ratio, weighted_likelihood
 from drumline.data.episodes import EpisodeBatch
@@ -24,9 +21,7 @@ class GRPO(PolicyGradient):
 
     spec: GRPOConfig
     kl_in_loss = True
-
-    def objective(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
-        return self.policy(outputs, batch)
+    objective = PolicyGradient.policy
 
     def surrogate(
         self, log_ratio_BT: torch.Tensor, log_probs_BT: torch.Tensor, old_BT: torch.Tensor, batch: EpisodeBatch
@@ -39,7 +34,11 @@ class GRPO(PolicyGradient):
             loss_BT, clipped_BT = clipped(level_BT, batch.advantages_BT, spec.clip, spec.upper_clip, spec.delta)
         if spec.importance == "none":
             return loss_BT, clipped_BT, {}
-        weight_BT = importance_weights(old_BT, batch, spec.importance, spec.importance_cap)
+        # min(π_old / π_sampler, cap): of each token, or of each completion as a whole; outside of completions 1.
+        moved_BT = old_BT - batch.sampler_log_probs_BT
+        if spec.importance == "sequence":
+            moved_BT = moved_BT.sum(1, keepdim=True).expand_as(moved_BT)
+        weight_BT = moved_BT.exp().clamp(max=spec.importance_cap)
         counts_BT = batch.weights_BT > 0
         sums = {"importance": weight_BT[counts_BT].sum(), "max_importance": torch.where(counts_BT, weight_BT, 0.0).amax()}
         return loss_BT * weight_BT, clipped_BT, sums
@@ -49,13 +48,3 @@ class GRPO(PolicyGradient):
         if "importance" in sums:
             metrics |= {"importance_mean": sums["importance"] / max(1.0, sums["tokens"]), "importance_max": sums["max_importance"]}
         return metrics
-
-
-def importance_weights(
-    old_log_probs_BT: torch.Tensor, batch: EpisodeBatch, level: Literal["token", "sequence"], cap: float
-) -> torch.Tensor:
-    """min(π_old / π_sampler, cap), [B, T]: of each token, or of each completion as a whole. Outside of completions 1."""
-    log_ratio_BT = old_log_probs_BT - batch.sampler_log_probs_BT
-    if level == "sequence":
-        log_ratio_BT = log_ratio_BT.sum(1, keepdim=True).expand_as(log_ratio_BT)
-    return log_ratio_BT.exp().clamp(max=cap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ class PPO(PolicyGradient):
     @property
     def objective(self) -> Any:
         """The objective of the one model, or of each trainable role."""
-        roles: Mapping[str, Any] = {"policy": self.policy, "value": self.value}
-        return roles if self.spec.value == "separate" else self.both
+        return {"policy": self.policy, "value": self.value} if self.spec.value == "separate" else self.both
 
     def both(self, outputs: Any, batch: EpisodeBatch) -> LossOut:
         policy, value = self.policy(outputs, batch), self.value(outputs, batch)
@@ -38,8 +36,7 @@ class PPO(PolicyGradient):
         values_BT, returns_BT = outputs.values(), batch.returns_BT
         error_BT = (values_BT - returns_BT).square()
         if self.spec.value_clip is not None:
-            old_BT = batch.old_values_BT
-            clip = self.spec.value_clip
+            old_BT, clip = batch.old_values_BT, self.spec.value_clip
             bounded_BT = old_BT + (values_BT - old_BT).clamp(-clip, clip)
             error_BT = torch.maximum(error_BT, (bounded_BT - returns_BT).square())
         loss_sum = (error_BT * batch.weights_BT).sum() / 2
