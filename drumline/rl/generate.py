@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from drumline.core import rollouts as c
 from drumline.data.templates import end_ids
@@ -59,8 +60,6 @@ class HFGenerator:
         return [done[i] for i in range(len(requests))]
 
     def _batch(self, requests: list[Request], step: int) -> list[Completion]:
-        from transformers import GenerationConfig
-
         device = self.model.device
         width = max(len(request.tokens) for request in requests)
         ids_BT = torch.tensor([[self.pad] * (width - len(r.tokens)) + r.tokens for r in requests], device=device)
@@ -169,22 +168,16 @@ def require_room(requests: list[Request], new: int, positions: int | None) -> No
     for request in requests:
         if not request.tokens:
             raise DataError(f"prompt {request.key} has no tokens", where="data", fix="a completion goes on from one token at least")
-        if positions is not None and len(request.tokens) + new > positions:
-            raise PlanError(
-                f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions",
-                where=f"{WHERE}.max_new_tokens",
-                fix=f"at most {positions - len(request.tokens)}, or shorter prompts"
-                if positions > len(request.tokens)
-                else "shorter prompts",
-            )
+        if positions is not None and (room := positions - len(request.tokens)) < new:
+            what = f"a prompt of {len(request.tokens)} tokens and max_new_tokens {new} are more than the model's {positions} positions"
+            fix = f"at most {room}, or shorter prompts" if room > 0 else "shorter prompts"
+            raise PlanError(what, where=f"{WHERE}.max_new_tokens", fix=fix)
 
 
 @contextlib.contextmanager
 def generating(model: Any) -> Iterator[None]:
     """Eval mode, a KV cache, and no generation config of the model's own, which would fill in what ours leaves open (a repetition
     penalty, for example, which the log-probs of training do not have). All as it was afterwards."""
-    from transformers import GenerationConfig
-
     if not hasattr(model, "generate"):
         raise ModelError(f"{type(model).__name__} does not generate", where="model", fix="rollouts need a causal language model")
     training = [module for module in model.modules() if module.training]

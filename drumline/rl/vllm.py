@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from drumline.core.rollouts import VLLMGenerator as Config
 from drumline.core.secret import reveal
@@ -224,9 +226,6 @@ class WeightFolder:
 
     def _save(self, shard: dict[str, torch.Tensor], folder: Path, number: int) -> EnvironmentFault | None:
         """Why a file of weights cannot be written; None if it is."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         try:
             if number == 0:
                 shutil.rmtree(folder, ignore_errors=True)
