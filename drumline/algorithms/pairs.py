@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +59,3 @@ def means(sums: dict[str, float], *names: str) -> dict[str, float]:
     """Means over the pairs."""
     pairs = max(1.0, sums["pairs"])
     return {name: sums[name] / pairs for name in names}
-
-
-def deviation(sums: dict[str, float], name: str) -> float:
-    """Standard deviation over the pairs, from the sums of `name` and `name_squared`."""
-    pairs = max(1.0, sums["pairs"])
-    return math.sqrt(max(0.0, sums[f"{name}_squared"] / pairs - (sums[name] / pairs) ** 2))

@@ -36,7 +36,14 @@ def generator(
     hub id `model_path`, and reads new weights in a folder of `run_dir`.
     """
     if isinstance(config, c.VLLMGenerator):
-        return _vllm(config, tokenizer, seed, autocast or torch.float32, model_path, run_dir)
+        dtype = autocast or torch.float32
+        if config.url is None:
+            assert model_path is not None, "a rule refuses it"
+            engine = VLLMEngine(config, tokenizer, seed, model_path, str(dtype).removeprefix("torch."))
+            return engine, engine.refresh
+        server = VLLMServer(config, tokenizer, seed)
+        folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"
+        return server, None if config.weights == "none" else WeightFolder(server.server, folder.absolute(), dtype).refresh
     of_kind = ContinuousGenerator if isinstance(config, c.ContinuousGenerator) else HFGenerator
     if unsharded is not None and (of_kind is HFGenerator or autocast is None):
         return of_kind(config, unsharded, tokenizer, seed, autocast), None
@@ -51,17 +58,3 @@ def greedy(sampling: Any) -> Generator:
     if hasattr(sampling, "sampler"):
         made.sampler = Sampler(made.config.temperature, top_k=1)
     return made
-
-
-def _vllm(
-    config: c.VLLMGenerator, tokenizer: Any, seed: int, dtype: torch.dtype, model_path: str | None, run_dir: Path
-) -> tuple[Generator, Refresh | None]:
-    if config.url is None:
-        assert model_path is not None, "a rule refuses it"
-        engine = VLLMEngine(config, tokenizer, seed, model_path, str(dtype).removeprefix("torch."))
-        return engine, engine.refresh
-    server = VLLMServer(config, tokenizer, seed)
-    if config.weights == "none":
-        return server, None
-    folder = Path(config.folder) if config.folder is not None else run_dir / "rollout-weights"
-    return server, WeightFolder(server.server, folder.absolute(), dtype).refresh

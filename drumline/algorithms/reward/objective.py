@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from drumline.algorithms.base import Algorithm, LossOut
-from drumline.algorithms.pairs import deviation, means, pair_sums, sides
+from drumline.algorithms.pairs import means, pair_sums, sides
 from drumline.algorithms.reward.spec import RewardModelConfig
 
 BINS = 10
@@ -36,8 +37,9 @@ class RewardModel(Algorithm):
         return {"loss": sums["loss"] / max(1.0, sums["pairs"]), **metrics, "calibration_error": calibration_error(sums)}
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        metrics = means(sums, "accuracy", "margin", "chosen", "rejected")
-        return metrics | {f"{name}_std": deviation(sums, name) for name in ("chosen", "rejected")}
+        found = means(sums, "accuracy", "margin", "chosen", "rejected", "chosen_squared", "rejected_squared")
+        variances = {f"{name}_std": found.pop(f"{name}_squared") - found[name] ** 2 for name in ("chosen", "rejected")}
+        return found | {name: math.sqrt(max(0.0, variance)) for name, variance in variances.items()}
 
     def _rewards(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return sides(outputs.values().gather(1, batch.last_B[:, None]).squeeze(1))
