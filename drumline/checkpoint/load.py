@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drumline.checkpoint.manifest import INDEX, MANIFEST, SHARD_NAME, STATE, TEMP, Manifest, open_regular, read_manifest, record_of, step_of
-from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
+from drumline.checkpoint.ranks import Ranks, describe_error
 from drumline.checkpoint.storage import Reader, dtype_name, read_index
 from drumline.core.mesh import share
 from drumline.errors import CheckpointError
@@ -70,16 +70,13 @@ def check(path: Path, verify: bool, alone: bool = False) -> Manifest:
     Always hashes the state and the index; with `verify` the shards too. Collective unless `alone`. Raises CheckpointError that names the
     file and the reason.
     """
-    ranks = Ranks.all(alone)
-    try:
-        manifest = ranks.first(lambda: _structure(path))
-        if verify:
-            owners = share({name: record.bytes for name, record in manifest.files.items()}, ranks.size)
-            mine = [name for name, rank in owners.items() if rank == ranks.rank]
-            with ThreadPoolExecutor(HASHING_THREADS) as pool:
-                ranks.each(lambda: list(pool.map(lambda name: _require_file(path, name, manifest), mine)))
-    except RanksError as failure:
-        raise CheckpointError(str(failure)) from failure
+    ranks = Ranks.all(alone, CheckpointError)
+    manifest = ranks.first(lambda: _structure(path))
+    if verify:
+        owners = share({name: record.bytes for name, record in manifest.files.items()}, ranks.size)
+        mine = [name for name, rank in owners.items() if rank == ranks.rank]
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            ranks.each(lambda: list(pool.map(lambda name: _require_file(path, name, manifest), mine)))
     return manifest
 
 
@@ -100,7 +97,7 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
     tensors stay as they are. Collective unless `alone`. Raises CheckpointError on every rank: before it reads anything if names, shapes or
     dtypes differ; if it is raised later, `tensors` must not be used.
     """
-    ranks = Ranks.all(alone)
+    ranks = Ranks.all(alone, CheckpointError)
     wanted: dict[str, Tensor] = {}
 
     def fit() -> list[str]:
@@ -119,13 +116,10 @@ def load(path: Path, tensors: dict[str, Tensor], alone: bool = False, partly: bo
         except CheckpointException as failure:
             raise CheckpointError(f"cannot be read: {describe_error(failure)}", where=str(path)) from failure
 
-    try:
-        named = {name for names in ranks.each(fit) for name in names}
-        if not partly:
-            ranks.first(lambda: _require_whole_sections(path, named))
-        ranks.each(read)
-    except RanksError as failure:
-        raise CheckpointError(str(failure)) from failure
+    named = {name for names in ranks.each(fit) for name in names}
+    if not partly:
+        ranks.first(lambda: _require_whole_sections(path, named))
+    ranks.each(read)
 
 
 def _by_age(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:

@@ -23,17 +23,17 @@ class RanksError(Exception):
 
 
 class Ranks:
-    """The processes that act together; only this one without a process group."""
+    """The processes that act together; only this one without a process group. `error_type`: what a common step raises on all of them."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, error_type: type[Exception] = RanksError) -> None:
+        self.group, self.error_type = group, error_type
         self.rank = dist.get_rank(group) if group else 0
         self.size = dist.get_world_size(group) if group else 1
 
     @staticmethod
-    def all(alone: bool = False) -> Ranks:
+    def all(alone: bool = False, error_type: type[Exception] = RanksError) -> Ranks:
         """All ranks, over the default group; only this process if there is none or it acts `alone`."""
-        return Ranks(dist.group.WORLD if dist.is_initialized() and not alone else None)
+        return Ranks(dist.group.WORLD if dist.is_initialized() and not alone else None, error_type)
 
     @staticmethod
     def all_apart() -> Ranks:
@@ -41,7 +41,7 @@ class Ranks:
         return Ranks(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT) if dist.is_initialized() else None)
 
     def each(self, step: Callable[[], T]) -> list[T]:
-        """The results of `step` on every rank, in order of ranks, on all ranks. Raises RanksError on all if it failed on any."""
+        """The results of `step` on every rank, in order of ranks, on all ranks. Raises `error_type` on all if it failed on any."""
         value: T | None = None
         failure: str | None = None
         try:
@@ -53,13 +53,13 @@ class Ranks:
             dist.all_gather_object(everyone, (value, failure), group=self.group)
         failures = {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}
         if len(failures) == self.size and len(set(failures.values())) == 1:
-            raise RanksError(failures[0])
+            raise self.error_type(failures[0])
         if failures:
-            raise RanksError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+            raise self.error_type("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         return [value for value, _ in everyone]  # type: ignore[misc]
 
     def first(self, step: Callable[[], T]) -> T:
-        """The result of `step` on rank 0, on all ranks. Raises RanksError on all if it failed."""
+        """The result of `step` on rank 0, on all ranks. Raises `error_type` on all if it failed."""
         return self.each(lambda: step() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
