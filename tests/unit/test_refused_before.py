@@ -72,7 +72,7 @@ def prompts(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str) -> Requ
         },
         "data": {
             "train": [{"kind": "file", "path": str(tmp_path / "rows.jsonl"), "domain": name} for name in ("one", "two")],
-            "max_length": 24,
+            "max_length": 48,
             "cache_dir": str(tmp_path / "cache"),
         },
         "run": {"device": "cpu", "dir": str(tmp_path / "run"), "steps": 1, "report_to": []},
@@ -92,7 +92,7 @@ CURRICULUM = "algorithm.curriculum={{kind: weights, weights: {}}}".format
         ([CURRICULUM("{one: 1, two: 3}")], ""),
         ([CURRICULUM("{one: 1}")], "algorithm.curriculum.weights: the shares must name each domain once — the data has one, two"),
         ([CURRICULUM("{one: 1, three: 3}")], "algorithm.curriculum.weights: the shares must name each domain once"),
-        (["algorithm.generator.max_new_tokens=24"], "data.max_length: data.max_length 24 leaves no room for a prompt before"),
+        (["algorithm.generator.max_new_tokens=48"], "data.max_length: data.max_length 48 leaves no room for a prompt before"),
     ],
 )
 def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str) -> None:
@@ -108,13 +108,13 @@ def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str
 
 
 def test_weights_are_not_negative(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.curriculum\.weights.*greater than or equal to 0"):
+    with pytest.raises(ConfigError, match=r"algorithm\.curriculum.*-1 given, 0 or more is wanted"):
         prompts(tmp_path, [], CURRICULUM("{one: 1, two: -1}"))
 
 
 def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the prompt has .* tokens, and data\.max_length less max_new_tokens 8 leaves 16"):
-        make_plan(prompts(tmp_path, [{"prompt": "sing"}, {"prompt": "drum " * 30}]), on_progress=lambda *_: None)
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the prompt has .* tokens, and data\.max_length less max_new_tokens 8 leaves 40"):
+        make_plan(prompts(tmp_path, [{"prompt": "sing"}, {"prompt": "drum " * 60}]), on_progress=lambda *_: None)
 
 
 @pytest.mark.parametrize(
