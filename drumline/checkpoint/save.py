@@ -277,20 +277,15 @@ class Staging:
         staged = {}
         for name, tensor in tensors.items():
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            buffer = self._buffer(name, local)
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                self.buffers[name] = buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             buffer.copy_(local, non_blocking=True)
             # Not DTensor.from_local, which would move the copy back to the mesh's device.
             staged[name] = DTensor(buffer, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else buffer
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return staged
-
-    def _buffer(self, name: str, local: Tensor) -> Tensor:
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            self.buffers[name] = buffer
-        return buffer
 
 
 def free_bytes(folder: Path) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -113,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
                 storage = part.untyped_storage()
                 key = id(storage)
                 if key not in self._references:
-                    self._references[key] = weakref.ref(storage, self._forget(key))
+                    self._references[key] = weakref.ref(storage, partial(self._freed, key))
                     if unknown:
                         self._unknown[key] = 0
                 self._resized(key, storage.nbytes())
@@ -125,13 +126,10 @@ class LiveBytes(TorchDispatchMode):
             self.current += bytes_ - self._sizes.get(key, 0)
             self._sizes[key] = bytes_
 
-    def _forget(self, key: int) -> Callable[[Any], None]:
-        def gone(_: Any) -> None:
-            del self._references[key]
-            if self._unknown.pop(key, None) is None:
-                self.current -= self._sizes.pop(key)
-
-        return gone
+    def _freed(self, key: int, _: Any) -> None:
+        del self._references[key]
+        if self._unknown.pop(key, None) is None:
+            self.current -= self._sizes.pop(key)
 
     def _settle(self) -> None:
         """Count the storages that Python could not find and that were seen when they were used: those that still exist, as DDP's buckets
