@@ -1,6 +1,5 @@
-"""What a strategy costs: the bytes that a rank holds and sends. Here are the terms, and the costs of copies of the model, which every
-strategy has where it says nothing else. In bytes, exact: as the engines allocate them and their `rank_params()` counts them (a count of
-steps, 4 bytes a tensor, is left out there and here). Pure."""
+"""The terms in which a strategy says what it costs, and what copies of the model cost, which are its defaults. Bytes are exact: the engines
+allocate as many, and their `rank_params()` counts as many (both leave out a count of steps, 4 bytes a tensor). Pure."""
 
 from __future__ import annotations
 
@@ -124,7 +123,7 @@ SHARES: dict[Collective, Callable[[float, int], float]] = {
 
 @dataclass
 class Volume:
-    """All flows of a step. `part`: the share of the ranks that makes the next calls; `axis`, `calls` and `beside`: see Flow."""
+    """The flows of a step. `part`: the share of the ranks that makes the next calls; `axis`, `calls` and `beside`: see Flow."""
 
     part: float = 1.0
     flows: list[Flow] = field(default_factory=list)
@@ -145,7 +144,7 @@ class Volume:
 
 
 def kind_of(layout: Layout) -> Kind:
-    """How the layout computes."""
+    """How the layout computes in its precision."""
     if layout.precision == "fp32":
         return "fp32"
     low = layout.strategy.keeps_low or layout.strategy.gathered_in(layout.precision, layout.config.images_alone) is not None

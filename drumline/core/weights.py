@@ -93,7 +93,7 @@ def part_of(facts: ModelFacts, layers: tuple[tuple[int, int], ...] = (), ranks: 
 
 
 def end_weights(facts: ModelFacts, mine: Part) -> list[Weight]:
-    """Weights outside of the blocks. What is tied lies on both ends, once where they are one."""
+    """The weights of this part outside of the blocks. Tied ones lie on both ends, once where the ends are one."""
 
     def here(weight: Weight) -> bool:
         last = weight.place == "after" or (weight.place == "before" and any(word in weight.name for word in LAST))
@@ -111,13 +111,13 @@ def rank_params(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> 
 
 @lru_cache(maxsize=4096)
 def ends(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """The same of its weights outside of the blocks."""
+    """The entries of its weights outside of the blocks."""
     return sizes(end_weights(facts, mine), tp, shards)
 
 
 @lru_cache(maxsize=4096)
 def largest_block(facts: ModelFacts, mine: Part, tp: int = 1, shards: int = 1) -> Sizes:
-    """The same of its largest block; nothing where it has no block."""
+    """The entries of its largest block; none where it has no block."""
     blocks = (sizes(facts.block_weights[block], tp, shards) for block in _kinds(facts, mine))
     return max(blocks, key=lambda size: size.entries, default=Sizes())
 

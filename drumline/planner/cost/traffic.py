@@ -136,7 +136,7 @@ def _vocabulary(volume: Volume, layout: Layout, facts: ModelFacts, tokens: float
 def context(volume: Volume, layout: Layout, facts: ModelFacts, head: Head) -> None:
     """Ulysses: in each block queries, keys and values (heads repeated where the ranks do not divide them) change from parts of the sequence
     to heads by an all-to-all, what attention makes of them changes back, and all gradients go the same ways; activation checkpointing
-    repeats the forward. Then what the loss says of each token is gathered. Ring attention is counted as it would send at least:
+    repeats the forward. Then the losses of all tokens are gathered. Ring attention is counted as it would send at least:
     keys and values once around in forward, and with their gradients in backward."""
     ranks, rounds, tp = layout.mesh.cp, layout.batch.accumulation, layout.mesh.tp
     if ranks == 1:
