@@ -85,7 +85,7 @@ class OneDegree(StrategySpec):
     """One degree given by the name of the strategy; the other processes hold copies (DDP)."""
 
     dimension: ClassVar[Dimension]
-    rules = (
+    lacks = (
         *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
         *no_option("replicate", "it holds copies of what is not cut anyhow", "a smaller degree; the other processes hold copies"),

@@ -54,9 +54,9 @@ def strategies() -> dict[str, type[StrategySpec]]:
 
 def _refusal(kind: str, spec: type[StrategySpec], values: dict[str, Any], device: str) -> tuple[str, str]:
     keys = {f"offload_{value}" if key == "offload" else key for key, value in values.get("strategy", {}).items()}
-    for rule in spec.rules:
-        if rule.phase == "schema" and rule.name in keys:
-            return str(rule.reason), str(rule.instead)
+    for refusal in spec.lacks:
+        if refusal.name in keys:
+            return refusal.reason, refusal.instead
     options = spec.example(kind, values.get("strategy", {}))
     sections = {name: section for name, section in values.items() if name != "strategy"}
     try:

@@ -152,9 +152,9 @@ def _no_kind(error: str, given: Any, place: Place) -> tuple[str, str]:
 def _unknown_key(place: Place, kind: str | None) -> tuple[str, str]:
     key, section = place[-1], place[:-1]
     what = f"unknown key {key!r}"
-    for rule in [rule for model in models_at(section) if kind_of(model) == kind for rule in getattr(model, "rules", ())]:
-        if rule.phase == "schema" and rule.name == key:
-            return f"{kind} has no {key}: {rule.reason}", f"use {rule.instead}"
+    for refusal in [refusal for model in models_at(section) if kind_of(model) == kind for refusal in getattr(model, "lacks", ())]:
+        if refusal.name == key:
+            return f"{kind} has no {key}: {refusal.reason}", f"use {refusal.instead}"
     owners = [k for k in kinds_at(section) if k != kind and key in keys_at(section, k)]
     if kind and owners:
         return f"{what} of kind {kind}", f"kind {' or '.join(owners)} has it"

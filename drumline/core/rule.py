@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from drumline.core.config import Config
     from drumline.core.facts import ModelFacts
     from drumline.core.strategy import StrategySpec
-
-# When a rule can be checked: schema: the option is no key of the strategy; plan: config, mesh and device are known; model: so is the model.
-Phase = Literal["schema", "plan", "model"]
 
 
 @dataclass(frozen=True)
@@ -48,30 +44,10 @@ class Refusal:
         return PlanError(f"{self.name}: {reason or self.reason}", where=self.where, fix=self.instead)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One combination that a strategy refuses; in phase schema `name` is the option. The texts may be made from the numbers of the case. A
-    rule of phase model is checked where `facts` are known."""
-
-    name: str
-    refuses: Callable[[Case], object]
-    reason: str | Callable[[Case], str]
-    instead: str | Callable[[Case], str]
-    where: str = "strategy"
-    phase: Phase = "plan"
-
-    def check(self, case: Case) -> None:
-        """Raises PlanError where it refuses."""
-        if self.phase == "schema" or (self.phase == "model" and case.facts is None) or not self.refuses(case):
-            return
-        reason, instead = (text if isinstance(text, str) else text(case) for text in (self.reason, self.instead))
-        raise Refusal(self.name, reason, instead, self.where).error()
-
-
-def no_option(options: str, reason: str, instead: str) -> tuple[Rule, ...]:
+def no_option(options: str, reason: str, instead: str) -> tuple[Refusal, ...]:
     """Options that a strategy has no key for, because the two cannot go together. offload_cpu and offload_nvme stand for its own way of
     saying it."""
-    return tuple(Rule(option, lambda _: True, reason, instead, f"strategy.{option}", "schema") for option in options.split())
+    return tuple(Refusal(option, reason, instead, f"strategy.{option}") for option in options.split())
 
 
 def quantizes(config: Config) -> bool:

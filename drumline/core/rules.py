@@ -18,11 +18,9 @@ NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this
 
 def check_rules(case: Case) -> None:
     """Raises PlanError by the first rule that refuses: those for all strategies, then the strategy's own."""
-    for rules in (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble):
+    for rules in (_images, _adapters, _model, _batch_norm, _tensor_parallel, _context_parallel, _zero_bubble, case.strategy.refusals):
         for refusal in rules(case):
             raise refusal.error()
-    for rule in case.strategy.rules:
-        rule.check(case)
 
 
 def _images(case: Case) -> Iterator[Refusal]:

@@ -16,7 +16,7 @@ from drumline.core.cost import Buffers, Copied, Host, State, Volume, copies_buff
 from drumline.core.estimate import Activations
 from drumline.core.mesh import Mesh
 from drumline.core.registry import Registered, Spec
-from drumline.core.rule import Rule
+from drumline.core.rule import Case, Refusal
 from drumline.core.section import KIND_ALONE, MOST_STEPS, Section
 from drumline.core.weights import Part
 from drumline.errors import PlanError
@@ -106,7 +106,7 @@ class StrategySpec(Spec):
     whole_weights: ClassVar[bool] = True  # without tp, cp and pp: each rank holds all of them
     keeps_low: ClassVar[bool] = False  # weights lie in the type that it computes in, with fp32 ones for the step besides
     reserve: ClassVar[float] = 1.08  # what CUDA's allocator reserves for each byte of tensors (docs/planning.md, "Constants")
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    lacks: ClassVar[tuple[Refusal, ...]] = ()  # options that it has no key for, by `core.rule.no_option`
 
     # ------------------------------------------------------------------------------------------------ config and layout
 
@@ -174,6 +174,10 @@ class StrategySpec(Spec):
     def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
         """What the user should know of it on this many processes, one line each."""
         return []
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        """What it cannot be combined with, besides what no strategy can (core.rules)."""
+        yield from ()
 
     def frozen(self) -> StrategySpec:
         """How a model is spread that only answers, beside one that learns under this strategy."""

@@ -26,11 +26,11 @@ def test_every_strategy_has_a_row() -> None:
 
 
 def test_the_config_refuses_with_the_words_of_the_table() -> None:
-    (rule,) = (rule for rule in strategies()["zero3"].rules if rule.phase == "schema" and rule.name == "tp")
-    reason, instead = str(rule.reason), str(rule.instead)
+    (refusal,) = (refusal for refusal in strategies()["zero3"].lacks if refusal.name == "tp")
     with pytest.raises(ConfigError) as error:
         load_text(DATA + "strategy: {kind: zero3, tp: 2}\n", [], "c.yaml")
-    assert reason in error.value.line() and instead in error.value.line() and error.value.line().startswith("c.yaml:2: strategy.tp")
+    line = error.value.line()
+    assert refusal.reason in line and refusal.instead in line and line.startswith("c.yaml:2: strategy.tp")
 
 
 def test_the_table_is_printed_whole() -> None:

@@ -6,20 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from drumline.core.degrees import Degrees, mixes
-from drumline.core.mesh import Dimension
-from drumline.core.rule import Rule, no_option
+from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.strategy import WITH_MEMORY, CopyOptions, Space, StrategySpec
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
-
-
-def _uncompressed(degree: Dimension, what: str) -> Rule:
-    return Rule(
-        f"compression × {degree}",
-        lambda c: getattr(c.mesh, degree) > 1 and c.strategy.copies().compression.kind != "none",
-        f"gradients of {what} are averaged without DDP, whose buckets the compression works on",
-        "use compression=none",
-        "strategy.compression",
-    )
 
 
 class DDPStrategy(Degrees, CopyOptions):
@@ -28,21 +17,22 @@ class DDPStrategy(Degrees, CopyOptions):
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
     takes_packed: ClassVar[bool] = True
-    rules = (
+    lacks = (
         *no_option("replicate", "it holds a copy on each rank anyhow", "fsdp2 with replicate"),
         *no_option("offload_cpu offload_nvme", "each rank keeps its part where it computes",
                    "fsdp2 with offload=cpu (tp, cp and pp go with it), or zero3"),
-        _uncompressed("tp", "cut matrices"),
-        _uncompressed("pp", "a pipeline's stages"),
-        Rule(
-            "powersgd, topk × fp16",
-            lambda c: c.precision == "fp16" and c.strategy.copies().compression.kind in WITH_MEMORY,
-            "what they keep for the next step would be in units of a loss scale that changes",
-            "use precision=bf16, or compression=int8",
-            "strategy.compression",
-        ),
     )  # fmt: skip
     kind: Literal["ddp"] = "ddp"
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        kind, where = self.compression.kind, "strategy.compression"
+        for degree, what in (("tp", "cut matrices"), ("pp", "a pipeline's stages")):
+            if kind != "none" and getattr(case.mesh, degree) > 1:
+                reason = f"gradients of {what} are averaged without DDP, whose buckets the compression works on"
+                yield Refusal(f"compression × {degree}", reason, "use compression=none", where)
+        if case.precision == "fp16" and kind in WITH_MEMORY:
+            reason = "what they keep for the next step would be in units of a loss scale that changes"
+            yield Refusal("powersgd, topk × fp16", reason, "use precision=bf16, or compression=int8", where)
 
     def copies(self) -> CopyOptions:
         return self

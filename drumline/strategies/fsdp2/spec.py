@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,21 +15,12 @@ from drumline.core.estimate import Activations
 from drumline.core.facts import ModelFacts
 from drumline.core.mesh import Mesh, divide
 from drumline.core.plan import Layout, Plan
-from drumline.core.rule import Case, Rule, no_option
+from drumline.core.rule import Case, Refusal, no_option
 from drumline.core.section import Ranks
 from drumline.core.strategy import OFFLOADED, DataParallel, Precision, Space, StrategySpec
 from drumline.core.weights import Part, ends, largest_block, rank_params
 
 MOST_COPIES = 4  # sizes of a hybrid's shard groups that are tried: a host, two, four, eight
-
-
-def _of(case: Case) -> FSDP2Strategy:
-    return cast(FSDP2Strategy, case.strategy)
-
-
-def _not_there(case: Case) -> list[str]:
-    """Classes that should be wrapped and the model does not have."""
-    return sorted(set(_of(case).wrap or ()) - case.facts.classes) if case.facts else []
 
 
 class FSDP2Strategy(Degrees):
@@ -39,36 +30,9 @@ class FSDP2Strategy(Degrees):
     in_step: ClassVar[bool] = True
     whole_weights: ClassVar[bool] = False
     reserve: ClassVar[float] = 1.24
-    rules = (
+    lacks = (
         *no_option("offload_nvme", "torch offloads to host memory only", "fsdp2 with offload=cpu, or zero3 with offload_parameters"),
         *no_option("compression", "shards are reduced by reduce-scatter, which has no hooks", "reduce_dtype=bf16"),
-        Rule(
-            "wrap × the model",
-            _not_there,
-            lambda c: f"the model has no module of class {', '.join(_not_there(c))}",
-            lambda c: f"there are {', '.join(sorted(c.facts.classes))}" if c.facts else "",
-            "strategy.wrap",
-            "model",
-        ),
-        Rule(
-            "fp16 weights or gradients × no loss scale",
-            lambda c: c.precision != "fp16" and "fp16" in (_of(c).param_dtype, _of(c).reduce_dtype),
-            "gradients in fp16 fall to zero without the loss scale of precision=fp16",
-            "use precision=fp16, or bf16 for the two types",
-        ),
-        Rule(
-            "weights of images in low precision",
-            lambda c: c.config.images_alone and _of(c).param_dtype in ("bf16", "fp16"),
-            "pixels and the statistics of batch norms are fp32, and layers take one type",
-            "leave strategy.param_dtype out: autocast computes in low precision, op by op",
-            "strategy.param_dtype",
-        ),
-        Rule(
-            "zero_bubble × fsdp2",
-            lambda c: c.mesh.pp > 1 and c.strategy.pipeline_schedule()[0] == "zero_bubble",
-            "the split backward does not see through FSDP2's hooks: measured, weights of later stages get no gradient and nothing is said",
-            "use schedule: interleaved",
-        ),
     )
     kind: Literal["fsdp2"] = "fsdp2"
     reshard_after_forward: bool = Field(
@@ -85,6 +49,22 @@ class FSDP2Strategy(Degrees):
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Type gradients are reduced in.")
     wrap: list[str] | None = Field(None, description="Class names of the blocks that are gathered by themselves; null: the model's own.")
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        types = self.param_dtype, self.reduce_dtype
+        if case.facts is not None and (missing := sorted(set(self.wrap or ()) - case.facts.classes)):
+            reason, there = f"the model has no module of class {', '.join(missing)}", f"there are {', '.join(sorted(case.facts.classes))}"
+            yield Refusal("wrap × the model", reason, there, "strategy.wrap")
+        if case.precision != "fp16" and "fp16" in types:
+            reason = "gradients in fp16 fall to zero without the loss scale of precision=fp16"
+            yield Refusal("fp16 weights or gradients × no loss scale", reason, "use precision=fp16, or bf16 for the two types")
+        if case.config.images_alone and self.param_dtype in ("bf16", "fp16"):
+            reason = "pixels and the statistics of batch norms are fp32, and layers take one type"
+            instead = "leave strategy.param_dtype out: autocast computes in low precision, op by op"
+            yield Refusal("weights of images in low precision", reason, instead, "strategy.param_dtype")
+        if case.mesh.pp > 1 and self.pipeline_schedule()[0] == "zero_bubble":
+            reason = "the split backward does not see through FSDP2's hooks: measured, weights of later stages silently get no gradient"
+            yield Refusal("zero_bubble × fsdp2", reason, "use schedule: interleaved")
 
     def mesh(self, world: int) -> Mesh:
         rest, degrees = self.rest(world)

@@ -22,7 +22,7 @@ CHUNK = 2**24  # fp32 entries that engine.in_pieces takes at once
 class Apart(StrategySpec):
     """The base of strategies whose ranks train copies of their own, and come together every `period` steps."""
 
-    rules = (
+    lacks = (
         *no_option("tp cp pp replicate", "each rank trains a whole model by itself between two exchanges", "fsdp2 with tp, cp or pp"),
         *no_option("compression", "it sends weights once a period, not gradients each step", "a longer period"),
         *no_option("offload_cpu offload_nvme", "each rank keeps a whole optimizer by itself", "zero2 with offload_optimizer"),

@@ -51,8 +51,8 @@ class ModelParallelStrategy(OneDegree):
 
     position: ClassVar[int] = 13
     dimension: ClassVar[Dimension] = "pp"
-    rules = (
-        *OneDegree.rules,
+    lacks = (
+        *OneDegree.lacks,
         *no_option("tp cp pp", "it is the naive way, one stage at a time", "strategy={kind: ddp, pp: N, …}"),
         *no_option("compression", "only DDP has hooks for gradients", "strategy=ddp"),
     )

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from drumline.core.mesh import Mesh
 from drumline.core.plan import Plan
-from drumline.core.rule import Rule, no_option, sees
+from drumline.core.rule import Case, Refusal, no_option, sees
 from drumline.core.strategy import DataParallel, Space, StrategySpec
 
 
 class OneProcess(StrategySpec):
     one_process: ClassVar[bool] = True
-    rules = (
+    lacks = (
         *no_option("tp cp pp replicate", "it is one process, and there is nothing to spread over", "strategy={kind: ddp, …} or fsdp2"),
         *no_option("compression", "one process sends no gradients", "strategy=ddp"),
         *no_option("offload_cpu offload_nvme", "it keeps its state where it computes", "zero2 or zero3 with one process, which offload"),
@@ -37,30 +37,19 @@ class DPStrategy(OneProcess):
 
     position: ClassVar[int] = 2
     simplicity: ClassVar[int] = 1
-    rules = (
-        *OneProcess.rules,
-        Rule(
-            "images × dp",
-            sees,
-            "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches",
-            "use strategy=ddp",
-            phase="model",
-        ),
-        Rule(
-            "dp × pairs",
-            lambda c: c.device == "cuda" and (c.config.algorithm.rows_per_sample > 1 or c.config.algorithm.pairs_with_previous),
-            "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs",
-            "use strategy=ddp",
-        ),
-        Rule(
-            "dp × compile",
-            lambda c: c.config.compile.enabled,
-            "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for",
-            "use strategy=ddp, or compile.enabled=false",
-            where="compile.enabled",
-        ),
-    )
     kind: Literal["dp"] = "dp"
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        algorithm = case.config.algorithm
+        if sees(case):
+            reason = "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches"
+            yield Refusal("images × dp", reason, "use strategy=ddp")
+        if case.device == "cuda" and (algorithm.rows_per_sample > 1 or algorithm.pairs_with_previous):
+            reason = "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs"
+            yield Refusal("dp × pairs", reason, "use strategy=ddp")
+        if case.config.compile.enabled:
+            reason = "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for"
+            yield Refusal("dp × compile", reason, "use strategy=ddp, or compile.enabled=false", "compile.enabled")
 
     def data_parallel(self, mesh: Mesh) -> DataParallel:
         return "dp"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.load import read_deepspeed
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, Plan
-from drumline.core.rule import Case, Rule, no_option, recomputes_some
+from drumline.core.rule import Case, Refusal, no_option, recomputes_some
 from drumline.core.secret import withhold
 from drumline.core.section import PathText
 from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
@@ -26,27 +26,16 @@ from drumline.strategies.zero.machine import require
 CPU = Offload(kind="cpu")
 
 
-def _on_disk(case: Case) -> bool:
-    return case.strategy.offloads()[0] == "nvme"
-
-
 class Zero(ZeroCosts):
     simplicity: ClassVar[int] = 4
     compared: ClassVar[bool] = True
     in_step: ClassVar[bool] = True
     package: ClassVar[str | None] = "deepspeed"
     reserve: ClassVar[float] = 1.05
-    rules = (
+    lacks = (
         *no_option("tp cp pp", "DeepSpeed cuts flat buffers, and knows nothing of matrices cut by DTensor or of stages",
                    "fsdp2 with tp, cp or pp"),
         *no_option("compression", "DeepSpeed reduces gradients itself, without hooks", "zero3 with zeropp: {quantized_gradients: true}"),
-        Rule(
-            "ZeRO × fp16 × CPU",
-            lambda c: c.device == "cpu" and c.precision == "fp16",
-            "DeepSpeed takes fp16 on GPUs only",
-            "use precision=bf16 or fp32, or strategy=fsdp2",
-            "precision",
-        ),
     )  # fmt: skip
     config: PathText | dict[str, Any] | None = Field(
         None, description="A DeepSpeed config of your own: a JSON, relative to the YAML, or its keys. `auto` values are filled in."
@@ -54,6 +43,15 @@ class Zero(ZeroCosts):
     offload_optimizer: OffloadField = Field(default_factory=Offload, description="Where moments and fp32 weights live, and the step runs.")
     options: dict[str, Any] = Field(default_factory=dict, description="Any other keys of a DeepSpeed config, passed through.")
     flops_profiler: bool = Field(False, description="DeepSpeed's profile of one step, into RUN/flops_profile.txt.")
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        if case.device == "cpu" and case.precision == "fp16":
+            instead = "use precision=bf16 or fp32, or strategy=fsdp2"
+            yield Refusal("ZeRO × fp16 × CPU", "DeepSpeed takes fp16 on GPUs only", instead, "precision")
+        if self.stage < 3 and self.offloads()[0] == "nvme":
+            reason = "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory"
+            instead = "use strategy=zero3, or offload_optimizer=cpu"
+            yield Refusal("zero1, zero2 × NVMe offload", reason, instead, "strategy.offload_optimizer")
 
     @classmethod
     def example(cls, kind: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -129,34 +127,21 @@ class Zero(ZeroCosts):
         return prepare(plan, model, values, **options)
 
 
-NO_DISK = (
-    *no_option("replicate", "DeepSpeed has a second partition for ZeRO-3 only", "fsdp2 with replicate"),
-    Rule(
-        "zero1, zero2 × NVMe offload",
-        _on_disk,
-        "DeepSpeed has NVMe offload in ZeRO-3 only, and would quietly use host memory",
-        "use strategy=zero3, or offload_optimizer=cpu",
-        "strategy.offload_optimizer",
-    ),
-)
+NO_COPIES = (*Zero.lacks, *no_option("replicate", "DeepSpeed has a second partition for ZeRO-3 only", "fsdp2 with replicate"))
 
 
 class Zero1Strategy(Zero):
     position: ClassVar[int] = 7
     stage: ClassVar[Literal[1, 2, 3]] = 1
-    rules = (*Zero.rules, *NO_DISK)
+    lacks = NO_COPIES
     kind: Literal["zero1"] = "zero1"
 
 
 class Zero2Strategy(Zero):
     position: ClassVar[int] = 8
     stage: ClassVar[Literal[1, 2, 3]] = 2
-    rules = (*Zero.rules, *NO_DISK)
+    lacks = NO_COPIES
     kind: Literal["zero2"] = "zero2"
-
-
-def _plus(case: Case) -> ZeroPlusPlus:
-    return cast(Zero3Strategy, case.strategy).zeropp
 
 
 class Zero3Strategy(Zero):
@@ -164,55 +149,39 @@ class Zero3Strategy(Zero):
     stage: ClassVar[Literal[1, 2, 3]] = 3
     whole_weights: ClassVar[bool] = False
     reserve: ClassVar[float] = 1.24
-    rules = (
-        *Zero.rules,
+    lacks = (
+        *Zero.lacks,
         *no_option("replicate", "DeepSpeed calls it otherwise", "zeropp: {hierarchical_partition: N}, or fsdp2 with replicate"),
-        Rule(
-            "selective checkpointing × zero3",
-            recomputes_some,
-            "torch's selective checkpointing wants the same operations again, and DeepSpeed gathers weights within a block otherwise then",
-            "use memory.activation_checkpointing=full, or strategy=fsdp2",
-            "memory.activation_checkpointing",
-        ),
-        Rule(
-            "zero3 × compile",
-            lambda c: c.config.compile.enabled,
-            "its hooks gather weights between the calls of layers, which torch.compile cannot trace",
-            "use strategy=zero2 or fsdp2",
-            "compile.enabled",
-        ),
-        Rule(
-            "zero3 with its optimizer on the device × parameters on NVMe",
-            lambda c: c.strategy.offloads() == ("none", "nvme"),
-            "the step would bring all weights back to the device",
-            "set offload_optimizer to cpu or nvme as well",
-            "strategy.offload_parameters",
-        ),
-        Rule(
-            "zero3 on NVMe × SGD",
-            lambda c: _on_disk(c) and c.config.optimizer.kind == "sgd",
-            "DeepSpeed swaps the moments of Adam only",
-            "use optimizer.kind=adamw, or offload_optimizer=cpu",
-            "strategy.offload_optimizer",
-        ),
-        Rule(
-            "ZeRO++ quantisation × CPU",
-            lambda c: c.device == "cpu" and (_plus(c).quantized_weights or _plus(c).quantized_gradients),
-            "its kernels are for GPUs",
-            "leave quantized_weights and quantized_gradients out",
-            "strategy.zeropp",
-        ),
-        Rule(
-            "ZeRO++ hierarchical_partition × number of processes",
-            lambda c: c.mesh.world_size % _plus(c).hierarchical_partition != 0,
-            "the ranks of a second copy must divide all ranks",
-            "use the number of GPUs of one host",
-            "strategy.zeropp.hierarchical_partition",
-        ),
     )
     kind: Literal["zero3"] = "zero3"
     offload_parameters: OffloadField = Field(default_factory=Offload, description="Where weights live while they are not used.")
     zeropp: ZeroPlusPlus = Field(default_factory=ZeroPlusPlus, description="ZeRO++ switches.")
+
+    def refusals(self, case: Case) -> Iterator[Refusal]:
+        yield from super().refusals(case)
+        if recomputes_some(case):
+            reason = (
+                "torch's selective checkpointing wants the same operations again,"
+                " and DeepSpeed gathers weights within a block otherwise then"
+            )
+            instead = "use memory.activation_checkpointing=full, or strategy=fsdp2"
+            yield Refusal("selective checkpointing × zero3", reason, instead, "memory.activation_checkpointing")
+        if case.config.compile.enabled:
+            reason = "its hooks gather weights between the calls of layers, which torch.compile cannot trace"
+            yield Refusal("zero3 × compile", reason, "use strategy=zero2 or fsdp2", "compile.enabled")
+        if self.offloads() == ("none", "nvme"):
+            name = "zero3 with its optimizer on the device × parameters on NVMe"
+            reason, instead = "the step would bring all weights back to the device", "set offload_optimizer to cpu or nvme as well"
+            yield Refusal(name, reason, instead, "strategy.offload_parameters")
+        if self.offload_optimizer.kind == "nvme" and case.config.optimizer.kind == "sgd":
+            reason, instead = "DeepSpeed swaps the moments of Adam only", "use optimizer.kind=adamw, or offload_optimizer=cpu"
+            yield Refusal("zero3 on NVMe × SGD", reason, instead, "strategy.offload_optimizer")
+        if case.device == "cpu" and (self.zeropp.quantized_weights or self.zeropp.quantized_gradients):
+            instead = "leave quantized_weights and quantized_gradients out"
+            yield Refusal("ZeRO++ quantisation × CPU", "its kernels are for GPUs", instead, "strategy.zeropp")
+        if case.mesh.world_size % self.zeropp.hierarchical_partition:
+            name, where = "ZeRO++ hierarchical_partition × number of processes", "strategy.zeropp.hierarchical_partition"
+            yield Refusal(name, "the ranks of a second copy must divide all ranks", "use the number of GPUs of one host", where)
 
     def offloads(self) -> tuple[str, str]:
         return self.offload_optimizer.kind, self.offload_parameters.kind
