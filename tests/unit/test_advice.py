@@ -15,7 +15,7 @@ from drumline.planner.report.extra import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first
-from drumline.planner.search.search import fits, options_of, search
+from drumline.planner.search.search import fits, search, search_space
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, laid, question
 
@@ -93,7 +93,7 @@ def test_the_longest_row_of_each_family() -> None:
         (m.number for m in found), reverse=True
     )
     for most in found[:3]:
-        family = [way for way in options_of(asked) if way.family == most.found.family]
+        family = [way for way in search_space(asked) if way.names(4).family == most.found.family]
         assert most.found.layout.length == most.number and most.number % STEP == 0 and most.found.estimate.verdict == "fits"
         assert most.number > 131_072 - STEP or not fits(_of_length(asked, most.number + STEP), family)
 
@@ -192,7 +192,7 @@ def test_auto_writes_what_it_chose(batch: dict[str, int]) -> None:
     assert why.startswith(f"strategy auto: {first.name}, micro-batch {first.layout.batch.micro_batch} × accumulation")
     second = next(other for other in others if other.family != first.family)
     assert f"second {second.name}" in why
-    (again,) = search(replace(asked, config=config), [way for way in options_of(asked) if way.name == first.name]).ranked
+    (again,) = search(replace(asked, config=config), [way for way in search_space(asked) if way.names(8).name == first.name]).ranked
     assert again.layout.batch == first.layout.batch, "what is not written comes out so anyway"
     assert again.layout.activation_checkpointing == first.layout.activation_checkpointing
     assert Config.model_validate(config.model_dump()).strategy == config.strategy

@@ -11,9 +11,10 @@ import pytest
 from drumline.core.estimate import TIGHT, HostMemory
 from drumline.core.load import load_text
 from drumline.core.plan import RolePlan
+from drumline.core.strategy import Names
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, in_order
 from drumline.planner.search.auto import with_little_room
-from drumline.planner.search.search import CHECKPOINTING, FEW, describe, fits, look_at, options_of, search, search_space
+from drumline.planner.search.search import CHECKPOINTING, FEW, fits, look_at, search, search_space
 from tests import strategies as s
 from tests.unit.shapes import asks, facts, question
 
@@ -25,6 +26,10 @@ def families(answer: Answer) -> dict[str, list[Candidate]]:
     for candidate in answer.ranked:
         found.setdefault(candidate.family, []).append(candidate)
     return found
+
+
+def searched(asked: Question) -> list[Names]:
+    return [strategy.names(asked.cluster.world_size) for strategy in search_space(asked)]
 
 
 def refused(answer: Answer) -> dict[str, str]:
@@ -141,7 +146,7 @@ def test_what_the_user_says_is_held() -> None:
     assert of_kind and all(strategy.offload == "cpu" for strategy in of_kind)
     assert {"ddp", "zero2"} <= families(answer).keys(), "the others are there to compare with"
     staged = question("1b", "4xa100-80g", strategy={"kind": "fsdp2", "pipeline": {"stages_per_rank": 4}})
-    pipes = [way.strategy.pipeline for way in options_of(staged) if isinstance(way.strategy, s.FSDP2Strategy) and way.strategy.pp > 1]
+    pipes = [way.pipeline for way in search_space(staged) if isinstance(way, s.FSDP2Strategy) and way.pp > 1]
     assert {(pipe.schedule, pipe.stages_per_rank) for pipe in pipes} >= {("interleaved", 4), ("gpipe", 4)}
     open_ = search(replace(said, config=said.config.model_copy(update={"strategy": s.AutoStrategy()})))
     assert any(getattr(c.layout.strategy, "offload", "") == "none" for c in open_.ranked)
@@ -150,7 +155,7 @@ def test_what_the_user_says_is_held() -> None:
 @pytest.mark.slow
 def test_strategies_that_are_tried_by_name_only() -> None:
     by_name = ("dp", "local_sgd", "diloco", "model_parallel")
-    assert not {way.family for way in search_space(s.AutoStrategy(), question("1b", "8xa100-80g").cluster, facts("1b"))} & set(by_name)
+    assert not {names.family for names in searched(question("1b", "8xa100-80g"))} & set(by_name)
     for kind in by_name:
         answer = search(question("0.1b", "4xa100-80g", batch=BATCH, strategy=kind))
         assert any(name.startswith(kind) for name in families(answer)), refused(answer)
@@ -180,10 +185,10 @@ def test_a_family_is_refused_in_the_words_of_its_rule(asked: Callable[[], Questi
 def test_every_family_has_an_answer() -> None:
     asked = question("1b", {"device": "a100-80g", "per_node": 8, "nodes": 2}, batch=BATCH)
     answer = search(asked)
-    assert {way.family for way in options_of(asked)} == families(answer).keys() | refused(answer).keys()
-    names = [way.name for way in options_of(asked)]
+    assert {names.family for names in searched(asked)} == families(answer).keys() | refused(answer).keys()
+    names = [names.name for names in searched(asked)]
     assert len(names) == len(set(names)) and "fsdp2 hybrid 2" in names and "fsdp2 × pp 2 interleaved × tp 4" in names
-    assert all(way.strategy.tp <= 8 for way in options_of(asked) if isinstance(way.strategy, s.DDPStrategy)), "tp within a host"
+    assert all(way.tp <= 8 for way in search_space(asked) if isinstance(way, s.DDPStrategy)), "tp within a host"
 
 
 @pytest.mark.parametrize(
@@ -200,13 +205,13 @@ def test_every_family_has_an_answer() -> None:
     ],
 )
 def test_names(strategy: s.StrategySpec, name: str, family: str) -> None:
-    way = describe(strategy, 8)
-    assert (way.name, way.family) == (name, family)
+    names = strategy.names(8)
+    assert (names.name, names.family) == (name, family)
 
 
 def test_nvme_where_a_folder_is_named() -> None:
-    without = {way.family for way in options_of(question("8b", "1xa100-80g"))}
-    named = {way.family for way in options_of(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
+    without = {names.family for names in searched(question("8b", "1xa100-80g"))}
+    named = {names.family for names in searched(question("8b", "1xa100-80g", strategy={"kind": "auto", "nvme": "/disk"}))}
     assert named - without == {"zero3 nvme", "zero3 nvme optimizer"}
 
 
@@ -219,7 +224,7 @@ def test_checkpointing_and_micro_batch_are_searched_where_they_are_open() -> Non
     none = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "none"}), s.FSDP2Strategy())
     full = look_at(question("8b", "8xa100-80g", batch=several, memory={"activation_checkpointing": "full"}), s.FSDP2Strategy())
     assert not isinstance(none, Candidate) and isinstance(full, Candidate)
-    assert fits(asked) and not fits(question("70b", "1x4090"), [describe(s.SingleStrategy(), 1)])
+    assert fits(asked) and not fits(question("70b", "1x4090"), [s.SingleStrategy()])
 
 
 def test_what_fits_without_accumulation_alone_is_found() -> None:

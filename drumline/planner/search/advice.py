@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +14,11 @@ from drumline.core.explain import flow
 from drumline.core.facts import with_length, with_lora
 from drumline.core.plan import Plan
 from drumline.core.stages import in_flight
+from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
-from drumline.planner.search.search import Option, evaluate, fits, options_of, search
+from drumline.planner.search.search import evaluate, fits, search, search_space
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised
@@ -50,9 +52,7 @@ class Most:
 def nothing_fits(answer: Answer) -> tuple[Change, ...]:
     """The smallest change of each kind after which something fits, in this order: checkpointing, micro-batch, a disk, adapters, a shorter
     row, more devices. Empty where none would help."""
-    question = answer.question
-    proposals = [*_changes(question), _shorter(question), _more(question)]
-    found = ((what, search(changed)) for what, changed in filter(None, proposals) if fits(changed))
+    found = ((what, search(changed)) for what, changed in _proposals(answer.question) if fits(changed))
     return tuple(Change(what, made.ranked[0]) for what, made in found if made.ranked)
 
 
@@ -77,8 +77,8 @@ def max_length(question: Question) -> tuple[Most, ...]:
 def max_batch(question: Question) -> tuple[Most, ...]:
     """For each family the largest micro-batch of a device that fits; the global batch follows it. The largest first."""
 
-    def largest(family: Sequence[Option]) -> Most | None:
-        each = (_most(partial(_of_batch, question, option), [option], 1, MOST_ROWS, 1) for option in family)
+    def largest(family: Sequence[StrategySpec]) -> Most | None:
+        each = (_most(partial(_of_batch, question, strategy), [strategy], 1, MOST_ROWS, 1) for strategy in family)
         return max(filter(None, each), key=lambda most: (most.number, most.found.estimate.tokens_per_s), default=None)
 
     return _by_family(question, largest)
@@ -89,16 +89,17 @@ def what_if(question: Question, nodes: Sequence[int]) -> tuple[Answer, ...]:
     return tuple(search(replace(question, cluster=with_nodes(question.cluster, number))) for number in nodes)
 
 
-def _changes(question: Question) -> Iterator[tuple[str, Question]]:
-    config = question.config
+def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
+    """(change as keys of the YAML, the question after it), in the order of `nothing_fits`."""
+    config, cluster = question.config, question.cluster
 
     def set_in(section: str, **values: object) -> Question:
         return replace(question, config=config.model_copy(update={section: getattr(config, section).model_copy(update=values)}))
 
     if "activation_checkpointing" in config.memory.model_fields_set and config.memory.activation_checkpointing != "full":
         yield "memory.activation_checkpointing=full", set_in("memory", activation_checkpointing="full")
-    if config.batch.global_samples is not None and (over := config.batch.global_samples % question.cluster.world_size):
-        samples = config.batch.global_samples - over + question.cluster.world_size
+    if config.batch.global_samples is not None and (over := config.batch.global_samples % cluster.world_size):
+        samples = config.batch.global_samples - over + cluster.world_size
         yield f"batch.global_samples={samples}", set_in("batch", global_samples=samples)
     if (config.batch.micro_batch or 1) > 1 or config.batch.accumulation is not None:
         yield "batch.micro_batch=1", set_in("batch", micro_batch=1, accumulation=None)
@@ -109,32 +110,23 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
         yield "strategy={kind: auto, nvme: FOLDER}", replace(question, nvme=DISK)
     if config.adapter.kind == "none" and config.head == "lm":
         adapters = {"adapter=lora": LoRAConfig(), "adapter={kind: lora, quantize: 4bit}": LoRAConfig(quantize="4bit")}
-        for what, adapter in list(adapters.items())[: 2 if question.cluster.device.kind == "cuda" else 1]:
+        for what, adapter in list(adapters.items())[: 2 if cluster.device.kind == "cuda" else 1]:
             facts = with_lora(question.facts, adapter)
             if facts is not None:
                 yield what, replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)
-
-
-def _shorter(question: Question) -> tuple[str, Question] | None:
-    """Rows cut to the longest that fits."""
-    tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, question.config.data.max_length - 1, STEP)
-    return None if tokens is None else (f"data.max_length={tokens}", _of_length(question, tokens))
-
-
-def _more(question: Question) -> tuple[str, Question] | None:
-    """More devices, as few as possible: up to eight in the one host, then twice as many hosts again and again."""
-    cluster = question.cluster
-    larger = [replace(cluster, per_node=n, found=False) for n in (2, 4, 8) if cluster.nodes == 1 and n > cluster.per_node]
-    full = larger[-1] if larger else cluster
-    while full.nodes * 2 <= MOST_HOSTS:
-        full = with_nodes(full, full.nodes * 2)
-        larger.append(full)
-    for other in larger:
-        changed = replace(question, cluster=other)
-        if fits(changed):
-            spread = f"{other.nodes} × {other.per_node}" if other.nodes > 1 else f"{other.per_node}"
-            return f"{spread} devices in place of {cluster.world_size}", changed
-    return None
+    tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, config.data.max_length - 1, STEP)
+    if tokens is not None:
+        yield f"data.max_length={tokens}", _of_length(question, tokens)
+    # More devices, as few as possible: up to eight in the one host, then twice as many hosts again and again.
+    sizes = [(1, number) for number in (2, 4, 8) if cluster.nodes == 1 and number > cluster.per_node]
+    full = sizes[-1][1] if sizes else cluster.per_node
+    doubled = (cluster.nodes << times for times in range(1, MOST_HOSTS.bit_length()))
+    for nodes, per_node in [*sizes, *((nodes, full) for nodes in doubled if nodes <= MOST_HOSTS)]:
+        larger = replace(question, cluster=replace(cluster, nodes=nodes, per_node=per_node, found=False))
+        if fits(larger):
+            spread = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
+            yield f"{spread} devices in place of {cluster.world_size}", larger
+            return
 
 
 def _of_length(question: Question, tokens: int) -> Question:
@@ -148,25 +140,25 @@ def _of_length(question: Question, tokens: int) -> Question:
     return replace(question, config=changed, facts=with_length(question.facts, old, tokens), data=None)
 
 
-def _of_batch(question: Question, option: Option, micro: int) -> Question:
-    """The question with this micro-batch, and with as many of them in a step as the option has stages."""
+def _of_batch(question: Question, strategy: StrategySpec, micro: int) -> Question:
+    """The question with this micro-batch, and with as many of them in a step as the strategy has stages."""
     try:
-        stages = in_flight(option.strategy.mesh(question.cluster.world_size), option.strategy)
+        stages = in_flight(strategy.mesh(question.cluster.world_size), strategy)
     except PlanError:  # which the search reports
         stages = 1
     batch = BatchConfig(micro_batch=micro, accumulation=stages)
     return replace(question, config=question.config.model_copy(update={"batch": batch}), data=None)
 
 
-def _by_family(question: Question, most: Callable[[Sequence[Option]], Most | None]) -> tuple[Most, ...]:
-    families = dict[str, list[Option]]()
-    for option in options_of(question):
-        families.setdefault(option.family, []).append(option)
+def _by_family(question: Question, most: Callable[[Sequence[StrategySpec]], Most | None]) -> tuple[Most, ...]:
+    families = dict[str, list[StrategySpec]]()
+    for strategy in search_space(question):
+        families.setdefault(strategy.names(question.cluster.world_size).family, []).append(strategy)
     found: Iterable[Most] = filter(None, map(most, families.values()))
     return tuple(sorted(found, key=lambda each: (-each.number, each.found.simple)))
 
 
-def _most(make: Callable[[int], Question], family: Sequence[Option], first: int, last: int, step: int) -> Most | None:
+def _most(make: Callable[[int], Question], family: Sequence[StrategySpec], first: int, last: int, step: int) -> Most | None:
     """The largest number with which a family fits; None where no number does."""
     number = _largest(lambda n: fits(make(n), family), first, last, step)
     found = () if number is None else search(make(number), family).ranked
@@ -175,16 +167,9 @@ def _most(make: Callable[[int], Question], family: Sequence[Option], first: int,
 
 def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> int | None:
     """The largest of first, first + step, … up to last that is good, where what is smaller than a good one is good; None without one."""
-    if last < first or not good(first):
-        return None
-    low, high, top = 0, 1, (last - first) // step
-    while high <= top and good(first + high * step):
-        low, high = high, high * 2
-    high = min(high, top + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if good(first + middle * step) else (low, middle)
-    return first + low * step
+    numbers = range(first, last + 1, step)
+    good_ones = bisect_left(numbers, True, key=lambda number: not good(number))
+    return numbers[good_ones - 1] if good_ones else None
 
 
 # ------------------------------------------------------------------------------------------------------ out-of-memory fallbacks

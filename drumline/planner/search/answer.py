@@ -3,9 +3,9 @@ candidates (probes) correct the estimates of all. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 from pydantic import Field
 
@@ -117,14 +117,14 @@ def corrected_answer(answer: Answer, probes: tuple[Probe, ...]) -> Answer:
     own = {probe.name: probe.factors for probe in probes if probe.factors is not None}
     common = mean(own.values())
     failed = {probe.name: probe.failed for probe in probes if probe.failed}
-    families = {refused.best.name: refused.name for refused in answer.refused if refused.best is not None}
+    estimated = [(c, c.name) for c in answer.ranked] + [(r.best, r.name) for r in answer.refused if r.best is not None]
     ranked, refused = list[Candidate](), [r for r in answer.refused if r.best is None]
-    for candidate in (*answer.ranked, *(r.best for r in answer.refused if r.best is not None)):
+    for candidate, name in estimated:
         better = replace(candidate, estimate=corrected(candidate.estimate, own.get(candidate.name, common)))
         if candidate.name in failed:
             refused.append(Refused(candidate.name, failed[candidate.name], better))
         elif better.estimate.verdict == "no":
-            refused.append(Refused(families.get(candidate.name, candidate.name), why_not(better.estimate), better))
+            refused.append(Refused(name, why_not(better.estimate), better))
         else:
             ranked.append(better)
     return replace(answer, ranked=tuple(in_order(ranked)), refused=tuple(refused), probes=probes)
@@ -178,10 +178,9 @@ def factors_of(estimate: Estimate, measured: Measurement) -> Factors:
 
 
 def mean(factors: Iterable[Factors]) -> Factors:
-    """The geometric mean of each."""
-    every = list(factors)
-    names = Factors.model_fields if every else {}
-    return Factors(**{name: math.exp(math.fsum(math.log(getattr(f, name)) for f in every) / len(every)) for name in names})
+    """The geometric mean of each; 1 without any."""
+    every = list(factors) or [Factors()]
+    return Factors(**{name: geometric_mean(getattr(f, name) for f in every) for name in Factors.model_fields})
 
 
 def corrected(estimate: Estimate, by: Factors) -> Estimate:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from drumline.core.batch import resolve_batch
 from drumline.core.config import Config
@@ -16,7 +17,7 @@ from drumline.core.stages import in_flight
 from drumline.core.strategy import StrategySpec
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import TIE, Answer, Candidate, Question, Refused, faster, gb
-from drumline.planner.search.search import describe, look_at, search
+from drumline.planner.search.search import look_at, search
 from drumline.strategies.auto.spec import AutoStrategy
 from drumline.strategies.ddp.spec import DDPStrategy
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
@@ -24,16 +25,24 @@ from drumline.strategies.single.spec import SingleStrategy
 from drumline.strategies.zero.spec import Zero2Strategy, Zero3Strategy
 
 BILLION = 1_000_000_000
-Condition = Callable[[Question], bool]
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A line of a heuristic: the first one whose condition holds counts."""
-
-    when: str
-    holds: Condition
-    strategy: StrategySpec
+DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cpu")
+# Of each heuristic its rungs: (when, whether that holds, strategy). The first one that holds counts.
+HEURISTICS: dict[str, tuple[tuple[str, Callable[[Question], bool], StrategySpec], ...]] = {
+    "parameters": (
+        ("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
+        ("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, Zero2Strategy()),
+        ("more than 7B parameters", lambda _: True, Zero3Strategy()),
+    ),
+    "devices": (
+        ("up to 4 devices and 8B parameters", lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION, DDP),
+        ("more than 4 devices, or than 8B parameters", lambda _: True, FSDP),
+    ),
+    "tree": (
+        ("the whole model fits on a device", lambda question: isinstance(look_at(question, DDP), Candidate), DDP),
+        ("its shards do", lambda question: isinstance(look_at(question, FSDP), Candidate), FSDP),
+        ("its shards do not", lambda _: True, OFFLOADED),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -45,38 +54,10 @@ class Disagreement:
     reason: str
 
 
-def _fits(strategy: StrategySpec) -> Condition:
-    def fits(question: Question) -> bool:
-        found = look_at(question, strategy)
-        return isinstance(found, Candidate) and found.estimate.verdict != "no"
-
-    return fits
-
-
-DDP, FSDP, OFFLOADED = DDPStrategy(), FSDP2Strategy(), FSDP2Strategy(offload="cpu")
-HEURISTICS: dict[str, tuple[Rung, ...]] = {
-    "parameters": (
-        Rung("fewer than 1B parameters", lambda question: question.facts.parameters < BILLION, DDP),
-        Rung("1-7B parameters", lambda question: question.facts.parameters <= 7 * BILLION, Zero2Strategy()),
-        Rung("more than 7B parameters", lambda _: True, Zero3Strategy()),
-    ),
-    "devices": (
-        Rung("up to 4 devices and 8B parameters", lambda q: q.cluster.world_size <= 4 and q.facts.parameters <= 8 * BILLION, DDP),
-        Rung("more than 4 devices, or than 8B parameters", lambda _: True, FSDP),
-    ),
-    "tree": (
-        Rung("the whole model fits on a device", _fits(DDP), DDP),
-        Rung("its shards do", _fits(FSDP), FSDP),
-        Rung("its shards do not", lambda _: True, OFFLOADED),
-    ),
-}
-
-
 def chosen_by(question: Question, heuristic: str) -> tuple[StrategySpec, str]:
     """The strategy of a heuristic (DDP on one device is single), and the condition that holds."""
-    row = next(row for row in HEURISTICS[heuristic] if row.holds(question))
-    alone = question.cluster.world_size == 1 and row.strategy is DDP
-    return (SingleStrategy() if alone else row.strategy), row.when
+    when, strategy = next((when, strategy) for when, holds, strategy in HEURISTICS[heuristic] if holds(question))
+    return (SingleStrategy() if question.cluster.world_size == 1 and strategy is DDP else strategy), when
 
 
 def heuristic_first(answer: Answer) -> tuple[Answer, str]:
@@ -96,7 +77,7 @@ def heuristic_first(answer: Answer) -> tuple[Answer, str]:
 def _proposed(answer: Answer, heuristic: str) -> tuple[str, str, Candidate | Refused]:
     """(name, condition, result) of the strategy of a heuristic: as ranked, where a probe may have corrected it, else the search's."""
     strategy, when = chosen_by(answer.question, heuristic)
-    name = describe(strategy, answer.question.cluster.world_size).name
+    name = strategy.names(answer.question.cluster.world_size).name
     ranked = next((candidate for candidate in answer.ranked if candidate.name == name), None)
     return name, when, ranked or look_at(answer.question, strategy)
 
@@ -121,16 +102,27 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
 def choose(question: Question) -> tuple[Config, str | None]:
     """The config with strategy, micro-batch and checkpointing filled in, and why. Where the rules refuse everything, the same config:
     resolving it reports the rule. Raises PlanError where nothing fits, with the smallest changes that would."""
-    auto = question.config.strategy
+    config, auto = question.config, question.config.strategy
     assert isinstance(auto, AutoStrategy)
     if auto.by == "rules":
-        return _by_rules(question, auto)
+        strategy, when = chosen_by(question, auto.guide)
+        found = look_at(question, strategy)
+        why = f"strategy auto: {strategy.names(question.cluster.world_size).name} by the heuristic `{auto.guide}` ({when})"
+        refused = f"; the planner would not: {found.reason}" if isinstance(found, Refused) else ""
+        return config.model_copy(update={"strategy": strategy}), why + refused
     answer = search(question)
-    if answer.ranked:
-        return _written(question.config, answer.ranked[0]), _why(answer)
-    if any(refused.best for refused in answer.refused):
-        raise refusal(answer, nothing_fits(answer))
-    return question.config, None
+    if not answer.ranked:
+        if any(refused.best for refused in answer.refused):
+            raise refusal(answer, nothing_fits(answer))
+        return config, None
+    first, layout = answer.ranked[0], answer.ranked[0].layout
+    update: dict[str, Any] = {"strategy": layout.strategy}
+    # A key that resolves to the same value anyway stays as the user set it.
+    if resolve_batch(config, layout.mesh.data_ranks, in_flight(layout.mesh, layout.strategy)) != layout.batch:
+        update["batch"] = first.config.batch
+    if layout.activation_checkpointing != config.memory.activation_checkpointing:
+        update["memory"] = layout.config.memory
+    return config.model_copy(update=update), _why(answer)
 
 
 def with_little_room(answer: Answer) -> str:
@@ -144,26 +136,6 @@ def with_little_room(answer: Answer) -> str:
         f"faster, with little room: {found.name}, {speed:,.0f} tokens/s ({times:.1f} ×) at {gb(needs)} of {gb(limit)}"
         f" ({needs / limit:.0%}); where that is predicted too low it runs out of memory (memory.on_oom=replan goes on with less)"
     )
-
-
-def _by_rules(question: Question, auto: AutoStrategy) -> tuple[Config, str]:
-    strategy, when = chosen_by(question, auto.guide)
-    found = look_at(question, strategy)
-    why = f"strategy auto: {describe(strategy, question.cluster.world_size).name} by the heuristic `{auto.guide}` ({when})"
-    if isinstance(found, Refused):
-        why += f"; the planner would not: {found.reason}"
-    return question.config.model_copy(update={"strategy": strategy}), why
-
-
-def _written(config: Config, first: Candidate) -> Config:
-    """The config with the first candidate's choices. A key that resolves to the same value anyway stays as the user set it."""
-    layout, batch = first.layout, config.batch
-    least = in_flight(layout.mesh, layout.strategy)
-    if resolve_batch(config, layout.mesh.data_ranks, least) != layout.batch:
-        batch = first.config.batch
-    same = layout.activation_checkpointing == config.memory.activation_checkpointing
-    memory = config.memory if same else layout.config.memory
-    return config.model_copy(update={"strategy": layout.strategy, "memory": memory, "batch": batch})
 
 
 def _why(answer: Answer) -> str:
