@@ -153,9 +153,7 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
         extra.show_heuristics(answer, console)
         extra.show_changes(changes, console)
         if answer.ranked:
-            extra.show_tight(answer, console)
-            extra.show_host(answer, console)
-            extra.show_adapter(answer, console)
+            extra.show_remarks(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
             given = [*options.flags.overrides(), *options.overrides]
             console.print(to_use(answer.question.config, answer.ranked[0], config, given), soft_wrap=True, markup=False)

@@ -35,8 +35,8 @@ def show_changes(changes: Sequence[Change], console: Console) -> None:
     """All changes that would make it fit, the smallest first."""
     if changes:
         console.print("What would fit:", style="bold")
-        rows = [[change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}"] for change in changes]
-        console.print(plain_table(console, ("change", "then", "needs GB"), rows, left=(0, 1), spare=(2,)))
+        rows = [(change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}") for change in changes]
+        console.print(plain_table(console, ("change", "then", "needs GB"), rows, spare=("needs GB",)))
         console.print()
 
 
@@ -50,16 +50,16 @@ def show_heuristics(answer: Answer, console: Console) -> None:
         console.print()
 
 
-def show_tight(answer: Answer, console: Console) -> None:
-    """The tight candidate that is faster than all that fit, and the keys that choose it."""
+def show_remarks(answer: Answer, console: Console) -> None:
+    """The tight candidate that is faster than all that fit, and the keys that choose it; that the memory of a host is not set, where that
+    might matter; what adapters would give, where training all weights needs offloading or leaves little room."""
+    question, first = answer.question, answer.ranked[0]
     if (line := with_little_room(answer)) and answer.tight is not None:
         console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
-        console.print(f"  {shlex.join(overrides(answer.question.config, answer.tight))}\n", markup=False)
-
-
-def show_adapter(answer: Answer, console: Console) -> None:
-    """What adapters would give, where training all weights needs offloading or leaves little room."""
-    question, first = answer.question, answer.ranked[0]
+        console.print(f"  {shlex.join(overrides(question.config, answer.tight))}\n", markup=False)
+    if question.cluster.host_memory_bytes is None and (needs := first.estimate.host.most / GB) > 64:
+        line = f"A host's memory is not known: the first wants {needs:.0f} GB. cluster.host_memory_gb=… says what there is."
+        console.print(f"{line}\n", markup=False)
     config, adapter = question.config, LoRAConfig()
     if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
         return
@@ -68,15 +68,8 @@ def show_adapter(answer: Answer, console: Console) -> None:
     if found is not None and found.ranked:
         best = found.ranked[0].estimate
         speed = best.tokens_per_s / first.estimate.tokens_per_s
-        needs = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
-        console.print(f"With adapter=lora: {found.ranked[0].name}, {needs}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
-
-
-def show_host(answer: Answer, console: Console) -> None:
-    """A line that the memory of a host is not set, where that might matter."""
-    if answer.question.cluster.host_memory_bytes is None and answer.ranked and (most_ := answer.ranked[0].estimate.host.most / GB) > 64:
-        line = f"A host's memory is not known: the first wants {most_:.0f} GB. cluster.host_memory_gb=… says what there is."
-        console.print(f"{line}\n", markup=False)
+        text = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
+        console.print(f"With adapter=lora: {found.ranked[0].name}, {text}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
 
 
 # ------------------------------------------------------------------------------------------------------------------ most
@@ -97,9 +90,9 @@ def report_most(question: Question, kind: Kind, console: Console, top: int, as_j
     rows = []
     for each in found[:top]:
         cells = main_cells(each.found)
-        layout = each.found.layout
-        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), layout.activation_checkpointing])
-    console.print(plain_table(console, ("strategy", title, *SHOWN, "checkpointing"), rows, left=(0, 2, 5), spare=(2, 5)))
+        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), each.found.layout.activation_checkpointing])
+    heads = ("strategy", title, *SHOWN, "checkpointing")
+    console.print(plain_table(console, heads, rows, spare=("verdict", "checkpointing")))
     console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
 
 
@@ -146,7 +139,7 @@ def report_what_if(question: Question, hosts: Sequence[int], console: Console, t
         rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *gain])
     known = any(a.ranked and hours(a.ranked[0], tokens) is not None for a in answers)
     heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
-    console.print(plain_table(console, heads, rows, left=(2, 3), spare=(8, 3, 1)))
+    console.print(plain_table(console, heads, rows, spare=(heads[-1], "verdict", "devices")))
 
 
 # --------------------------------------------------------------------------------------------------------------- devices
@@ -158,15 +151,15 @@ def show_devices(console: Console) -> None:
     for spec in DEVICES.values():
         half, full = (f"{spec.flops[kind] / TERA:g}" if kind in spec.flops else "–" for kind in ("bf16", "fp32"))
         size, rate = f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}"
-        devices.append([spec.name, size, rate, half, full, spec.intra, spec.host_link])
-    links = [[link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}"] for link in LINKS.values()]
-    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices, left=(0, 5, 6)))
+        devices.append((spec.name, size, rate, half, full, spec.intra, spec.host_link))
+    links = [(link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}") for link in LINKS.values()]
+    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices))
     console.print()
     console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
-    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
-        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
+    for each in (*DEVICES.values(), *LINKS.values()):
+        console.print(f"  {each.name:<16} {each.source}", markup=False, soft_wrap=True)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -20,17 +19,9 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
-
-
-Column = tuple[str, Sequence[str | Text]]  # a head, and one cell a row
-
-
-@dataclass(frozen=True)
-class Group:
-    """Columns that stay together: heads with one cell a row each. `about`: what they are, and their unit."""
-
-    about: str
-    columns: tuple[Column, ...]
+# Heads of columns of words; the others hold numbers.
+WORDS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
 
 
 def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
@@ -77,34 +68,74 @@ def headline(question: Question) -> tuple[str, str, str]:
 
 def tables(question: Question, ranked: Sequence[Candidate], console: Console, tokens: float | None = None) -> list[Table]:
     """As few tables as the width allows, each with the rows' numbers; the first one with their names, the others where there is room."""
-    name = ("strategy", [c.name for c in ranked])
-    shared: list[list[Group]] = [[]]
-    for group in (_main(ranked), _run(question, ranked, tokens), _layout(ranked), _memory(ranked), _host(ranked), _seconds(ranked)):
-        if shared[-1] and not _fits(_table(len(ranked), name, [*shared[-1], group]), console):
+    numbers: Columns = {"#": [str(number) for number in range(1, len(ranked) + 1)]}
+    names: Columns = {"strategy": [c.name for c in ranked]}
+
+    def joined(groups: Sequence[tuple[str, Columns]], names: Columns = names) -> Table:
+        columns = numbers | names
+        for _, group in groups:
+            columns |= group
+        return _table(columns, "; ".join(about for about, _ in groups if about) or None, {"#": "dim", "strategy": "bold"})
+
+    shared: list[list[tuple[str, Columns]]] = [[]]
+    for group in _groups(question, ranked, tokens):
+        if shared[-1] and not _fits(joined([*shared[-1], group]), console):
             shared.append([])
         shared[-1].append(group)
-    named = [_table(len(ranked), name, each) for each in shared]
-    return [table if not n or _fits(table, console) else _table(len(ranked), None, shared[n]) for n, table in enumerate(named)]
+    named = [joined(groups) for groups in shared]
+    return [table if not n or _fits(table, console) else joined(shared[n], {}) for n, table in enumerate(named)]
+
+
+def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> list[tuple[str, Columns]]:
+    """(what they are and their unit, columns that stay together)."""
+    cells, memories = [main_cells(c) for c in ranked], [c.estimate.memory for c in ranked]
+    main: Columns = {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in cells[0]}
+    # Hours and cost of the run where its length is known, else of a billion tokens.
+    known = any(hours(c, tokens) is not None for c in ranked)
+    length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
+    run: Columns = {f"hours{unit}": [number(hours(c, length)) for c in ranked]}
+    if question.cluster.price_per_device_hour is not None:
+        run[f"cost{unit}"] = [number(cost(question, c, length)) for c in ranked]
+    if len({devices(c) for c in ranked}) > 1:
+        run["devices"] = [str(devices(c)) for c in ranked]
+    degrees = [[f"{name} {size}" for name, size in c.layout.mesh.model_dump().items() if size > 1] for c in ranked]
+    layout: Columns = {
+        "mesh": [" · ".join(parts) or "1" for parts in degrees],
+        "micro ×\nacc": [f"{c.layout.batch.micro_batch} × {c.layout.batch.accumulation}" for c in ranked],
+        "checkpointing": [c.layout.activation_checkpointing for c in ranked],
+    }
+    later = any(gradients_at_peak(memory) < 0.99 * memory.gradients for memory in memories)
+    peak = "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else "")
+    parts = (*CATEGORIES, "peak")
+    memory: Columns = {SHORT.get(part, part): [f"{getattr(memory, part) / GB:.1f}" for memory in memories] for part in parts}
+    host: Columns = {f"host\n{part}": [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked] for part in HostMemory.model_fields}
+    spent = {part: [getattr(c.estimate.seconds, part) for c in ranked] for part in SECONDS}
+    seconds: Columns = {part: [number(value) for value in values] for part, values in spent.items() if any(values)}
+    seconds["sent\nGB"] = [number(c.estimate.traffic.total / GB) for c in ranked]
+    about = "seconds of a step, and what a device sends in it"
+    return [("", main), ("", run), ("", layout), (peak, memory), ("GB of a host", host), (about, seconds)]
 
 
 def _fits(table: Table, console: Console) -> bool:
     return Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width
 
 
-def _empty(title: str | None = None) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
-
-
-def _table(rows: int, name: Column | None, groups: list[Group]) -> Table:
-    table = _empty("; ".join(group.about for group in groups if group.about) or None)
-    table.add_column("#", justify="right", no_wrap=True, style="dim")
-    columns = [*([name] if name else []), *(column for group in groups for column in group.columns)]
-    for head, _ in columns:
-        left = head in ("strategy", "mesh", "checkpointing", "verdict")
-        table.add_column(head, justify="left" if left else "right", no_wrap=True, style="bold" if head == "strategy" else "")
-    for row in range(rows):
-        table.add_row(str(row + 1), *(cells[row] for _, cells in columns))
+def _table(columns: Columns, title: str | None = None, styles: Mapping[str, str] | None = None) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
+    for head in columns:
+        table.add_column(head, justify="left" if head in WORDS else "right", no_wrap=True, style=(styles or {}).get(head, ""))
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
+
+
+def plain_table(console: Console, heads: Sequence[str], rows: Iterable[Sequence[str]], spare: Sequence[str] = ()) -> Table:
+    """A table in the same style. `spare`: heads of columns to drop where the terminal is narrow, in that order."""
+    columns: Columns = dict(zip(heads, zip(*rows, strict=True), strict=True))
+    for head in spare:
+        if not _fits(_table(columns), console):
+            del columns[head]
+    return _table(columns)
 
 
 def main_cells(candidate: Candidate) -> dict[str, str]:
@@ -117,59 +148,6 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
         "tokens/s": f"{estimate.tokens_per_s:,.0f}",
         "MFU": "–" if estimate.mfu is None else f"{estimate.mfu:.0%}",
     }
-
-
-def _main(ranked: Sequence[Candidate]) -> Group:
-    rows = [main_cells(c) for c in ranked]
-    return Group("", tuple((head, [Text(row[head], style=VERDICTS.get(row[head], "")) for row in rows]) for head in rows[0]))
-
-
-def _run(question: Question, ranked: Sequence[Candidate], tokens: float | None) -> Group:
-    """Hours and cost: of the run where its length is known, else of a billion tokens."""
-    known = any(hours(c, tokens) is not None for c in ranked)
-    length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
-    columns: list[Column] = [(f"hours{unit}", [number(hours(c, length)) for c in ranked])]
-    if question.cluster.price_per_device_hour is not None:
-        columns.append((f"cost{unit}", [number(cost(question, c, length)) for c in ranked]))
-    if len({devices(c) for c in ranked}) > 1:
-        columns.append(("devices", [str(devices(c)) for c in ranked]))
-    return Group("", tuple(columns))
-
-
-def _layout(ranked: Sequence[Candidate]) -> Group:
-    batches = [c.layout.batch for c in ranked]
-    return Group(
-        "",
-        (
-            ("mesh", [mesh_degrees(c) for c in ranked]),
-            ("micro ×\nacc", [f"{b.micro_batch} × {b.accumulation}" for b in batches]),
-            ("checkpointing", [c.layout.activation_checkpointing for c in ranked]),
-        ),
-    )
-
-
-def _memory(ranked: Sequence[Candidate]) -> Group:
-    parts = (*CATEGORIES, "peak")
-    later = any(gradients_at_peak(c.estimate.memory) < 0.99 * c.estimate.memory.gradients for c in ranked)
-    return Group(
-        "GB of a device at its peak" + (" (grads: all, some of which come after it)" if later else ""),
-        tuple((SHORT.get(part, part), [f"{getattr(c.estimate.memory, part) / GB:.1f}" for c in ranked]) for part in parts),
-    )
-
-
-def _host(ranked: Sequence[Candidate]) -> Group:
-    return Group(
-        "GB of a host",
-        tuple((f"host\n{part}", [f"{getattr(c.estimate.host, part) / GB:.1f}" for c in ranked]) for part in HostMemory.model_fields),
-    )
-
-
-def _seconds(ranked: Sequence[Candidate]) -> Group:
-    """Seconds by category, without those that are 0 everywhere; and bytes."""
-    spent = [part for part in SECONDS if any(getattr(c.estimate.seconds, part) for c in ranked)]
-    columns: list[Column] = [(part, [number(getattr(c.estimate.seconds, part)) for c in ranked]) for part in spent]
-    columns.append(("sent\nGB", [number(c.estimate.traffic.total / GB) for c in ranked]))
-    return Group("seconds of a step, and what a device sends in it", tuple(columns))
 
 
 def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
@@ -204,12 +182,6 @@ def gradients_at_peak(memory: Memory) -> int:
     return min(memory.gradients, max(0, memory.peak - rest))
 
 
-def mesh_degrees(candidate: Candidate) -> str:
-    """The degrees that are not 1: `shard 4 · tp 2`."""
-    degrees = [f"{name} {size}" for name, size in candidate.layout.mesh.model_dump().items() if size > 1]
-    return " · ".join(degrees) or "1"
-
-
 def number(value: float | None) -> str:
     """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
     if value is None:
@@ -219,19 +191,3 @@ def number(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
-
-
-def plain_table(
-    console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), spare: Sequence[int] = ()
-) -> Table:
-    """A table in the same style. `left`: columns of words; `spare`: those to drop where the terminal is narrow, in that order."""
-    for dropped in range(len(spare) + 1):
-        table = _empty()
-        kept = [index for index in range(len(heads)) if index not in spare[:dropped]]
-        for index in kept:
-            table.add_column(heads[index], justify="left" if index in left else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(row[index] for index in kept))
-        if _fits(table, console):
-            break
-    return table
