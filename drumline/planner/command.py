@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,13 +15,12 @@ from drumline.core.model import ModelConfig
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.question import PlanRequest, ask
-from drumline.planner.report import extra
+from drumline.planner.question import ask
+from drumline.planner.report import table
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
 from drumline.planner.report.flags import FLAGS, Flags, load_with_flags
-from drumline.planner.report.table import show
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, require_here, why_not
@@ -48,35 +47,45 @@ class Options:
     explain: str | None = None
     devices: bool = False
     figure: Path | None = None
-    most: extra.Kind | None = None
+    most: table.Kind | None = None
     what_if: str | None = None
     probe: Trial | None = None  # runs the best candidates: `train.probe.probe`
     trace: bool = False
 
 
 def plan(options: Options) -> int:
-    """The exit code of `drumline plan`. Raises PlanError, behind the answer, where nothing fits."""
+    """The exit code of `drumline plan`. Tracing corrects the activations of the best few, a probe all estimates by some real steps of the
+    best. Raises PlanError, behind the answer, where nothing fits, EnvironmentFault for a probe where the cluster is not this machine."""
     console, aside = Console(highlight=False), Console(stderr=True, highlight=False)
     if options.devices:
-        print(json.dumps(catalog(), indent=2)) if options.as_json else extra.show_devices(console)
+        print(json.dumps(catalog(), indent=2)) if options.as_json else table.show_devices(console)
         return 0
     _one_question(options)
     if options.tokens is not None and not math.isfinite(options.tokens):
         raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
-    hosts = None if options.what_if is None else extra.parse_what_if(options.what_if)
+    hosts = None if options.what_if is None else table.parse_what_if(options.what_if)
     loaded = load_with_flags(options.config, options.overrides, options.flags)
     with bars(aside) as on_progress:
         made = ask(loaded, on_progress)
-    _print_notes((*loaded.notes, *made.notes), aside)
-    question = made.question
+    question, notes = made.question, [*loaded.notes, *made.notes]
+    if hosts is not None and question.cluster.nodes == 1:  # else it is among the notes
+        notes += network_assumed(question.config.cluster, max(hosts))
+    for note in notes:
+        aside.print(f"note: {note}", soft_wrap=True, markup=False)
     if options.most is not None:
-        extra.report_most(question, options.most, console, options.top, options.as_json)
+        table.report_most(question, options.most, console, options.top, options.as_json)
     elif hosts is not None:
-        if question.cluster.nodes == 1:  # else it is among the notes
-            _print_notes(network_assumed(question.config.cluster, max(hosts)), aside)
-        extra.report_what_if(question, hosts, console, options.tokens, options.as_json)
+        table.report_what_if(question, hosts, console, options.tokens, options.as_json)
     else:
-        _answer(_searched(made, loaded, options, aside), loaded, options, console, aside)
+        if options.probe is not None:
+            require_here(question.cluster)
+        answer = search(question)
+        with bars(aside) as on_progress:
+            if options.trace:
+                answer = _traced(answer, made.model, made.model_path, on_progress)
+            if options.probe is not None:
+                answer = options.probe(answer, loaded, on_progress)
+        _answer(answer, loaded, options, console, aside)
     return 0
 
 
@@ -88,18 +97,6 @@ def _one_question(options: Options) -> None:
     beside = [name for name, value in shown.items() if value]
     if len(single) > 1 or (single and beside):
         raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
-
-
-def _searched(made: PlanRequest, loaded: Loaded, options: Options, aside: Console) -> Answer:
-    """The answer. `--trace` traces the activations of the best few, `--probe` corrects all by a few real steps of the best. Raises
-    EnvironmentFault for a probe where the cluster is not this machine."""
-    if options.probe is not None:
-        require_here(made.question.cluster)
-    answer = search(made.question)
-    with bars(aside) as on_progress:
-        if options.trace:
-            answer = _traced(answer, made.model, made.model_path, on_progress)
-        return answer if options.probe is None else options.probe(answer, loaded, on_progress)
 
 
 def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:
@@ -122,11 +119,6 @@ def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progr
     return replace(answer, ranked=tuple(in_order([*made, *answer.ranked[TRACED:]])), refused=tuple(refused))
 
 
-def _print_notes(notes: Iterable[str], aside: Console) -> None:
-    for note in notes:
-        aside.print(f"note: {note}", soft_wrap=True, markup=False)
-
-
 def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, aside: Console) -> None:
     """Show an answer as the options request it."""
     if options.figure is not None:
@@ -137,23 +129,19 @@ def _answer(answer: Answer, loaded: Loaded, options: Options, console: Console, 
     if options.explain is not None:
         if options.as_json:
             print(json.dumps(candidate(answer.question, pick(answer, options.explain)[0], options.tokens), indent=2))
-            return
-        console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
+        else:
+            console.print(explain(answer, options.explain, options.tokens), markup=False, soft_wrap=True)
         return
     changes = () if answer.ranked else nothing_fits(answer)
+    answer, line = heuristic_first(answer)
     if options.as_json:
-        print(json.dumps(as_json(heuristic_first(answer)[0], options.tokens, changes), indent=2))
+        print(json.dumps(as_json(answer, options.tokens, changes), indent=2))
     else:
-        answer, line = heuristic_first(answer)
         if line:
             console.print(f"{line}\n", soft_wrap=True, markup=False)
-        if answer.probes:
-            show_probes(answer.probes, console)
-        show(answer, console, top=options.top, tokens=options.tokens)
-        extra.show_heuristics(answer, console)
-        extra.show_changes(changes, console)
+        show_probes(answer.probes, console)
+        table.show(answer, console, changes, top=options.top, tokens=options.tokens)
         if answer.ranked:
-            extra.show_remarks(answer, console)
             config = None if loaded.path == Path(FLAGS) else loaded.path
             given = [*options.flags.overrides(), *options.overrides]
             console.print(to_use(answer.question.config, answer.ranked[0], config, given), soft_wrap=True, markup=False)

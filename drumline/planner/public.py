@@ -13,7 +13,6 @@ from drumline.core.yaml_lines import write_yaml
 from drumline.planner.question import ask
 from drumline.planner.report.explanation import explain
 from drumline.planner.report.flags import Flags, load_with_flags, mistakes_by_flag
-from drumline.planner.report.table import cost, hours
 from drumline.planner.report.yaml_output import full_config
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
@@ -60,11 +59,11 @@ class Choice:
 
     def hours(self, tokens: float | None = None) -> float | None:
         """Hours of the run, or for `tokens`; None where neither is known."""
-        return hours(self.candidate, tokens)
+        return self.candidate.hours(tokens)
 
     def cost(self, tokens: float | None = None) -> float | None:
         """The price of those hours on all devices; None where there is no price."""
-        return cost(self.answer.question, self.candidate, tokens)
+        return self.candidate.cost(self.answer.question.cluster.price_per_device_hour, tokens)
 
     def explain(self) -> str:
         """The explanation of memory and time by category."""

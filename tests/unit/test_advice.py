@@ -11,7 +11,7 @@ from rich.console import Console
 from drumline.core.config import Config, LoRAConfig
 from drumline.core.facts import with_length, with_lora
 from drumline.errors import PlanError
-from drumline.planner.report.extra import show_heuristics
+from drumline.planner.report.table import show_heuristics
 from drumline.planner.search.advice import STEP, _largest, _of_length, max_batch, max_length, nothing_fits, what_if
 from drumline.planner.search.answer import Question
 from drumline.planner.search.auto import choose, chosen_by, disagreements, heuristic_first

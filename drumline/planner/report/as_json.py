@@ -7,7 +7,6 @@ from typing import Any
 
 from drumline.hardware.catalog import DEVICES, LINKS
 from drumline.hardware.cluster import DeviceSpec, Link
-from drumline.planner.report.table import cost, devices, hours
 from drumline.planner.report.yaml_output import chosen
 from drumline.planner.search.advice import Change
 from drumline.planner.search.answer import Answer, Candidate, Question
@@ -48,7 +47,7 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
         "verdict": estimate.verdict,
         "strategy": found.config.strategy.model_dump(mode="json"),
         "mesh": layout.mesh.model_dump(mode="json"),
-        "devices": devices(found),
+        "devices": found.devices,
         "micro_batch": layout.batch.micro_batch,
         "accumulation": layout.batch.accumulation,
         "global_samples": layout.batch.global_samples,
@@ -64,8 +63,8 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
         "traffic": {**estimate.traffic.model_dump(mode="json"), "total": estimate.traffic.total},
         "tokens_per_s": estimate.tokens_per_s,
         "mfu": estimate.mfu,
-        "hours": hours(found, tokens),
-        "cost": cost(question, found, tokens),
+        "hours": found.hours(tokens),
+        "cost": found.cost(question.cluster.price_per_device_hour, tokens),
         "config": chosen(found),
     }
 

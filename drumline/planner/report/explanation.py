@@ -8,8 +8,8 @@ from drumline.core.explain import count
 from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.errors import UserError
-from drumline.planner.report.table import CATEGORIES, GB, SECONDS, cost, devices, gradients_at_peak, hours, number
-from drumline.planner.search.answer import Answer, Candidate, Question
+from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 
 Row = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
@@ -163,7 +163,7 @@ def _host(found: Candidate) -> list[Row]:
 
 def _seconds(question: Question, found: Candidate) -> list[Row]:
     estimate, layout, cluster, facts = found.estimate, found.layout, question.cluster, question.facts
-    spent, number_ = estimate.seconds, devices(found)
+    spent, number_ = estimate.seconds, found.devices
     flops = layout.tokens_per_step * facts.flops_per_token
     reached = flops / number_ / spent.compute
     peak = cluster.device.flops.get(layout.precision)
@@ -194,9 +194,9 @@ def _run(question: Question, found: Candidate, tokens: float | None) -> list[Row
     estimate, steps = found.estimate, found.layout.steps
     mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.1%}"
     rows = [("MFU", mfu, "model FLOP/s of the datasheet's; computing again for checkpointing does not count")]
-    time, price = hours(found, tokens), cost(question, found, tokens)
+    time, price = found.hours(tokens), found.cost(question.cluster.price_per_device_hour, tokens)
     if time is not None:
         rows.append(("hours", number(time), f"{count(tokens)} tokens" if tokens else f"{steps:,} steps"))
     if price is not None:
-        rows.append(("cost", number(price), f"{devices(found)} devices at {question.cluster.price_per_device_hour:g} an hour"))
+        rows.append(("cost", number(price), f"{found.devices} devices at {question.cluster.price_per_device_hour:g} an hour"))
     return rows

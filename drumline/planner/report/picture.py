@@ -11,8 +11,8 @@ from typing import Any
 
 from drumline.core.estimate import FITS, TIGHT
 from drumline.errors import EnvironmentFault, UserError
-from drumline.planner.report.table import CATEGORIES, GB, gradients_at_peak, headline, main_cells, number
-from drumline.planner.search.answer import Answer, Candidate
+from drumline.planner.report.table import CATEGORIES, gradients_at_peak, headline, main_cells
+from drumline.planner.search.answer import GB, Answer, Candidate, number
 
 KINDS = (".png", ".svg", ".html")
 # The colours of Okabe and Ito, which colour-blind readers can distinguish; what the allocator cannot use is grey.

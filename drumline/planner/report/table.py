@@ -1,8 +1,13 @@
-"""The answer as tables. Groups of columns share a table as far as the terminal is wide; no word is ever cut."""
+"""The answer as tables, and the other reports: the longest row, the largest micro-batch, other numbers of hosts, devices. Groups of columns
+share a table as far as the terminal is wide; no word is ever cut."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -10,22 +15,38 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from drumline.core.cluster import MOST_NODES
+from drumline.core.config import LoRAConfig
 from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import count
-from drumline.planner.search.answer import Answer, Candidate, Question
+from drumline.core.facts import with_lora
+from drumline.errors import PlanError, UserError
+from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
+from drumline.planner.report.as_json import VERSION, candidate
+from drumline.planner.report.yaml_output import overrides
+from drumline.planner.search.advice import Change, max_batch, max_length, what_if
+from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
+from drumline.planner.search.auto import disagreements, with_little_room
+from drumline.planner.search.search import search
 
-GB = 1e9
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
 # Heads of columns of words; the others hold numbers.
 WORDS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+Kind = Literal["max_length", "max_batch"]
+SHOWN = ("verdict", "needs\nGB", "tokens/s")
+TITLES: dict[Kind, tuple[str, str]] = {
+    "max_length": ("longest row\nin tokens", "data.max_length"),
+    "max_batch": ("largest\nmicro-batch", "batch.micro_batch"),
+}
+
 Columns = dict[str, Sequence[str | Text]]  # head → one cell a row
 
 
-def show(answer: Answer, console: Console, *, top: int, tokens: float | None = None) -> None:
-    """The question, the ranked plans, and the families that are out."""
+def show(answer: Answer, console: Console, changes: Sequence[Change], *, top: int, tokens: float | None = None) -> None:
+    """The question, the ranked plans, the families that are out, heuristics that disagree, what would fit (`changes`), and remarks."""
     show_headline(answer.question, console)
     ranked = answer.ranked[:top]
     for table in tables(answer.question, ranked, console, tokens) if ranked else ():
@@ -46,6 +67,14 @@ def show(answer: Answer, console: Console, *, top: int, tokens: float | None = N
         console.print(Text("Out:", style="bold"))
         console.print(out)
         console.print()
+    show_heuristics(answer, console)
+    if changes:
+        console.print("What would fit:", style="bold")
+        rows = [(change.what, change.found.name, f"{change.found.estimate.memory.reserved / GB:.1f}") for change in changes]
+        console.print(plain_table(console, ("change", "then", "needs GB"), rows, spare=("needs GB",)))
+        console.print()
+    if answer.ranked:
+        _show_remarks(answer, console)
 
 
 def show_headline(question: Question, console: Console) -> None:
@@ -91,13 +120,13 @@ def _groups(question: Question, ranked: Sequence[Candidate], tokens: float | Non
     cells, memories = [main_cells(c) for c in ranked], [c.estimate.memory for c in ranked]
     main: Columns = {head: [Text(row[head], style=VERDICTS.get(row[head], "")) for row in cells] for head in cells[0]}
     # Hours and cost of the run where its length is known, else of a billion tokens.
-    known = any(hours(c, tokens) is not None for c in ranked)
+    known = any(c.hours(tokens) is not None for c in ranked)
     length, unit = (tokens, "") if known else (1e9, " /\n1B tokens")
-    run: Columns = {f"hours{unit}": [number(hours(c, length)) for c in ranked]}
-    if question.cluster.price_per_device_hour is not None:
-        run[f"cost{unit}"] = [number(cost(question, c, length)) for c in ranked]
-    if len({devices(c) for c in ranked}) > 1:
-        run["devices"] = [str(devices(c)) for c in ranked]
+    run: Columns = {f"hours{unit}": [number(c.hours(length)) for c in ranked]}
+    if (price := question.cluster.price_per_device_hour) is not None:
+        run[f"cost{unit}"] = [number(c.cost(price, length)) for c in ranked]
+    if len({c.devices for c in ranked}) > 1:
+        run["devices"] = [str(c.devices) for c in ranked]
     degrees = [[f"{name} {size}" for name, size in c.layout.mesh.model_dump().items() if size > 1] for c in ranked]
     layout: Columns = {
         "mesh": [" · ".join(parts) or "1" for parts in degrees],
@@ -150,20 +179,6 @@ def main_cells(candidate: Candidate) -> dict[str, str]:
     }
 
 
-def hours(candidate: Candidate, tokens: float | None = None) -> float | None:
-    """Hours of the run: for `tokens` where given, else for its steps; None where neither is known."""
-    estimate, steps = candidate.estimate, candidate.layout.steps
-    if tokens is not None:
-        return tokens / estimate.tokens_per_s / 3600
-    return None if steps is None else steps * estimate.seconds.total / 3600
-
-
-def cost(question: Question, candidate: Candidate, tokens: float | None = None) -> float | None:
-    """The cost of the run in the currency of the price; None where price or length of the run is not known."""
-    price, time = question.cluster.price_per_device_hour, hours(candidate, tokens)
-    return None if price is None or time is None else price * time * devices(candidate)
-
-
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Reason → all that have it, in their order."""
     found: dict[str, list[str]] = {}
@@ -172,22 +187,137 @@ def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def devices(candidate: Candidate) -> int:
-    return candidate.layout.mesh.world_size * candidate.layout.devices_per_rank
-
-
 def gradients_at_peak(memory: Memory) -> int:
     """Bytes of gradients at the peak: before backward's end not all exist. `memory.gradients` counts all."""
     rest = sum(getattr(memory, name) for name in CATEGORIES if name not in ("gradients", "overhead"))
     return min(memory.gradients, max(0, memory.peak - rest))
 
 
-def number(value: float | None) -> str:
-    """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+# ------------------------------------------------------------------------------------------------ below the table of plans
+
+
+def show_heuristics(answer: Answer, console: Console) -> None:
+    """The usual heuristics that would do worse, each with its number."""
+    by_reason = grouped((each.reason, f"{each.heuristic}: {each.says}") for each in disagreements(answer))
+    if by_reason:
+        console.print("Heuristics that the numbers disagree with:", style="bold")
+        for reason, theirs in by_reason.items():
+            console.print(f"  {'; '.join(theirs)} — {reason}", markup=False)
+        console.print()
+
+
+def _show_remarks(answer: Answer, console: Console) -> None:
+    """The tight candidate that is faster than all that fit, and the keys that choose it; that the memory of a host is not set, where that
+    might matter; what adapters would give, where training all weights needs offloading or leaves little room."""
+    question, first = answer.question, answer.ranked[0]
+    if (line := with_little_room(answer)) and answer.tight is not None:
+        console.print(f"{line[0].upper()}{line[1:]}. To take it:", markup=False)
+        console.print(f"  {shlex.join(overrides(question.config, answer.tight))}\n", markup=False)
+    if question.cluster.host_memory_bytes is None and (needs := first.estimate.host.most / GB) > 64:
+        line = f"A host's memory is not known: the first wants {needs:.0f} GB. cluster.host_memory_gb=… says what there is."
+        console.print(f"{line}\n", markup=False)
+    config, adapter = question.config, LoRAConfig()
+    if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
+        return
+    facts = with_lora(question.facts, adapter)
+    found = search(replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)) if facts else None
+    if found is not None and found.ranked:
+        best = found.ranked[0].estimate
+        speed = best.tokens_per_s / first.estimate.tokens_per_s
+        text = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"
+        console.print(f"With adapter=lora: {found.ranked[0].name}, {text}, {best.host.most / GB:.0f} GB of a host.\n", markup=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------ most
+
+
+def report_most(question: Question, kind: Kind, console: Console, top: int, as_json: bool) -> None:
+    """For each family the longest row, or the largest micro-batch. Raises PlanError where nothing fits."""
+    found = max_length(question) if kind == "max_length" else max_batch(question)
+    if not found:
+        where = f"--{kind.replace('_', '-')}"
+        raise PlanError("nothing fits, however small", where=where, fix="see `drumline plan` for what comes nearest")
+    if as_json:
+        sizes = [{"number": each.number, "candidate": candidate(question, each.found)} for each in found]
+        print(json.dumps({"version": VERSION, kind: sizes}, indent=2))
+        return
+    title, key = TITLES[kind]
+    show_headline(question, console)
+    rows = []
+    for each in found[:top]:
+        cells = main_cells(each.found)
+        rows.append([each.found.name, f"{each.number:,}", *(cells[head] for head in SHOWN), each.found.layout.activation_checkpointing])
+    heads = ("strategy", title, *SHOWN, "checkpointing")
+    console.print(plain_table(console, heads, rows, spare=("verdict", "checkpointing")))
+    console.print(f"\nThe largest: {key}={found[0].number} under {found[0].found.name}", markup=False, soft_wrap=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- what if
+
+
+def parse_what_if(text: str) -> list[int]:
+    """`nodes=2,4,8`. Raises UserError."""
+    key, _, values = text.partition("=")
+    parts = [part.strip() for part in values.split(",") if part.strip()]
+    if key.strip() != "nodes" or not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{text!r} is no question", where="--what-if", fix="write nodes=2,4,8: the hosts to plan for instead")
+    numbers = [int(part) for part in parts]
+    if max(numbers) > MOST_NODES:
+        raise UserError(f"{max(numbers)} hosts are more than anybody has", where="--what-if", fix=f"at most {MOST_NODES}")
+    return numbers
+
+
+def report_what_if(question: Question, hosts: Sequence[int], console: Console, tokens: float | None, as_json: bool) -> None:
+    """The first plan on each number of hosts, and what more devices gain."""
+    answers = what_if(question, hosts)
+    if as_json:
+        found = []
+        for answer in answers:
+            cluster, best = answer.question.cluster, candidate(answer.question, answer.ranked[0], tokens) if answer.ranked else None
+            found.append({"nodes": cluster.nodes, "devices": cluster.world_size, "best": best})
+        print(json.dumps({"version": VERSION, "what_if": found}, indent=2))
+        return
+    show_headline(answers[0].question, console)
+    base = next((a for a in answers if a.ranked), None)
+    rows = []
+    for answer in answers:
+        cluster = answer.question.cluster
+        near = min((r.best for r in answer.refused if r.best), key=lambda c: c.estimate.memory.reserved, default=None)
+        first = answer.ranked[0] if answer.ranked else near
+        cells, gain = [main_cells(first)[head] for head in SHOWN] if first else ["no", "–", "–"], ["–", "–", "–"]
+        if answer.ranked and first and base:
+            speed = first.estimate.tokens_per_s / base.ranked[0].estimate.tokens_per_s
+            each = speed * base.question.cluster.world_size / cluster.world_size
+            time = number(first.hours(tokens if tokens or first.layout.steps else 1e9))
+            gain = [f"{speed:.2f}", f"{each:.0%}", time]
+        else:
+            cells[2] = "–"
+        rows.append([str(cluster.nodes), str(cluster.world_size), first.name if first else "–", *cells, *gain])
+    known = any(a.ranked and a.ranked[0].hours(tokens) is not None for a in answers)
+    heads = ("hosts", "devices", "strategy", *SHOWN, "speed", "of\nlinear", "hours" if known else "hours /\n1B tokens")
+    console.print(plain_table(console, heads, rows, spare=(heads[-1], "verdict", "devices")))
+
+
+# --------------------------------------------------------------------------------------------------------------- devices
+
+
+def show_devices(console: Console) -> None:
+    """Datasheet rates with their sources, and how to describe what is not there."""
+    devices = []
+    for spec in DEVICES.values():
+        half, full = (f"{spec.flops[kind] / TERA:g}" if kind in spec.flops else "–" for kind in ("bf16", "fp32"))
+        size, rate = f"{spec.memory_bytes / GIGA:.1f}", f"{spec.bandwidth / GIGA:,.0f}"
+        devices.append((spec.name, size, rate, half, full, spec.intra, spec.host_link))
+    links = [(link.name, f"{link.bandwidth / GIGA:g}", f"{link.efficiency:.0%}", f"{link.latency * 1e6:g}") for link in LINKS.values()]
+    console.print(plain_table(console, ("device", "GB", "GB/s", "bf16 TFLOP/s", "fp32", "usual link", "to host"), devices))
+    console.print()
+    console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
+    console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
+    console.print("Sources", style="bold")
+    for each in (*DEVICES.values(), *LINKS.values()):
+        console.print(f"  {each.name:<16} {each.source}", markup=False, soft_wrap=True)
+    console.print(
+        "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
+        " fp32_tflops: …}}, device: NAME, per_node: 8}",
+        markup=False,
+    )

@@ -15,8 +15,7 @@ from drumline.core.estimate import FITS
 from drumline.core.explain import flow
 from drumline.core.registry import kinds_alone
 from drumline.core.yaml_lines import write_yaml
-from drumline.planner.report.table import GB, number
-from drumline.planner.search.answer import Answer, Candidate
+from drumline.planner.search.answer import GB, Answer, Candidate, number
 from drumline.planner.search.auto import with_little_room
 
 # Sections that a layout sets. What else is in a candidate's config is the user's own.

@@ -17,6 +17,7 @@ from drumline.errors import EnvironmentFault
 from drumline.hardware.cluster import Cluster
 from drumline.telemetry.truth import Measurement, compare
 
+GB = 1e9
 TIE = 0.03  # predicted speeds that differ by less are the same: no prediction is better than that
 
 
@@ -49,6 +50,21 @@ class Candidate:
     @property
     def config(self) -> Config:
         return self.layout.config
+
+    @property
+    def devices(self) -> int:
+        return self.layout.mesh.world_size * self.layout.devices_per_rank
+
+    def hours(self, tokens: float | None = None) -> float | None:
+        """Hours of the run: for `tokens` where given, else for its steps; None where neither is known."""
+        if tokens is not None:
+            return tokens / self.estimate.tokens_per_s / 3600
+        return None if self.layout.steps is None else self.layout.steps * self.estimate.seconds.total / 3600
+
+    def cost(self, price: float | None, tokens: float | None = None) -> float | None:
+        """The cost of the run, in the currency of `price` of a device for an hour; None where price or length of the run is not known."""
+        hours = self.hours(tokens)
+        return None if price is None or hours is None else price * hours * self.devices
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,18 @@ def why_not(estimate: Estimate) -> str:
 
 def gb(bytes_: float) -> str:
     """Bytes as text, in units of 10^9 as device memory is sold; small numbers in 10^6."""
-    return f"{bytes_ / 1e9:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
+    return f"{bytes_ / GB:.1f} GB" if bytes_ >= 1e8 else f"{bytes_ / 1e6:.1f} MB"
+
+
+def number(value: float | None) -> str:
+    """Three digits, or whole where there are more: 0.0123, 1.23, 12.3, 1,234."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def faster(estimate: Estimate, other: Estimate) -> bool:
