@@ -127,7 +127,7 @@ def plan(
         raise typer.Exit(run_check(check, as_json))
     from drumline.planner.command import Options, Trial
     from drumline.planner.command import plan as run
-    from drumline.planner.report.flags import Flags
+    from drumline.planner.question import Flags
     from drumline.planner.report.table import Kind
 
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)

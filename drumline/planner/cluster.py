@@ -36,6 +36,15 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     per_node = described.per_node or (here.per_node if same else 1)
     usual = here.intra if same else described.link(device.intra)
     bytes_ = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else here.host_memory_bytes if same else None
+    if described.calibration is not None:
+        named = read(Path(described.calibration))
+        measured = named.shared(ranks) if device.kind == "cpu" else named
+    else:  # of this machine, which has measured its own link alone
+        measured = here.calibration if same else Calibration()
+        measured = measured if described.intra is None else replace(measured, collectives={})
+    notes, short = here.notes if same else (), catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
+    if not same and short and described.device not in described.devices:
+        notes = (f"cluster.device {described.device}: taken for {short}",)
     return Cluster(
         device=device,
         per_node=per_node,
@@ -46,8 +55,8 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
         host_memory_bytes=bytes_,
         price_per_device_hour=described.price_per_device_hour,
         found=same and described.nodes == 1 and per_node == here.per_node,
-        calibration=_measured(described, device, ranks, here.calibration if same else Calibration()),
-        notes=(*(here.notes if same else _assumed(described)), *network_assumed(described, described.nodes)),
+        calibration=measured,
+        notes=(*notes, *network_assumed(described, described.nodes)),
     )
 
 
@@ -58,36 +67,18 @@ def cluster_here(config: Config, machine: Machine, device: Literal["cpu", "cuda"
         machine = machine.without_devices()
     measured = calibration_for(machine)
     described = cluster_of(config.cluster, machine, world, measured)
-    here = _first_of(cluster_of(None, machine, world, measured), world)
+    here = cluster_of(None, machine, world, measured)
+    per_node = next(n for n in range(min(here.per_node, world), 0, -1) if world % n == 0)
+    here = replace(here, per_node=per_node, nodes=world // per_node)  # the first `world` devices, or as many such hosts as they need
     if described.world_size == world and described.device.kind == here.device.kind and described.device.name == here.device.name:
         return described, []
     other = f"the cluster of the YAML ({described.world_size} × {described.device.name}) is not the one here ({world} × {here.device.name})"
     return here, [f"strategy auto: {other}, which was planned for"] if config.cluster else []
 
 
-def _first_of(cluster: Cluster, world: int) -> Cluster:
-    """The first `world` devices of a cluster, or as many such hosts as they need."""
-    per_node = next(n for n in range(min(cluster.per_node, world), 0, -1) if world % n == 0)
-    return replace(cluster, per_node=per_node, nodes=world // per_node)
-
-
-def _measured(described: ClusterConfig, device: DeviceSpec, ranks: int, here: Calibration) -> Calibration:
-    """The calibration of the file that the YAML names, else of this machine, which has measured its own link alone."""
-    if described.calibration is not None:
-        named = read(Path(described.calibration))
-        return named.shared(ranks) if device.kind == "cpu" else named
-    return here if described.intra is None else replace(here, collectives={})
-
-
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
     """The cluster with another number of the same hosts."""
     return replace(cluster, nodes=nodes, found=cluster.found and nodes == cluster.nodes)
-
-
-def _assumed(described: ClusterConfig) -> tuple[str, ...]:
-    """A note on which device a short name stands for."""
-    taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
-    return (f"cluster.device {described.device}: taken for {taken}",) if taken and described.device not in described.devices else ()
 
 
 def network_assumed(described: ClusterConfig | None, nodes: int) -> tuple[str, ...]:

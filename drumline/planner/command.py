@@ -15,12 +15,11 @@ from drumline.core.model import ModelConfig
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.question import ask
+from drumline.planner.question import FLAGS, Flags, ask, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
 from drumline.planner.report.explanation import explain, pick
-from drumline.planner.report.flags import FLAGS, Flags, load_with_flags
 from drumline.planner.report.yaml_output import to_use
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused, in_order, require_here, why_not

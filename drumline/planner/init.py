@@ -21,8 +21,7 @@ from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.errors import EnvironmentFault, UserError
 from drumline.models.shapes import find
-from drumline.planner.question import Found, ask, find_model
-from drumline.planner.report.flags import ADAPTERS, Flags, mistakes_by_flag
+from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.yaml_output import SCHEMA, file, why
 from drumline.planner.search.advice import STEP, nothing_fits, refusal
 from drumline.planner.search.answer import Question

@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import Loaded, Overrides, load_values, overrides_of
+from drumline.core.load import Overrides, overrides_of
 from drumline.core.yaml_lines import write_yaml
-from drumline.planner.question import ask
+from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.explanation import explain
-from drumline.planner.report.flags import Flags, load_with_flags, mistakes_by_flag
 from drumline.planner.report.yaml_output import full_config
 from drumline.planner.search.advice import nothing_fits, refusal
 from drumline.planner.search.answer import Answer, Candidate, Refused
@@ -110,15 +109,7 @@ def plan(
     """All plans that fit. Nothing is launched, and no weights and no data are needed. Give a config (a path, or its keys), or a model and
     the devices, or both: the options are those of `drumline plan`. Raises UserError and its kinds."""
     flags = Flags(model, cluster, length, adapter, batch, algorithm, precision, price)
-    changes = overrides_of(overrides)
+    loaded = load_with_flags(config, overrides_of(overrides), flags)
     with aside(display) as on_progress:
-        found = ask(_loaded(config, changes, flags), on_progress)
+        found = ask(loaded, on_progress)
     return Plans(search(found.question), found.notes)
-
-
-def _loaded(config: str | Path | Mapping[str, Any] | None, changes: list[str], flags: Flags) -> Loaded:
-    if not isinstance(config, Mapping):
-        return load_with_flags(None if config is None else Path(config), changes, flags)
-    made = flags.overrides()
-    with mistakes_by_flag(made):
-        return load_values(config, [*made, *changes])

@@ -1,25 +1,104 @@
-"""From a config to the question of a search: sizes of its models, lengths of its data, the cluster. No weights, nothing prepared."""
+"""From a YAML and flags to the question of a search: sizes of models, lengths of data, the cluster. No weights, nothing prepared."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.core.by_name import entry_points, package_of
+from drumline.core.cluster import cluster_from_string
 from drumline.core.config import Config
-from drumline.core.load import Loaded
+from drumline.core.load import Loaded, load_text, reader
 from drumline.core.model import ModelConfig
 from drumline.core.plan import DataPlan, RolePlan
-from drumline.errors import DataError, ModelError
+from drumline.errors import ConfigError, DataError, ModelError, UserError
 from drumline.hardware.calibration import calibration_for
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import detect
+from drumline.models import shapes
+from drumline.models.classes import of_images_alone
 from drumline.planner.cluster import cluster_of
 from drumline.planner.search.answer import Question
 from drumline.report.bars import OnProgress
+
+OVERRIDE = re.compile(r"[\w.]+=")
+FLAGS = "flags"  # the name of a config that was not read from a file
+WITHOUT_DATA = "data: {train: [{kind: file, path: data.jsonl}]}"
+IMAGES = "algorithm={kind: classify, modality: image}"
+# Flag → key, in the order in which they override.
+KEYS = {"model": "model.id", "cluster": "cluster", "length": "data.max_length", "adapter": "adapter", "batch": "batch.global_samples",
+        "algorithm": "algorithm", "precision": "precision", "price": "cluster.price_per_device_hour"}  # fmt: skip
+ADAPTERS = {"none": "none", "full": "none", "lora": "lora", "qlora": "{kind: lora, quantize: 4bit}"}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags besides a YAML; None: not given. `length`: tokens; `batch`: samples of a step."""
+
+    model: str | None = None
+    cluster: str | None = None
+    length: int | None = None
+    adapter: str | None = None
+    batch: int | None = None
+    algorithm: str | None = None
+    precision: str | None = None
+    price: float | None = None
+
+    def overrides(self) -> dict[str, str]:
+        """The flags as overrides of a config, each with the flag as it was typed. Raises UserError for an adapter that there is not."""
+        if self.adapter is not None and self.adapter not in ADAPTERS:
+            raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
+        model = self.model and json.dumps(shapes.hub_id(self.model))
+        cluster = None if self.cluster is None else _devices(self.cluster)
+        values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
+        return {f"{key}={values[name]}": f"--{name} {getattr(self, name)}" for name, key in KEYS.items() if values[name] is not None}
+
+
+@contextmanager
+def mistakes_by_flag(overrides: dict[str, str]) -> Iterator[None]:
+    """A mistake in an override names the flag that the override comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        flag = overrides.get((error.where or "").removeprefix("override "))
+        if flag is None:
+            raise
+        raise ConfigError(error.what, where=flag, fix=error.fix) from None
+
+
+def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: list[str], flags: Flags) -> Loaded:
+    """The config to plan for: of a YAML or of its keys, flags and overrides over it. Without one it needs a model at least; its data is a
+    file that need not exist. Raises ConfigError or UserError."""
+    # No YAML at all: the first word is an override. It may be too long for a file's name, which Path.exists would raise for.
+    if isinstance(config, str | Path) and OVERRIDE.match(str(config)) and not os.path.exists(config):  # noqa: PTH110
+        config, overrides = None, [str(config), *overrides]
+    made = flags.overrides()
+    if config is None:
+        known = shapes.find(flags.model or "")
+        if known is not None and of_images_alone(known.values["model_type"]):
+            made = {IMAGES: f"--model {flags.model}", **made}  # a later override of the algorithm goes before it
+        if not any(override.startswith("model") for override in [*made, *overrides]):
+            fix = "name a YAML, or a model and the devices: drumline plan --model llama-3.1-8b --cluster 4x4090 --length 4096"
+            raise UserError("what is to be planned?", where="drumline plan", fix=fix)
+    with mistakes_by_flag(made):
+        if config is not None:
+            return reader(config)([*made, *overrides])
+        return Loaded(load_text(WITHOUT_DATA, [*made, *overrides], FLAGS), Path(FLAGS), Path())
+
+
+def _devices(text: str) -> str:
+    """The short form of a cluster as keys, so that an override can add more."""
+    if not text.strip():
+        raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
+    made = cluster_from_string(text)
+    return json.dumps(made) if isinstance(made, dict) and not text.lstrip().startswith("{") else text
 
 
 @dataclass(frozen=True)
@@ -53,7 +132,13 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     if not config.images_alone:
         check_length(policy.hf_config.get_text_config(), config.data.max_length)
     data = _data(config, policy, loaded.base_dir, notes)
-    roles, cluster = roles_of(config, policy, lambda model: find_model(model, on_progress)), _cluster(config)
+    roles = roles_of(config, policy, lambda model: find_model(model, on_progress))
+    # The devices that the YAML describes, or those of this machine that a run would use.
+    machine, described = detect(), config.cluster
+    if config.run.device == "cpu" and (described is None or described.device is None):
+        machine = machine.without_devices()
+    processes = config.launch.nproc or max(1, len(machine.devices))
+    cluster = cluster_of(described, machine, processes, calibration_for(machine))
     question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
     return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
 
@@ -102,7 +187,6 @@ def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]
 def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
     """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
     a shape is not enough. Raises ModelError."""
-    from drumline.models import shapes
     from drumline.models.files import PREFIX, resolve
     from drumline.models.load import load_config
 
@@ -156,12 +240,3 @@ def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPl
     except (DataError, ModelError) as error:
         notes.append(f"data: {error.what}")
         return None
-
-
-def _cluster(config: Config) -> Cluster:
-    """The devices that the YAML describes, or those of this machine that a run would use."""
-    machine, described = detect(), config.cluster
-    if config.run.device == "cpu" and (described is None or described.device is None):
-        machine = machine.without_devices()
-    processes = config.launch.nproc or max(1, len(machine.devices))
-    return cluster_of(described, machine, processes, calibration_for(machine))

@@ -19,8 +19,7 @@ from drumline.core.model import ModelConfig
 from drumline.errors import ModelError
 from drumline.hardware.detect import Device, Machine
 from drumline.models.adapters import require_trainable
-from drumline.planner.question import ask
-from drumline.planner.report.flags import Flags, load_with_flags
+from drumline.planner.question import Flags, ask, load_with_flags
 from drumline.planner.report.table import CATEGORIES
 from drumline.planner.search.answer import Answer
 from drumline.planner.search.search import search

@@ -17,11 +17,31 @@ VERSION = 1
 
 def as_json(answer: Answer, tokens: float | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
     """The answer in bytes, seconds, tokens and FLOPs, never scaled. `changes`: what would make it fit, where nothing does."""
-    question = answer.question
+    question, facts, cluster = answer.question, answer.question.facts, answer.question.cluster
     return {
         "version": VERSION,
-        "model": _model(question),
-        "cluster": _cluster(question),
+        "model": {
+            "id": question.config.model.id,
+            "type": facts.name,
+            "parameters": facts.parameters,
+            "learned": facts.trainable,
+            "layers": facts.layers,
+            "hidden": facts.hidden,
+            "vocabulary": facts.vocab_size,
+            "flops_per_token": facts.flops_per_token,
+            "roles": {name: {"parameters": f.parameters} for name, f in facts.roles.items()},
+        },
+        "cluster": {
+            **_device(cluster.device),
+            "per_node": cluster.per_node,
+            "nodes": cluster.nodes,
+            "intra": _link(cluster.intra),
+            "inter": _link(cluster.inter),
+            "host_link": _link(cluster.host_link),
+            "host_memory_bytes": cluster.host_memory_bytes,
+            "price_per_device_hour": cluster.price_per_device_hour,
+            "found_here": cluster.found,
+        },
         "task": {
             "algorithm": question.config.algorithm.kind,
             "max_length": question.config.data.max_length,
@@ -69,41 +89,11 @@ def candidate(question: Question, found: Candidate, tokens: float | None = None)
     }
 
 
-def _model(question: Question) -> dict[str, Any]:
-    facts = question.facts
-    return {
-        "id": question.config.model.id,
-        "type": facts.name,
-        "parameters": facts.parameters,
-        "learned": facts.trainable,
-        "layers": facts.layers,
-        "hidden": facts.hidden,
-        "vocabulary": facts.vocab_size,
-        "flops_per_token": facts.flops_per_token,
-        "roles": {name: {"parameters": f.parameters} for name, f in facts.roles.items()},
-    }
-
-
 def catalog() -> dict[str, Any]:
     """The devices and links of the catalog."""
     devices = [_device(spec) | {"intra": spec.intra, "host_link": spec.host_link, "source": spec.source} for spec in DEVICES.values()]
     links = [_link(link) | {"reached": link.efficiency, "source": link.source} for link in LINKS.values()]
     return {"version": VERSION, "devices": devices, "links": links}
-
-
-def _cluster(question: Question) -> dict[str, Any]:
-    cluster = question.cluster
-    return {
-        **_device(cluster.device),
-        "per_node": cluster.per_node,
-        "nodes": cluster.nodes,
-        "intra": _link(cluster.intra),
-        "inter": _link(cluster.inter),
-        "host_link": _link(cluster.host_link),
-        "host_memory_bytes": cluster.host_memory_bytes,
-        "price_per_device_hour": cluster.price_per_device_hour,
-        "found_here": cluster.found,
-    }
 
 
 def _device(spec: DeviceSpec) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -28,8 +27,8 @@ def check(run: Path, as_json: bool = False) -> int:
     assert plan.predicted.estimate is not None
     rows = compare(plan.predicted.estimate, measured)
     if as_json:
-        values = {"rows": [_row(row) for row in rows], "notes": remarks(rows, measured), "measured": measured.model_dump()}
-        print(json.dumps(values, indent=2))
+        made = [{**row.model_dump(), "off": row.off if row.predicted or not row.measured else None, "warns": row.warns} for row in rows]
+        print(json.dumps({"rows": made, "notes": remarks(rows, measured), "measured": measured.model_dump()}, indent=2))
         return 0
     console = Console(highlight=False)
     console.print(plan_line(plan), soft_wrap=True, markup=False)
@@ -80,10 +79,6 @@ def remarks(rows: list[Comparison], measured: Measurement) -> list[str]:
     """Lines under the table."""
     why = grouped((only_shown(row), row.category) for row in rows)
     return notes(measured) + [f"{'; '.join(categories)}: {reason}" for reason, categories in why.items() if reason]
-
-
-def _row(row: Comparison) -> dict[str, Any]:
-    return {**row.model_dump(), "off": row.off if row.predicted or not row.measured else None, "warns": row.warns}
 
 
 def show_probes(probes: tuple[Probe, ...], console: Console) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from drumline.core.by_name import nearest
 from drumline.core.estimate import FITS, TIGHT
 from drumline.core.explain import count
-from drumline.core.facts import ModelFacts
 from drumline.core.plan import Layout
 from drumline.errors import UserError
 from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
@@ -54,13 +53,9 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
     for title, rows in parts:
         if rows:
-            lines += ["", title, *_aligned(rows)]
+            left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+            lines += ["", title, *(f"  {what:<{left}}  {amount:>{right}}  {source}".rstrip() for what, amount, source in rows)]
     return "\n".join(lines)
-
-
-def _aligned(rows: list[Row]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    return [f"  {what:<{widths[0]}}  {amount:>{widths[1]}}  {source}".rstrip() for what, amount, source in rows]
 
 
 def _runs(found: Candidate) -> list[Row]:
@@ -88,6 +83,8 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
     moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
     tokens = layout.rows * layout.length
+    rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
+    each = memory.activations / max(1, tokens * facts.layers * facts.hidden)
     of_all = facts.parameters + sum(f.parameters for f in facts.roles.values())
     there = gradients_at_peak(memory)
     yet = f"; {there / GB:.2f} of them are there at the peak" if memory.gradients - there >= 0.005 * GB else ""
@@ -96,19 +93,19 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
         "parameters": _shared(memory.parameters, of_all, 2 if copy else 4, "parameters", layout),
         "gradients": _shared(memory.gradients, facts.trainable, 4, "trainable", layout) + yet,
         "optimizer": _shared(memory.optimizer, facts.trainable, moments, "trainable", layout),
-        "activations": _activations(memory.activations, tokens, facts, layout),
+        "activations": f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes",
         "logits": f"{tokens:,} tokens × {facts.vocab_size:,} words" if memory.logits else f"made {chunk} tokens at a time, never kept",
         "buffers": "gathered weights, buckets, copies of a step",
         "overhead": "what torch does not own: context, kernels, communicators",
     }
-    rows = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
+    made = [(part, f"{getattr(memory, part) / GB:.2f}", sources[part]) for part in CATEGORIES]
     allocated = memory.reserved - memory.overhead
     factor = "as torch counts it"
     if allocated > memory.peak:
         factor = f"× {allocated / memory.peak:.2f} for what the allocator cannot use again, + overhead"
     if facts.roles:
-        rows.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
-    return [*rows, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
+        made.append(("roles", "", "counted in: " + ", ".join(f"{name} {count(f.parameters)}" for name, f in facts.roles.items())))
+    return [*made, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
 
 
 PHASES = {
@@ -142,12 +139,6 @@ def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> st
     if parts > 0.98 and abs(parts - round(parts)) < 0.02 * parts and layout.mesh.world_size % round(parts) == 0:
         return f"{unit} bytes × {count(number_)} {of}" + (f" / {round(parts)} ranks" if round(parts) > 1 else "")
     return f"{bytes_ / number_:.2f} bytes for each of {count(number_)} {of}"
-
-
-def _activations(bytes_: int, tokens: int, facts: ModelFacts, layout: Layout) -> str:
-    each = bytes_ / max(1, tokens * facts.layers * facts.hidden)
-    rows = f"{layout.rows} row{'s' * (layout.rows != 1)} × {layout.length:,} tokens"
-    return f"{rows} × {facts.layers} layers × width {facts.hidden:,} × {each:.1f} bytes"
 
 
 def _host(found: Candidate) -> list[Row]:

@@ -110,14 +110,16 @@ def _bars(axes: Any, shown: Shown) -> None:
     axes.set_yticks(places, [c.name for c in candidates], fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.08 * furthest)
-    _limits(axes, shown.limit)
+    _frame(axes, shown.limit, columns=4)
     axes.set_xlabel("GB of the fullest device; the number is what it needs in all")
     axes.set_title("Memory by category, at the peak" + (" (hatched: does not fit)" if shown.refused else ""), fontsize=10, loc="left")
-    _frame(axes, columns=4)
 
 
-def _frame(axes: Any, columns: int) -> None:
-    """The legend below, and no lines on top and at the right."""
+def _frame(axes: Any, limit: float, columns: int) -> None:
+    """Lines at the limits of memory, the legend below, and no lines on top and at the right."""
+    axes.axvline(limit, color="black", linewidth=1.4)
+    for share, style in ((FITS, ":"), (TIGHT, "--")):
+        axes.axvline(share * limit, color="black", linewidth=0.8, linestyle=style)
     below = (0.5, -0.55 / (axes.figure.get_figheight() - 1.5))
     axes.legend(fontsize=8, ncols=columns, loc="upper center", bbox_to_anchor=below, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -134,12 +136,6 @@ def part_of(candidate: Candidate, part: str) -> float:
     return float(getattr(memory, part)) / GB
 
 
-def _limits(axes: Any, limit: float) -> None:
-    axes.axvline(limit, color="black", linewidth=1.4)
-    for share, style in ((FITS, ":"), (TIGHT, "--")):
-        axes.axvline(share * limit, color="black", linewidth=0.8, linestyle=style)
-
-
 def _points(axes: Any, shown: Shown) -> None:
     """Seconds for a million tokens against what a device needs; the first of the answer and the front have their names beside."""
     slowest = min((c.estimate.tokens_per_s for c in shown.fit), default=0.0)
@@ -148,7 +144,7 @@ def _points(axes: Any, shown: Shown) -> None:
         axes.scatter(*_places(group), color=colour, marker=marker, s=36, zorder=3, label=label)
     front, label = pareto(shown.fit), "Pareto front: none needs less and is faster"
     axes.plot(*_places(front), color=FRONT, linewidth=1.6, zorder=2, drawstyle="steps-post", label=label)
-    _limits(axes, shown.limit)
+    _frame(axes, shown.limit, columns=3)
     times = _places([*shown.fit, *refused])[1]
     if max(times) > 4 * min(times):
         axes.set_yscale("log")
@@ -160,7 +156,6 @@ def _points(axes: Any, shown: Shown) -> None:
     axes.set_xlabel(f"GB that a device needs (line: {shown.limit:.1f} there are; dashed {TIGHT:.0%}, dotted {FITS:.0%})")
     axes.set_ylabel("seconds for 1M tokens")
     axes.set_title("Time against memory", fontsize=10, loc="left")
-    _frame(axes, columns=3)
     _name(axes, list({c.name: c for c in (*shown.fit[:1], *front)}.values()))
 
 

@@ -64,9 +64,10 @@ def why(answer: Answer) -> str:
 def file(answer: Answer, name: str) -> str:
     """The commented YAML of `drumline init`: what was planned for, and the first of the answer. `name`: of the file."""
     config, first = answer.question.config, answer.ranked[0]
-    values = full_config(config, first)
-    values.setdefault("algorithm", config.algorithm.kind)
-    values |= {key: value for key, value in _to_begin_with(config).items() if key not in values}
+    # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
+    rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
+    usual = {"optimizer": {"lr": rate}, "schedule": {"kind": "cosine", "warmup_ratio": 0.03}, "run": {"epochs": 1}}
+    values = {"algorithm": config.algorithm.kind, **usual, **full_config(config, first)}
     texts = {
         "why": f"Chosen by `drumline plan`. {why(answer)} `auto` chooses anew at each start.",
         "columns": config.algorithm.columns,
@@ -81,7 +82,9 @@ def file(answer: Answer, name: str) -> str:
         if section in values:
             about = SECTIONS.get(section)
             comment = wrap(about.format(**texts), 116, break_long_words=False, break_on_hyphens=False) if about else []
-            lines += ["", *(f"# {line}" for line in comment), write_yaml({section: _short(values[section])}).rstrip()]
+            value = values[section]
+            short = value["kind"] if isinstance(value, dict) and set(value) == {"kind"} else value
+            lines += ["", *(f"# {line}" for line in comment), write_yaml({section: short}).rstrip()]
     return "\n".join(lines) + "\n"
 
 
@@ -115,19 +118,3 @@ def overrides(config: Config, candidate: Candidate) -> list[str]:
         if given != getattr(batch, key) and not (key == "global_samples" and config.batch.global_tokens is not None):
             made.append(f"batch.{key}={getattr(batch, key)}")
     return made
-
-
-def _to_begin_with(config: Config) -> dict[str, Any]:
-    """Sections that a new run should set."""
-    # LoRA's factors start at nothing and take ten times as much (Hu et al. 2021, section D).
-    rate = config.algorithm.rate * (10 if config.adapter.kind == "lora" else 1)
-    return {
-        "optimizer": {"lr": rate},
-        "schedule": {"kind": "cosine", "warmup_ratio": 0.03},
-        "run": {"epochs": 1},
-    }
-
-
-def _short(value: Any) -> Any:
-    """`{kind: x}` as `x`."""
-    return value["kind"] if isinstance(value, dict) and set(value) == {"kind"} else value
