@@ -27,36 +27,31 @@ def cluster_of(described: ClusterConfig | None, machine: Machine, processes: int
     if described is None:
         return found(machine, processes, calibration)
     ranks = described.per_node or processes
-    spec = described.spec()
-    here = found(machine, ranks, calibration)
-    if spec is None and described.device is not None and here.device.kind == "cuda":  # a CPU is meant, and here are GPUs
+    spec, base = described.spec(), found(machine, ranks, calibration)
+    if spec is None and described.device is not None and base.device.kind == "cuda":  # a CPU is meant, and here are GPUs
         spec = processor(machine, ranks)
-    same = spec is None or spec.name == here.device.name
-    device = here.device if spec is None or same else spec
-    per_node = described.per_node or (here.per_node if same else 1)
-    usual = here.intra if same else described.link(device.intra)
-    bytes_ = int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else here.host_memory_bytes if same else None
+    if spec is not None and spec.name != base.device.name:
+        taken = catalog.AMBIGUOUS.get(catalog.plain(described.device or "")) if described.device not in described.devices else None
+        notes = (f"cluster.device {described.device}: taken for {taken}",) if taken else ()
+        intra, inter, host_link = map(described.link, (spec.intra, described.inter, spec.host_link))
+        base = Cluster(spec, 1, 1, intra, inter, host_link, notes=notes)
     if described.calibration is not None:
         named = read(Path(described.calibration))
-        measured = named.shared(ranks) if device.kind == "cpu" else named
+        measured = named.shared(ranks) if base.device.kind == "cpu" else named
     else:  # of this machine, which has measured its own link alone
-        measured = here.calibration if same else Calibration()
-        measured = measured if described.intra is None else replace(measured, collectives={})
-    notes, short = here.notes if same else (), catalog.AMBIGUOUS.get(catalog.plain(described.device or ""))
-    if not same and short and described.device not in described.devices:
-        notes = (f"cluster.device {described.device}: taken for {short}",)
-    return Cluster(
-        device=device,
+        measured = base.calibration if described.intra is None else replace(base.calibration, collectives={})
+    per_node = described.per_node or base.per_node
+    return replace(
+        base,
         per_node=per_node,
         nodes=described.nodes,
-        intra=usual if described.intra is None else described.link(described.intra),
+        intra=base.intra if described.intra is None else described.link(described.intra),
         inter=described.link(described.inter),
-        host_link=here.host_link if same else described.link(device.host_link),
-        host_memory_bytes=bytes_,
+        host_memory_bytes=int(described.host_memory_gb * catalog.GIGA) if described.host_memory_gb else base.host_memory_bytes,
         price_per_device_hour=described.price_per_device_hour,
-        found=same and described.nodes == 1 and per_node == here.per_node,
+        found=base.found and described.nodes == 1 and per_node == base.per_node,
         calibration=measured,
-        notes=(*notes, *network_assumed(described, described.nodes)),
+        notes=(*base.notes, *network_assumed(described, described.nodes)),
     )
 
 

@@ -59,7 +59,11 @@ def plan(options: Options) -> int:
     if options.devices:
         print(json.dumps(catalog(), indent=2)) if options.as_json else table.show_devices(console)
         return 0
-    _one_question(options)
+    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
+    shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
+    single, beside = ([name for name, value in flags.items() if value] for flags in (alone, shown))
+    if len(single) > 1 or (single and beside):  # one would be ignored
+        raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
     if options.tokens is not None and not math.isfinite(options.tokens):
         raise UserError(f"{options.tokens} given, a finite number is wanted", where="--tokens", fix="such as 1e9")
     hosts = None if options.what_if is None else table.parse_what_if(options.what_if)
@@ -86,16 +90,6 @@ def plan(options: Options) -> int:
                 answer = options.probe(answer, loaded, on_progress)
         _answer(answer, loaded, options, console, aside)
     return 0
-
-
-def _one_question(options: Options) -> None:
-    """Raises UserError for flags of which one would be ignored."""
-    alone = {"--max-seq or --max-batch": options.most, "--what-if": options.what_if}
-    shown = {"--explain": options.explain, "--figure": options.figure, "--probe": options.probe, "--trace": options.trace}
-    single = [name for name, value in alone.items() if value]
-    beside = [name for name, value in shown.items() if value]
-    if len(single) > 1 or (single and beside):
-        raise UserError(f"{' and '.join([*single, *beside])} are questions of their own", where="drumline plan", fix="ask one at a time")
 
 
 def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:

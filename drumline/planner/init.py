@@ -16,7 +16,7 @@ from rich.console import Console
 
 from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.config import BatchConfig, Config
-from drumline.core.data import DigitsSource, FileSource, SavedSource, Source, TasksSource
+from drumline.core.data import DigitsSource, FileSource, SavedSource, Source
 from drumline.core.load import Loaded, load_text, schema
 from drumline.core.registry import kinds_alone
 from drumline.errors import EnvironmentFault, UserError
@@ -24,11 +24,10 @@ from drumline.models.shapes import find
 from drumline.planner.question import ADAPTERS, Flags, Found, ask, find_model, mistakes_by_flag
 from drumline.planner.report.yaml_output import SCHEMA, file, why
 from drumline.planner.search.advice import STEP, nothing_fits, refusal
-from drumline.planner.search.answer import Question
 from drumline.planner.search.search import search
 from drumline.report.bars import OnProgress, bars
 
-BATCH = 32
+BATCH = 32  # samples, or the next multiple of the devices
 TASKS, HUB = "tasks:", "hub:"
 
 
@@ -61,21 +60,30 @@ def init(path: Path, answers: Answers, yes: bool) -> int:
     with bars(console) as on_progress:
         model = find_model(config.model, on_progress)
         _require_id(config, model.path)
-        looked = look(config, model, path.absolute().parent, on_progress)
+        first_rows = look(config, model, path.absolute().parent, on_progress)
         text_config = None if config.images_alone else model.hf_config.get_text_config()
-        config = fitted(config, looked, getattr(text_config, "max_position_embeddings", None))
+        config = fitted(config, first_rows, getattr(text_config, "max_position_embeddings", None))
         request = ask(Loaded(config, path, path.parent), on_progress)
     for note in request.notes:
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    answer = search(_with_batch(request.question))
+    question, devices = request.question, request.question.cluster.world_size
+    if not question.config.batch.model_fields_set:
+        batch = BatchConfig(global_samples=-(-BATCH // devices) * devices)
+        question = replace(question, config=question.config.model_copy(update={"batch": batch}))
+    answer = search(question)
     if not answer.ranked:
         raise refusal(answer, nothing_fits(answer))
     text = file(answer, str(path))
     load_text(text, [], str(path))  # what is written can be read
-    _write(path, text)
+    try:
+        with path.open("x", encoding="utf-8") as new:
+            new.write(text)
+        (path.parent / SCHEMA).write_text(json.dumps(schema(), indent=1) + "\n")
+    except OSError as error:
+        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
     print(f"wrote {path}, and {SCHEMA} beside it for editors\n{why(answer)}")
-    data = answer.question.config.data
-    print(f"data: {looked.describe()}" if looked else f"data: not here yet; rows are taken to have {data.max_length} tokens")
+    length = answer.question.config.data.max_length
+    print(f"data: {first_rows.describe()}" if first_rows else f"data: not here yet; rows are taken to have {length} tokens")
     if missing := lacking(answer.ranked[0].config):
         print(f"to install: pip install {' '.join(missing)}")
     print(f"all plans: drumline plan {path}\nto train:  drumline train {path}")
@@ -91,24 +99,6 @@ def _require_id(config: Config, path: str | None) -> None:
         raise UserError(f"where the weights of {name!r} are is not known", where="--model", fix=fix)
 
 
-def _with_batch(question: Question) -> Question:
-    """The question with a global batch of BATCH samples, or the next multiple of the devices, where the config sets none."""
-    if question.config.batch.model_fields_set:
-        return question
-    devices = question.cluster.world_size
-    batch = BatchConfig(global_samples=-(-BATCH // devices) * devices)
-    return replace(question, config=question.config.model_copy(update={"batch": batch}))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as new:
-            new.write(text)
-        (path.parent / SCHEMA).write_text(json.dumps(schema(), indent=1) + "\n")
-    except OSError as error:
-        raise EnvironmentFault(f"cannot be written: {error.strerror}", where=str(path), fix="choose another place") from None
-
-
 # --------------------------------------------------------------------------------------------------------------- asking
 
 
@@ -120,7 +110,11 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
         usual = f"full {answers.length}" if field == "adapter" and answers.length else default
         while getattr(answers, field) is None:
             console.print(f"{number}/{len(QUESTIONS)}  {text} [{usual}]", markup=False, soft_wrap=True)
-            typed = _line(text) or usual
+            try:
+                typed = input("     > ").strip() or usual
+            except EOFError:
+                flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
+                raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
             try:
                 more = replace(answers, **_parsed(field, typed))
                 config = _config(more, path)
@@ -132,14 +126,6 @@ def _interview(answers: Answers, path: Path, console: Console) -> Config:
                     raise
                 console.print(f"     {error.line()}", markup=False, soft_wrap=True, style="red")
     return _config(answers, path)
-
-
-def _line(text: str) -> str:
-    try:
-        return input("     > ").strip()
-    except EOFError:
-        flags = " ".join(f"--{name} …" for name in (*QUESTIONS, "length", "batch"))
-        raise UserError(f"no answer to: {text}", where="stdin", fix=f"answer it, or give it by flags: {flags} --yes") from None
 
 
 def _parsed(field: str, typed: str) -> dict[str, Any]:
@@ -163,14 +149,12 @@ def _parsed(field: str, typed: str) -> dict[str, Any]:
 
 def _config(answers: Answers, path: Path) -> Config:
     """The config of these answers, defaults where there is none. Raises UserError or ConfigError."""
-    usual = {field: default for field, (default, _) in QUESTIONS.items()}
-    algorithm = answers.algorithm or usual["algorithm"]
+    usual: dict[str, Any] = {field: getattr(answers, field) or default for field, (default, _) in QUESTIONS.items()}
+    algorithm, source = usual["algorithm"], json.dumps(source_of(usual.pop("data"), path))
     if ":" not in algorithm and algorithm not in kinds_alone(AlgorithmSpec):
         raise UserError(f"no algorithm {algorithm!r}", where="--algorithm", fix=f"one of {', '.join(kinds_alone(AlgorithmSpec))}")
-    cluster = None if answers.cluster in (None, "here") else answers.cluster
-    model, adapter = answers.model or usual["model"], answers.adapter or "full"
-    flags = replace(answers, model=model, cluster=cluster, adapter=adapter, algorithm=algorithm)
-    source = json.dumps(source_of(answers.data or usual["data"], path))
+    usual["cluster"] = None if answers.cluster == "here" else answers.cluster
+    flags = replace(answers, **usual)
     given = {override: flag for override, flag in flags.overrides().items() if override != "adapter=none"}
     with mistakes_by_flag(given):
         return load_text(f"data: {{train: [{source}]}}", list(given), "init")
@@ -193,15 +177,16 @@ def source_of(typed: str, path: Path) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------- the data that is here
 
-LOOKED = 2000  # rows; more are not waited for
+FIRST_ROWS = 2000  # more are not waited for
 PACK = 1024  # tokens of a pack, where there are enough of them
 FEW = 20  # rows; of fewer none is held out
-MOST_HELD, SHARE = 500, 0.05  # rows held out: a share of all, at most so many
+MOST_HELD_OUT, SHARE = 500, 0.05  # rows held out: a share of all, at most so many
 CHARACTERS = 3  # of a token, where there is no tokenizer yet: fewer than of English, so that rows are rather taken to be longer
+PACKAGES = {"tasks": "reasoning-gym", "digits": "scikit-learn"}  # that sources of these kinds import
 
 
 @dataclass(frozen=True)
-class Looked:
+class FirstRows:
     """The first `rows` of the data: `lengths` in tokens, none for images; `more`: there are more rows."""
 
     rows: int
@@ -214,40 +199,54 @@ class Looked:
         return f"{rows}, {sum(lengths) / self.rows:,.0f} tokens on average, {max(lengths):,} at most" if lengths else rows
 
 
-def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> Looked | None:
-    """The first rows of `data.train`; None where they are not here yet. Raises DataError for rows that the algorithm does not take."""
-    from drumline.data.sources import read_rows
+def look(config: Config, model: Found, base: Path, on_progress: OnProgress) -> FirstRows | None:
+    """The first rows of `data.train`, each as long as its longest sequence: by characters where no tokenizer is here. None where the data
+    are not here yet. Raises DataError for rows that the algorithm does not take."""
+    from drumline.data.sources import holds_images, read_rows
+    from drumline.models.load import load_tokenizer
 
     (source,) = config.data.train
     if not _is_here(source, base):
         return None
-    size, number, lengths = _sizes(config, model), 0, list[int]()
-    for number, row in enumerate(islice(read_rows(source, base, config.algorithm.forms), LOOKED + 1), start=1):
-        if number <= LOOKED and size is not None:
-            lengths.append(size(row))
+    encoder, number, lengths = None, 0, list[int]()
+    if not config.images_alone and (model.path or config.model.tokenizer):
+        endless = config.data.model_copy(update={"max_length": 1 << 20})
+        encoder = config.algorithm.encoder(load_tokenizer(model.path, config.model), endless)
+    for number, row in enumerate(islice(read_rows(source, base, config.algorithm.forms), FIRST_ROWS + 1), start=1):
+        if number <= FIRST_ROWS and not config.images_alone:
+            encoded = encoder.encode(row) if encoder is not None and not holds_images(row) else None
+            if encoded is None:
+                tokens = len(json.dumps(row.values, default=str, ensure_ascii=False)) // CHARACTERS
+            else:
+                tokens = max(len(segment.tokens) for segment in encoded.segments)
+            lengths.append(tokens + config.algorithm.new_tokens)
             on_progress("looking at the data", number, None)
-    return Looked(min(number, LOOKED), number > LOOKED, lengths)
+    return FirstRows(min(number, FIRST_ROWS), number > FIRST_ROWS, lengths)
 
 
-def fitted(config: Config, looked: Looked | None, positions: int | None) -> Config:
-    """The config with a length that the rows fit in, where none was given, a holdout, and when to save and evaluate."""
+def fitted(config: Config, first: FirstRows | None, positions: int | None) -> Config:
+    """The config with a length that the rows fit in, where none was given, a holdout, and when to save and evaluate. `positions`: the
+    longest row that the model takes."""
     data: dict[str, Any] = {} if config.data.eval else {"holdout": FEW}
-    every = {"every": MOST_HELD}
-    if looked is not None:
+    every, samples = {"every": MOST_HELD_OUT}, config.batch.global_samples or BATCH
+    if first is not None:
         if not config.data.eval:
-            held = MOST_HELD if looked.more else min(MOST_HELD, max(1, int(SHARE * looked.rows)))
-            data["holdout"] = held if looked.rows >= FEW else 0
-        if looked.lengths and "max_length" not in config.data.model_fields_set:
-            data["max_length"] = _length(config, looked, positions)
-        if not looked.more:
+            held_out = MOST_HELD_OUT if first.more else min(MOST_HELD_OUT, max(1, int(SHARE * first.rows)))
+            data["holdout"] = held_out if first.rows >= FEW else 0
+        if first.lengths and "max_length" not in config.data.model_fields_set:
+            # The longest row rounded up to a multiple of STEP, PACK where that gives enough packs; at most what the model takes.
+            length = STEP * -(-max(first.lengths) // STEP)
+            if config.packs and sum(first.lengths) * (2 if first.more else 1) / PACK >= 4 * samples:
+                length = max(length, PACK)
+            data["max_length"] = min(length, positions or length)
+        if not first.more:
             length = data.get("max_length", config.data.max_length)
-            samples = sum(looked.lengths) / length if config.packs and looked.lengths else looked.rows
-            every = {"every": max(1, min(MOST_HELD, int(samples / (config.batch.global_samples or 32) / 4)))}
+            steps = (sum(first.lengths) / length if config.packs and first.lengths else first.rows) / samples
+            every = {"every": max(1, min(MOST_HELD_OUT, int(steps / 4)))}
     if isinstance(config.data.train[0], DigitsSource):
         data = {"eval": [DigitsSource(split="test")]}
-    held_out = data.get("holdout") or data.get("eval")
     sections = {"data": config.data.model_copy(update=data), "checkpoint": config.checkpoint.model_copy(update=every)}
-    if held_out:
+    if data.get("holdout") or data.get("eval"):
         sections["eval"] = config.eval.model_copy(update={**every, **config.algorithm.best_by})
     return config.model_copy(update=sections)
 
@@ -258,13 +257,12 @@ def lacking(config: Config) -> list[str]:
     wanted = {
         "peft": adapter.kind == "lora",
         "bitsandbytes": getattr(adapter, "quantize", "none") != "none",
-        **({config.strategy.package: True} if config.strategy.package else {}),
-        "reasoning-gym": isinstance(config.data.train[0], TasksSource),
-        "scikit-learn": isinstance(config.data.train[0], DigitsSource),
+        config.strategy.package: True,
+        PACKAGES.get(config.data.train[0].kind): True,
         "pillow": config.images_alone,
         "math-verify": "math" in kinds,
     }
-    return [name for name, is_wanted in wanted.items() if is_wanted and not _is_installed(name)]
+    return [name for name, is_wanted in wanted.items() if name and is_wanted and not _is_installed(name)]
 
 
 def _is_installed(package: str) -> bool:
@@ -276,35 +274,4 @@ def _is_here(source: Source, base: Path) -> bool:
     if isinstance(source, FileSource | SavedSource):
         path = Path(source.path).expanduser()
         return (base / path).exists() or (not path.is_absolute() and any(base.glob(source.path)))
-    packages = {"tasks": "reasoning-gym", "digits": "scikit-learn"}
-    return source.kind in packages and _is_installed(packages[source.kind])
-
-
-def _sizes(config: Config, model: Found) -> Any:
-    """Row → tokens of its longest sequence; by characters where no tokenizer is here. None for images."""
-    from drumline.data.sources import holds_images
-    from drumline.models.load import load_tokenizer
-
-    if config.images_alone:
-        return None
-    answer = config.algorithm.new_tokens
-    tokenizer = model.path or config.model.tokenizer
-    endless = config.data.model_copy(update={"max_length": 1 << 20})
-    encoder = config.algorithm.encoder(load_tokenizer(model.path, config.model), endless) if tokenizer else None
-
-    def size(row: Any) -> int:
-        encoded = encoder.encode(row) if encoder is not None and not holds_images(row) else None
-        if encoded is None:
-            return len(json.dumps(row.values, default=str, ensure_ascii=False)) // CHARACTERS + answer
-        return max(len(segment.tokens) for segment in encoded.segments) + answer
-
-    return size
-
-
-def _length(config: Config, looked: Looked, positions: int | None) -> int:
-    """The longest row rounded up to a multiple of STEP, PACK where that gives enough packs; at most what the model takes."""
-    length = STEP * -(-max(looked.lengths) // STEP)
-    packs = sum(looked.lengths) * (2 if looked.more else 1) / PACK
-    if config.packs and packs >= 4 * (config.batch.global_samples or 32):
-        length = max(length, PACK)
-    return min(length, positions or length)
+    return source.kind in PACKAGES and _is_installed(PACKAGES[source.kind])

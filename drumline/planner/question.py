@@ -187,6 +187,9 @@ def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]
 def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = False) -> Found:
     """The model of a folder, package or cached copy; else of the table of known shapes; else of the hub. `weights`: its files are needed,
     a shape is not enough. Raises ModelError."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     from drumline.models.files import PREFIX, resolve
     from drumline.models.load import load_config
 
@@ -208,22 +211,15 @@ def find_model(model: ModelConfig, on_progress: OnProgress, weights: bool = Fals
                 raise
             raise shapes.unknown(name, error.what) from None
         return Found(load_config(path, model), model, path)
-    cached = _cached(shapes.hub_id(name), model.revision)
-    if cached is not None:
-        return Found(load_config(cached, model), model, cached)
+    try:
+        cached = try_to_load_from_cache(shapes.hub_id(name), "config.json", revision=model.revision)
+    except HFValidationError:  # the hub has no such names
+        cached = None
+    if isinstance(cached, str):
+        folder = str(Path(cached).parent)
+        return Found(load_config(folder, model), model, folder)
     shaped = shapes.with_config(known, model)
     return Found(load_config(None, shaped), shaped, None, f"{name} is not on this machine; its shape is known")
-
-
-def _cached(name: str, revision: str | None) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # the hub has no such names
-        return None
-    return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def _data(config: Config, policy: Found, base: Path, notes: list[str]) -> DataPlan | None:

@@ -12,6 +12,12 @@ from drumline.planner.search.answer import GB, Answer, Candidate, Question, numb
 
 Row = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
+HOST = {
+    "load": "while weights are read",
+    "train": "while it trains",
+    "save": "while it writes a checkpoint",
+    "export": "while the whole model is exported at the end",
+}
 
 
 def pick(answer: Answer, name: str) -> tuple[Candidate, str | None]:
@@ -41,13 +47,19 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     share = estimate.memory.reserved / estimate.limit
     verdict = f"{found.name}: {estimate.verdict}" + (f", refused: {refused}" if refused else "")
     scale = f"below {FITS:.0%} it fits, up to {TIGHT:.0%} it is tight"
+    limit, traffic, cluster = estimate.host_limit, estimate.traffic, question.cluster
+    of = "" if limit is None else f"of {limit / GB:.0f}"
+    sent = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
+    if sent:
+        across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
+        sent.append(("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}"))
     parts = [
         ("What runs", _runs(found)),
         (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
         ("The same, phase by phase, GB", _phases(found)),
-        ("Memory of a host, GB", _host(found)),
+        ("Memory of a host, GB", [(part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}") for part, text in HOST.items()]),
         ("Seconds of a step", _seconds(question, found)),
-        ("GB that a device sends in a step", _communication(question, found)),
+        ("GB that a device sends in a step", sent),
         ("The run", _run(question, found, tokens)),
     ]
     lines = [f"{verdict}; needs {estimate.memory.reserved / GB:.1f} of {estimate.limit / GB:.1f} GB, {share:.0%}: {scale}"]
@@ -141,14 +153,6 @@ def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> st
     return f"{bytes_ / number_:.2f} bytes for each of {count(number_)} {of}"
 
 
-def _host(found: Candidate) -> list[Row]:
-    host, limit = found.estimate.host, found.estimate.host_limit
-    of = "" if limit is None else f"of {limit / GB:.0f}"
-    texts = {"load": "while weights are read", "train": "while it trains", "save": "while it writes a checkpoint"}
-    texts["export"] = "while the whole model is exported at the end"
-    return [(part, f"{getattr(host, part) / GB:.1f}", f"{texts[part]} {of}") for part in texts]
-
-
 # -------------------------------------------------------------------------------------------------------- time and bytes
 
 
@@ -172,13 +176,6 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
         del texts["rollout"]
     rows = [(part, number(getattr(spent, part)), texts[part]) for part in SECONDS if part in texts]
     return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]
-
-
-def _communication(question: Question, found: Candidate) -> list[Row]:
-    traffic, cluster = found.estimate.traffic, question.cluster
-    rows = [(kind.replace("_", "-"), f"{bytes_ / GB:.3g}", "") for kind, bytes_ in traffic.model_dump().items() if bytes_]
-    across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
-    return [*rows, ("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}")] if rows else []
 
 
 def _run(question: Question, found: Candidate, tokens: float | None) -> list[Row]:

@@ -33,8 +33,8 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "
 SECONDS = ("compute", "communication", "bubble", "optimizer", "offload", "rollout")
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim"}  # so that all categories stand in 80 columns
 VERDICTS = {"fits": "green", "tight": "yellow", "no": "red"}
-# Heads of columns of words; the others hold numbers.
-WORDS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
+# Heads of columns of text; the others hold numbers.
+TEXT_COLUMNS = ("strategy", "verdict", "mesh", "checkpointing", "change", "then", "device", "link", "usual link", "to host")
 Kind = Literal["max_length", "max_batch"]
 SHOWN = ("verdict", "needs\nGB", "tokens/s")
 TITLES: dict[Kind, tuple[str, str]] = {
@@ -152,7 +152,7 @@ def _fits(table: Table, console: Console) -> bool:
 def _table(columns: Columns, title: str | None = None, styles: Mapping[str, str] | None = None) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, padding=(0, 1, 0, 0))
     for head in columns:
-        table.add_column(head, justify="left" if head in WORDS else "right", no_wrap=True, style=(styles or {}).get(head, ""))
+        table.add_column(head, justify="left" if head in TEXT_COLUMNS else "right", no_wrap=True, style=(styles or {}).get(head, ""))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     return table
@@ -314,8 +314,8 @@ def show_devices(console: Console) -> None:
     console.print(plain_table(console, ("link", "GB/s one way", "reached", "latency µs"), links))
     console.print("\nBetween hosts, by rate: 100Gb, 400Gb, 8x400Gb (cards of one host). cpu: this machine's own rates.\n", markup=False)
     console.print("Sources", style="bold")
-    for each in (*DEVICES.values(), *LINKS.values()):
-        console.print(f"  {each.name:<16} {each.source}", markup=False, soft_wrap=True)
+    for name, source in [(s.name, s.source) for s in DEVICES.values()] + [(link.name, link.source) for link in LINKS.values()]:
+        console.print(f"  {name:<16} {source}", markup=False, soft_wrap=True)
     console.print(
         "\nWhat is not here is described in the YAML: cluster: {devices: {NAME: {memory_gb: …, bandwidth_gb_s: …, bf16_tflops: …,"
         " fp32_tflops: …}}, device: NAME, per_node: 8}",

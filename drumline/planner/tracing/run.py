@@ -1,14 +1,15 @@
 """One micro-batch through our own engine, without memory: which bytes live where, at a number of layers.
 
-`faked` gives tensors without memory (torch's FakeTensorMode), `Watch` counts what lives in each block, and `run` traces.
+`_Late` gives tensors without memory (torch's FakeTensorMode), `Watch` counts what lives in each block, and `run` traces.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,22 +31,6 @@ from drumline.telemetry.memory_tracker import LiveBytes, plain_parts
 from drumline.vendor.torch import FakeTensorMode, TorchDispatchMode, current_graph_task_id, local_scalar_dense, to_copy
 
 _ATEN = torch.ops.aten
-
-
-@contextlib.contextmanager
-def faked(packs: bool) -> Iterator[FakeTensorMode]:
-    """Within, what is computed has shapes and no values. `packs`: rows hold several documents, so attention gets a mask; otherwise
-    transformers finds none needed, as it does in a run (if it knew of the tracing, it would make one)."""
-    from drumline.vendor.transformers import masking_utils
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    knows = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda *_, **__: False
-    try:
-        with mode, _Answers(not packs):
-            yield mode
-    finally:
-        masking_utils.is_tracing = knows
 
 
 class _Answers(TorchDispatchMode):
@@ -76,7 +61,7 @@ class Watch(LiveBytes):
 
     A place is `ahead` (of the blocks), a block's number, `behind` them, or `loss`; in backward the same with a minus (`-0`, `-loss`).
     `peaks_at`: bytes at the peak in each place; `saved_at`: bytes where each place of forward begins. Both are of activations: what
-    lived before, gradients of weights (`gradients`), and copies of weights in a lower precision (`copies`) are counted apart.
+    lived before, gradients of weights, and copies of weights in a lower precision (`copies`) are counted apart.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -94,7 +79,7 @@ class Watch(LiveBytes):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: self._tag(p.grad, self._gradients))
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._begins(index), with_kwargs=True)
+            block.register_forward_pre_hook(partial(self._begins, index), with_kwargs=True)
         blocks[-1].register_forward_hook(self._ends)
 
     def objective(self, inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -111,16 +96,12 @@ class Watch(LiveBytes):
             self.saved_at[place] = self.activations
 
     @property
-    def gradients(self) -> int:
-        return self._bytes(self._gradients)
-
-    @property
     def copies(self) -> int:
         return self._bytes(self._copies)
 
     @property
     def activations(self) -> int:
-        return self.current - self.base - self.gradients - self.copies
+        return self.current - self.base - self._bytes(self._gradients) - self.copies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -144,16 +125,13 @@ class Watch(LiveBytes):
         super()._note()
         self.peaks_at[self.place] = max(self.peaks_at.get(self.place, 0), self.activations)
 
-    def _begins(self, index: int) -> Callable[..., None]:
-        def begins(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if current_graph_task_id() != -1:
-                return  # computed again
-            self.at(str(index))
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda _: self.at("-ahead" if index == 0 else f"-{index - 1}"))
-
-        return begins
+    def _begins(self, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if current_graph_task_id() != -1:
+            return  # computed again
+        self.at(str(index))
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.at("-ahead" if index == 0 else f"-{index - 1}"))
 
     def _ends(self, _module: Any, _args: Any, output: Any) -> None:
         if current_graph_task_id() != -1:
@@ -212,19 +190,36 @@ def run(plan: Plan, rows: int, length: int, dtype: str | None = None) -> Traced:
         if dtype:
             engine.autocast_dtype = None
         batch = config.algorithm.traced_batch(plan, rows, length, int(getattr(model.config, "num_channels", 3)))
-        return _follow(engine, list(found[1]), batch, policy_objective(config.algorithm.build()))
+        watch, objective = Watch(engine.model, list(found[1])), policy_objective(config.algorithm.build())
+        try:
+            with watch, engine.micro_batch(last=True):
+                with engine._autocast():
+                    loss_sum, _ = engine.spread.module(batch, watch.objective(objective))
+                copies_kept = watch.copies
+                watch.at("-loss")
+                loss_sum.backward()
+        except Exception as error:
+            raise Untraceable(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}") from error
+    return Traced(len(found[1]), watch.saved_at, watch.peaks_at, watch.copies_at_loss, copies_kept, watch.peak - watch.base)
 
 
 @dataclass(frozen=True)
 class _Late(Values):
-    """Memory that is none: from here on, until `stack` is left, all tensors are fake."""
+    """Values without memory: until `stack` is left, what is computed has shapes alone. `packs`: rows hold several documents."""
 
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     packs: bool = False
     dtype: torch.dtype | None = None  # of parameters; None: as they are
 
     def fill(self, model: nn.Module, offloaded: bool = False, owners: Collection[nn.Module] | None = None) -> None:
-        self.stack.enter_context(faked(self.packs))
+        from drumline.vendor.transformers import masking_utils
+
+        # Where packs hold several documents, attention gets a mask; otherwise transformers finds none needed, as it does in a run. If it
+        # knew of the tracing, it would make one.
+        self.stack.callback(setattr, masking_utils, "is_tracing", masking_utils.is_tracing)
+        masking_utils.is_tracing = lambda *_, **__: False
+        self.stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self.stack.enter_context(_Answers(not self.packs))
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for owner in model.modules() if owners is None else owners:
             for table in (owner._parameters, owner._buffers):
@@ -243,17 +238,3 @@ def _empty(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         fake = DTensor.from_local(fake, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _follow(engine: NativeEngine, blocks: list[nn.Module], batch: Any, objective: Any) -> Traced:
-    watch = Watch(engine.model, blocks)
-    try:
-        with watch, engine.around(), engine.spread.micro_batch(last=True):
-            with engine._autocast():
-                loss_sum, _ = engine.spread.module(batch, watch.objective(objective))
-            copies_kept = watch.copies
-            watch.at("-loss")
-            loss_sum.backward()
-    except Exception as error:
-        raise Untraceable(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}") from error
-    return Traced(len(blocks), watch.saved_at, watch.peaks_at, watch.copies_at_loss, copies_kept, watch.peak - watch.base)

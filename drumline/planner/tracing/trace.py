@@ -79,7 +79,6 @@ def question_of(config: Config, model_path: str | None, layout: Layout, facts: M
         activation_checkpointing=layout.activation_checkpointing,
         batch=layout.batch,
         lr=0.0,
-        steps=None,
         data=DataPlan(train_cache="", labels=("0", "1")) if config.head in ("text", "image") else None,
         model_path=model_path,
         bidirectional=facts.bidirectional,
