@@ -202,7 +202,7 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
 
     run_dir = work / bench["run"]
     request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
-    with EarlyRanks(request.loaded.config, run_dir / "plan.json"):
+    with EarlyRanks(request.loaded.config, run_dir / "plan.json") as early:
         with uncollected():
             from transformers import PreTrainedModel  # noqa: F401
 
@@ -211,7 +211,7 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
 
         plan = make_plan(request, on_progress=lambda *_: None).model_copy(update={"saves": False})
         path, _ = claim_run_dir(plan, request)
-        sys.exit(launch(plan, path, None, lambda event: None))
+        sys.exit(launch(plan, path, None, lambda event: None, early=early))
 
 
 def _rows(bench: dict[str, Any]) -> list[tuple[list[int], list[int]]]:

@@ -45,14 +45,17 @@ class LauncherSpec(Spec):
         """How many ranks `start` starts; None: as many as `nproc` and this machine's devices say."""
         return None
 
-    def early(self, config: Config, plan_path: Path) -> AbstractContextManager[object]:
-        """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may be started meanwhile."""
+    def early(self, config: Config, plan_path: Path) -> AbstractContextManager[Any]:
+        """Entered before there is a plan, and left when the ranks have ended or there is no plan: what may start meanwhile. What it gives
+        is an argument of `start`."""
         return nullcontext()
 
     def require(self) -> None:
         """Raises EnvironmentFault where ranks could not be started, before the run folder is made."""
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory) -> int:
+    def start(
+        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
+    ) -> int:
         """Run the ranks of a plan to their end and return the exit code (`drumline.errors`). A rank is `python -m drumline.train.entry
         PLAN`, perhaps with `--resume` and where to go on, in the variables above. Each event of the run goes to `on_event`
         (`telemetry.events.Tail` follows events.jsonl); `on_oom` is called when memory ran out."""

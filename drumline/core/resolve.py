@@ -137,21 +137,21 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
     """Ranks of the run. Raises PlanError where there are fewer GPUs, or no memory for so many processes."""
     if launched is not None:
         return launched
-    nproc = config.launch.nproc
-    if config.strategy.one_process and nproc is None:
-        return 1
-    if device == "cuda":
-        found = len(machine.devices)
-        if nproc is not None and nproc > found:
-            names = ", ".join(device.name for device in machine.devices)
-            what = f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {names}"
-            raise PlanError(what, where="launch.nproc", fix=f"use --nproc {found}, or run.device=cpu")
-        return nproc or found
-    wanted, there = nproc or 1, machine.memory_bytes
-    if wanted > 1 and wanted * PROCESS > there:  # Python and torch alone: the machine would go down
-        what = f"{wanted} processes take {size(wanted * PROCESS)} before they have loaded anything, this machine has {size(there)}"
+    found, there = len(machine.devices), machine.memory_bytes
+    nproc = default_processes(config, found if device == "cuda" else 0)
+    if device == "cuda" and nproc > found:
+        names = ", ".join(device.name for device in machine.devices)
+        what = f"{nproc} processes asked for but {found} GPU{'s' * (found != 1)} found: {names}"
+        raise PlanError(what, where="launch.nproc", fix=f"use --nproc {found}, or run.device=cpu")
+    if device != "cuda" and nproc > 1 and nproc * PROCESS > there:  # Python and torch alone: the machine would go down
+        what = f"{nproc} processes take {size(nproc * PROCESS)} before they have loaded anything, this machine has {size(there)}"
         raise PlanError(what, where="launch.nproc", fix=f"use --nproc {max(1, there // PROCESS)} or fewer")
-    return wanted
+    return nproc
+
+
+def default_processes(config: Config, gpus: int) -> int:
+    """Ranks that a launcher starts on a machine with so many GPUs."""
+    return config.launch.nproc or (1 if config.strategy.one_process else max(1, gpus))
 
 
 def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:

@@ -5,44 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
+from drumline.core.config import Config
 from drumline.core.process import Early
+from drumline.core.resolve import default_processes
 from drumline.hardware.detect import likely_gpus, usable_cores
-
-if TYPE_CHECKING:
-    from drumline.core.config import Config
-
-
-_early: dict[Path, EarlyRanks] = {}
-
-
-def early_ranks(plan_path: Path) -> EarlyRanks | None:
-    """Those that were started for the plan that was to be there."""
-    return _early.get(plan_path)
 
 
 class EarlyRanks:
     """As many ranks as there will most likely be, if each has a core. Those that nobody began are killed at the end of the `with`."""
 
     def __init__(self, config: Config, plan_path: Path) -> None:
-        one = config.strategy.one_process or config.run.device == "cpu"
-        number = config.launch.nproc or (1 if one else max(1, likely_gpus()))
-        cores = usable_cores()
+        number, cores = default_processes(config, 0 if config.run.device == "cpu" else likely_gpus()), usable_cores()
         self.env = {"OMP_NUM_THREADS": str(cores // number), **os.environ}
-        self.plan_path = plan_path
-        self.waiting: list[Early] = []
         imported = "drumline.train.build" if config.plain else "drumline.train.preload"
-        if number <= cores:
-            for _ in range(number):
-                self.waiting.append(Early(imported, "drumline.train.entry", str(plan_path), env=self.env))
+        started = range(number if number <= cores else 0)
+        self.waiting = [Early(imported, "drumline.train.entry", str(plan_path), env=self.env) for _ in started]
 
     def __enter__(self) -> Self:
-        _early[self.plan_path] = self
         return self
 
     def __exit__(self, *raised: object) -> None:
-        del _early[self.plan_path]
         self.end()
 
     def end(self) -> None:

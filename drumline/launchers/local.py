@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
@@ -13,11 +14,13 @@ from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
 from drumline.hardware.detect import Groups, free_bytes, usable_cores
-from drumline.launchers.early import early_ranks
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launchers.restarts import Restarts
 from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, read, tail
+
+if TYPE_CHECKING:
+    from drumline.launchers.early import EarlyRanks
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = (Restore, Step, Eval, Save)
@@ -31,12 +34,13 @@ def launch(
     worker: str = "drumline.train.entry",
     on_oom: OnOutOfMemory = lambda out, step: ("", "out of memory"),
     trial: bool = False,
+    early: EarlyRanks | None = None,
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
     `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is asked when a rank
     ran out of memory; such an end is never tried again with the same plan. `trial`: nothing of it is worth saving, and a signal ends it
-    at once. Raises EnvironmentFault for a port that is held.
+    at once. `early`: ranks of the plan that wait already. Raises EnvironmentFault for a port that is held.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
@@ -51,7 +55,7 @@ def launch(
             started, attempt, kills = time.time(), next_attempt(run_dir), groups.oom_kills()
             command = tied(worker, str(plan_path), *(["--resume", resume] if resume else []))
             logs = run_dir / "logs" / f"attempt-{attempt}"
-            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds, early_ranks(plan_path)).attempt()
+            ends = Agent(command, nproc, listener, logs, signals, options.grace_seconds, early).attempt()
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:

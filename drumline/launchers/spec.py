@@ -10,11 +10,11 @@ from pydantic import Field
 
 from drumline.core.launcher import LauncherSpec, OnOutOfMemory
 from drumline.core.plan import Plan
-from drumline.launchers.early import EarlyRanks
 from drumline.launchers.environment import listen
 
 if TYPE_CHECKING:
     from drumline.core.config import Config
+    from drumline.launchers.early import EarlyRanks
 
 
 class LocalLauncher(LauncherSpec):
@@ -24,13 +24,17 @@ class LocalLauncher(LauncherSpec):
     kind: Literal["local"] = Field("local", json_schema_extra=lambda schema: schema.update(enum=[schema.pop("const")]))
 
     def early(self, config: Config, plan_path: Path) -> EarlyRanks:
+        from drumline.launchers.early import EarlyRanks
+
         return EarlyRanks(config, plan_path)
 
     def require(self) -> None:
         """Raises EnvironmentFault for a port that is held."""
         listen(self.port).close()
 
-    def start(self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory) -> int:
+    def start(
+        self, plan: Plan, plan_path: Path, resume: str | None, on_event: Callable[[Any], None], on_oom: OnOutOfMemory, early: Any
+    ) -> int:
         from drumline.launchers.local import launch
 
-        return launch(plan, plan_path, resume, on_event, on_oom=on_oom)
+        return launch(plan, plan_path, resume, on_event, on_oom=on_oom, early=early)

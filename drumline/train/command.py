@@ -91,11 +91,11 @@ def _dry_run(request: Request) -> int:
 def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
     """By our own launcher. Returns the run folder and the exit code."""
     config = request.loaded.config
-    with config.launch.early(config, Path(config.run.dir or default_run_dir(request.loaded.path)) / "plan.json"):
-        return _launch(request, display)
+    with config.launch.early(config, Path(config.run.dir or default_run_dir(request.loaded.path)) / "plan.json") as early:
+        return _launch(request, display, early)
 
 
-def _launch(request: Request, display: bool) -> tuple[Path, int]:
+def _launch(request: Request, display: bool, early: Any) -> tuple[Path, int]:
     with uncollected():
         from drumline.train.setup import claim_run_dir, make_plan
 
@@ -114,7 +114,7 @@ def _launch(request: Request, display: bool) -> tuple[Path, int]:
         with ExitStack() as stack:
             past = read(Path(plan.run_dir) / "events.jsonl") if display else []
             on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
-            return Path(plan.run_dir), launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path))
+            return Path(plan.run_dir), launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
 
 
 def _tell(notes: Iterable[str]) -> None:
