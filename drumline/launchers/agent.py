@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from drumline.core.process import is_suspended
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
+from drumline.hardware.detect import usable_cores
 from drumline.launchers.early import EarlyRanks
 from drumline.launchers.postmortem import RankEnd, read_error
 
@@ -83,7 +84,8 @@ class _OneHost(RendezvousHandler):
 
 
 class _Logs(LogsSpecs):
-    """One file a rank: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it."""
+    """One file a rank: FOLDER/rank-R.log for its errors, .out for what it prints, .json for the exception that ended it. Each rank gets its
+    share of the cores as threads, unless the user has set another."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder))
@@ -96,8 +98,9 @@ class _Logs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         self.folder.mkdir(parents=True, exist_ok=True)
         files = {end: {rank: str(self.folder / f"rank-{rank}{end}") for rank in envs} for end in (".out", ".log", ".json")}
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // len(envs)))
         for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = files[".json"][rank]
+            env |= {"TORCHELASTIC_ERROR_FILE": files[".json"][rank], "OMP_NUM_THREADS": threads}
         return LogsDest(stdouts=files[".out"], stderrs=files[".log"], error_files=files[".json"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved
-from drumline.hardware.detect import Groups, free_bytes, usable_cores
+from drumline.hardware.detect import Groups, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
 from drumline.launchers.restarts import Restarts
@@ -47,7 +46,6 @@ def launch(
     listener = listen(options.port)
     from drumline.launchers.agent import Agent
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     restarts = Restarts(options.max_restarts)
     groups = Groups.of_this_process()
     with LauncherSignals(trial) as signals, tail(events_path, on_event):

@@ -11,7 +11,7 @@ from typing import TextIO
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
 from drumline.errors import NotSaved, UserError
-from drumline.hardware.detect import detect, usable_cores
+from drumline.hardware.detect import detect
 from drumline.launchers.environment import listen
 from drumline.launchers.local import exit_code, next_attempt
 from drumline.launchers.postmortem import report, root_cause
@@ -29,7 +29,6 @@ def launch(script: Path, arguments: list[str], nproc: int | None, max_restarts: 
         raise UserError("there is no such script", where=str(script), fix="name a Python file")
     nproc = nproc or max(1, len(detect().devices))
     run_dir = Path("runs") / script.stem
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     from drumline.launchers.agent import Agent
 
     restarts = Restarts(max_restarts)

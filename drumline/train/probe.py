@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import tempfile
 from dataclasses import replace
@@ -70,20 +69,15 @@ def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None,
 
     name, predicted = candidate.name, candidate.estimate
     config = short(candidate, run_dir, rows)
-    threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
-    try:
-        plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
-        plan_path = _write(plan, run_dir)
+    plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
+    plan_path = _write(plan, run_dir)
 
-        def follow(event: Event) -> None:
-            if isinstance(event, Step):
-                on_progress(f"probe {name}", event.step, plan.steps)
+    def follow(event: Event) -> None:
+        if isinstance(event, Step):
+            on_progress(f"probe {name}", event.step, plan.steps)
 
-        on_progress(f"probe {name}", 0, plan.steps)
-        code = launch(plan, plan_path, None, follow, trial=True)
-    finally:
-        os.environ.pop("OMP_NUM_THREADS", None)  # the launcher's choice was for this candidate's processes
-        os.environ.update(threads)
+    on_progress(f"probe {name}", 0, plan.steps)
+    code = launch(plan, plan_path, None, follow, trial=True)
     measured = last_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
         return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")
