@@ -88,7 +88,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts after a dead rank; a session goes on from its checkpoint.")] = 0,
 ) -> None:
     """Run a script with a training loop of its own on several processes."""
-    from drumline.launchers.script import launch as run
+    from drumline.launchers.local import launch_script as run
 
     raise typer.Exit(run(script, arguments or [], nproc, max_restarts))
 

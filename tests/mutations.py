@@ -121,7 +121,7 @@ MUTATIONS = [
         ("tests/unit/test_checkpoint_save.py", "tests/faults/test_checkpoint_kills.py"),
     ),
     Mutation(
-        "a crash loop goes on", "launchers/restarts.py",
+        "a crash loop goes on", "launchers/postmortem.py",
         "if self.last == this:", "if False:",
         ("tests/unit/test_launch_decisions.py::test_crash_loop_is_the_same_step_rank_and_words",),
     ),

@@ -1,28 +1,31 @@
-"""Plan → processes on this machine: start, watch, start again from the newest whole checkpoint, and leave nothing behind."""
+"""The ranks of a plan, or of a script, on this machine: start, watch, start again from the newest checkpoint, leave nothing behind."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from drumline.core.launcher import OnOutOfMemory
 from drumline.core.plan import Plan
 from drumline.core.process import tied
 from drumline.core.signals import LauncherSignals
-from drumline.errors import NotSaved
-from drumline.hardware.detect import Groups, free_bytes
+from drumline.errors import NotSaved, UserError
+from drumline.hardware.detect import Groups, detect, free_bytes
 from drumline.launchers.environment import listen
-from drumline.launchers.postmortem import RankEnd, exhausted, report, root_cause
-from drumline.launchers.restarts import Restarts
-from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, read, tail
+from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
+from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, following, read, tail
 
 if TYPE_CHECKING:
     from drumline.launchers.early import EarlyRanks
 
 # Events whose `step` says how far the attempt was that wrote them.
 MILESTONES = (Restore, Step, Eval, Save)
+ATTEMPT = "DRUMLINE_ATTEMPT"  # what a session reads: above 0 it goes on from its newest checkpoint
+GRACE_SECONDS = 60.0
 
 
 def launch(
@@ -152,3 +155,40 @@ def _tell(
         action=f"stop: {reason}" if reason else "replan" if memory_line else "restart",
     )
     EventLog(events_path).emit(fault)
+
+
+def launch_script(script: Path, arguments: list[str], nproc: int | None, max_restarts: int) -> int:
+    """Run `nproc` ranks of a script (None: one a GPU, or one) to the end and return the exit code. What rank 0 prints is shown; the logs of
+    all are in runs/NAME/logs. A start after a dead rank goes on from the newest checkpoint. Raises UserError where there is no script."""
+    if not script.is_file():
+        raise UserError("there is no such script", where=str(script), fix="name a Python file")
+    nproc = nproc or max(1, len(detect().devices))
+    run_dir = Path("runs") / script.stem
+    from drumline.launchers.agent import Agent
+
+    restarts = Restarts(max_restarts)
+    rank = tied(str(script.absolute()), *arguments)
+    with LauncherSignals() as signals:
+        while True:
+            start = max_restarts - restarts.left
+            os.environ[ATTEMPT] = str(start)
+            logs = run_dir / "logs" / f"attempt-{next_attempt(run_dir)}"
+            with _shown(logs / "rank-0.out", sys.stdout), _shown(logs / "rank-0.log", sys.stderr):
+                ends = Agent(rank, nproc, listen(None), logs, signals, GRACE_SECONDS).attempt()
+            code = exit_code(ends, signals.number)
+            if code is not None:
+                return NotSaved.exit_code if code == NotSaved.rank_code else code
+            cause = root_cause(ends)
+            # How far it was is the script's own affair: each start counts.
+            reason = "asked to stop" if signals.number else restarts.decide(-1, start, cause.rank, cause.message)
+            print(f"\n{report(cause, ends)}\n", file=sys.stderr)
+            first = f"error: rank {cause.rank} failed: {cause.message.splitlines()[0]}"
+            if reason is not None:
+                print(f"{first} — {reason}; see {cause.log}", file=sys.stderr)
+                return 1
+            print(f"{first}\nstarting again ({restarts.left} restarts left)", file=sys.stderr)
+
+
+def _shown(path: Path, stream: TextIO) -> AbstractContextManager[None]:
+    """Within, what is appended to `path` is copied to `stream`."""
+    return following(path, lambda piece: print(piece.decode(errors="replace"), end="", file=stream, flush=True))

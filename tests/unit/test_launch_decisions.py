@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.launchers.local import _progress, exit_code, newest_or, next_attempt
-from drumline.launchers.postmortem import RankEnd, exhausted, read_error, report, root_cause
-from drumline.launchers.restarts import Restarts
+from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, read_error, report, root_cause
 from drumline.telemetry.events import Eval, EventLog, Restore
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
