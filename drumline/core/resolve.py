@@ -50,12 +50,7 @@ def resolve(
     case = Case(config, mesh, device, precision, facts)
     require(case, roles or {}, data)
     batch = resolve_batch(config, mesh.data_ranks, in_flight(mesh, strategy), why=why)
-    if facts is not None and facts.batch_norms and batch.accumulation > 1:
-        shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
-        why.append(
-            f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a"
-            " step, so accumulation is not quite the larger batch"
-        )
+    why += batch_norm_why(config, batch, facts.batch_norms if facts else 0)
     layout = lay_out(case, batch, roles or {}, data, len(machine.devices), why)
     why += strategy.notes(world, layout.devices_per_rank, batch.micro_batch)
     offloads = strategy.offloads()
@@ -152,6 +147,17 @@ def processes_of(config: Config, machine: Machine, device: str, launched: int | 
 def default_processes(config: Config, gpus: int) -> int:
     """Ranks that a launcher starts on a machine with so many GPUs."""
     return config.launch.nproc or (1 if config.strategy.one_process else max(1, gpus))
+
+
+def batch_norm_why(config: Config, batch: BatchPlan, norms: int) -> list[str]:
+    """What a model with so many batch norms makes of accumulation, in a line; none where it has none, or there is no accumulation."""
+    if not norms or batch.accumulation == 1:
+        return []
+    shared = " on each rank that shares them" if config.model.sync_batchnorm else ""
+    return [
+        f"batch norm: statistics are of one micro-batch ({batch.micro_batch} samples{shared}), not of the {batch.accumulation} of a step,"
+        " so accumulation is not quite the larger batch"
+    ]
 
 
 def precision_of(config: Config, machine: Machine, device: str, why: list[str]) -> Literal["fp32", "bf16", "fp16"]:

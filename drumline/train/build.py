@@ -92,7 +92,6 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         memory_bytes=lambda: torch.cuda.max_memory_allocated() if plan.device == "cuda" else process_bytes()["VmRSS"],
         state=state,
         goodput=goodput,
-        random_stream=plan.mesh.stream(ranks.rank),
         measure=Measure(plan, lambda: stats_with_frozen(engine), gather, emit, traffic),
         seen_step=max(series(past, "loss"), default=0),
     )

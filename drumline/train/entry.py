@@ -85,14 +85,10 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
     )
 
 
-def silent(event: Event) -> None:
-    """The emit of every rank but the first."""
-
-
 class Listener:
     """What events of a rank go to: its callbacks."""
 
-    def __init__(self, callbacks: Callbacks | None) -> None:
+    def __init__(self, callbacks: Callbacks | None = None) -> None:
         self.callbacks, self.last_step = callbacks or Callbacks((), Path(), 0), 0
 
     def emit(self, event: Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,17 +16,18 @@ from drumline.core.signals import StopFlag
 from drumline.data.stream import GlobalBatch
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import seed_step
-from drumline.errors import ConfigError, Preempted, TrainingStopped
+from drumline.errors import ConfigError, TrainingStopped
 from drumline.models.router import router_metrics
 from drumline.parallel.engine import Engine
-from drumline.telemetry.events import Emit, Eval, Nonfinite, Preempt, Step
+from drumline.telemetry.events import Emit, Eval, Step
 from drumline.telemetry.measure import Measure
-from drumline.train.flight import Flight
 from drumline.train.saving import Saver
-from drumline.train.state import MAX_RESCALES, Goodput, TrainState
+from drumline.train.state import Flight, Goodput, TrainState, judge
 
 if TYPE_CHECKING:
     from drumline.rl.rollouts import Rollouts  # what generates takes a second to import
+
+FIX = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
 
 
 @dataclass
@@ -47,7 +47,6 @@ class Loop:
     state: TrainState
     goodput: Goodput
     measure: Measure
-    random_stream: tuple[int, ...] = (0,)
     seen_step: int = 0
     retries: bool = False  # all ranks know that it is time
     stop: int = 0  # the signal that some rank was asked to stop by; all ranks know it after the same step
@@ -104,7 +103,7 @@ class Loop:
         step = self.state.step
         weight, tokens = batch.of_all or self._of_all(batch)
         denominator = max(1.0, weight)
-        seed_step(self.plan.config.run.seed, step, *self.random_stream)
+        seed_step(self.plan.config.run.seed, step, *self.plan.mesh.stream(self.gather.rank))
         with self.measure.watch(step):
             sums = self.engine.forward_backward(batch.micro_batches, self.algorithm.objective, denominator)
         waited = self.engine.exposed_communication()
@@ -122,10 +121,10 @@ class Loop:
         self.checkpointable = batch.checkpointable
         self.state.tokens += int(tokens)
         ids = batch.sample_ids[batch.sample_ids >= 0]
-        flight = Flight(gathered, step + 1, batch.position, ids, int(tokens), denominator, lr, started - data_s, data_s)
+        flight = Flight(gathered, step + 1, denominator, batch.position, ids, int(tokens), lr, started - data_s, data_s)
         whole = not self.measure.traffic.due(step) or flight.finite
         copies = self.saver.checkpointer.staging.bytes_
-        flight.sent, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
+        flight.volume, flight.clock = self.measure.end_step(step, batch.micro_batches, copies, whole, data=data_s, communication=comm_s)
         self._land()
         self.flight = flight
         if (step + 1) % self.plan.config.run.log_every == 0 or step + 1 == self.plan.steps:
@@ -151,10 +150,8 @@ class Loop:
         if logged:
             self._log_step(flight, seconds)
         if flight.finite:
-            self.state.skips = 0
             self.metric = None
-        else:
-            self._not_finite(flight)
+        judge(flight, self.plan, self.state, self.engine.rescales(), self.emit, "health.on_nan", FIX)
 
     def _log_step(self, flight: Flight, seconds: float) -> None:
         world = self.gather.world_size
@@ -172,7 +169,7 @@ class Loop:
             lr=flight.lr,
             grad_norm=flight.grad_norm,
             tokens=flight.tokens,
-            sent_bytes=flight.sent,
+            sent_bytes=flight.volume,
             metrics=self.algorithm.step_metrics(flight.total) | router_metrics(flight.total, flight.denominator),
             samples=len(flight.sample_ids),
             tokens_per_s=rate,
@@ -186,22 +183,6 @@ class Loop:
             epoch=flight.position / total if total else 0.0,
         )
         self.emit(event)
-
-    def _not_finite(self, flight: Flight) -> None:
-        """The weights were not touched. Skip, rescale (fp16) or stop; always with an event that names the samples."""
-        health, loss, grad_norm = self.plan.config.health, flight.loss, flight.grad_norm
-        rescale = self.engine.rescales() and math.isfinite(loss)
-        policy = "rescale" if rescale else health.on_nan
-        self.state.skips += 1
-        ids = flight.sample_ids.tolist()
-        self.emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=ids))
-        limit = MAX_RESCALES if rescale else health.max_skips
-        if policy == "stop" or self.state.skips > limit:
-            what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
-            if policy != "stop":
-                what += f" ({self.state.skips} in a row)"
-            fix = "look at the samples of the `nonfinite` event in events.jsonl; lower optimizer.lr, or pass over it: health.on_nan=skip"
-            raise TrainingStopped(what, where="health.on_nan", fix=fix)
 
     def evaluate(self) -> bool:
         """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""
@@ -254,9 +235,7 @@ class Loop:
     def _leave_if_asked(self) -> None:
         if self.stop and self.checkpointable:
             self._save_last()
-            name = signal.Signals(self.stop).name
-            self.emit(Preempt(step=self.state.step, signal=name))
-            raise Preempted(f"{name}: stopped and saved at step {self.state.step}", where=self.plan.run_dir, fix="go on with --resume")
+            self.saver.leave(self.stop)
 
     def _save_last(self) -> None:
         self._land()

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from drumline.checkpoint.load import newest, read_state
@@ -17,13 +19,14 @@ from drumline.core.config import Config
 from drumline.core.load import refused
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
-from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, TrainingStopped, UserError
+from drumline.dist.start import leave_process
+from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.hardware.detect import detect
-from drumline.parallel.batchnorm import batch_norms
+from drumline.launchers.environment import first_speaks
+from drumline.launchers.lease import Lease
 from drumline.parallel.engine import OpenEngine
-from drumline.telemetry.events import Emit, Nonfinite
-from drumline.train.flight import Flight
-from drumline.train.state import MAX_RESCALES, TrainState
+from drumline.train.failure import note
+from drumline.train.state import Flight
 
 MAIN = ""  # the name of the one model of a session
 # Options of a session → where the YAML has them.
@@ -63,8 +66,6 @@ def plan_of(
     for name, value in options.items():
         section, _, key = OPTIONS[name].partition(".")
         sections.setdefault(section, {})[key] = value
-    from pydantic import ValidationError
-
     try:
         config = Config.model_validate({**sections, "strategy": dict(strategy) if isinstance(strategy, Mapping) else {"kind": strategy}})
     except ValidationError as error:
@@ -79,8 +80,6 @@ def claim(plan: Plan, resume: object, allow: tuple[str, ...], stack: ExitStack) 
 
     Raises EnvironmentFault for a folder that another run is in, CheckpointError where the config differs in what the run depends on.
     """
-    from drumline.launchers.lease import Lease
-
     run_dir = Path(plan.run_dir)
     stack.enter_context(Lease(run_dir))
     checkpoints = run_dir / "checkpoints"
@@ -114,6 +113,19 @@ class Model:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
+
+
+@dataclass
+class Trained:
+    """A model of a session: what it has done in the global batch that the loop is in, and its last step."""
+
+    engine: OpenEngine
+    contexts: ExitStack = field(default_factory=ExitStack)  # of the micro-batch that the loop is in
+    sums: list[torch.Tensor] = field(default_factory=list)  # fp64[2] of each backward: loss sum and weight
+    stepped: bool = False
+    counts: bool = False  # its last step was the first of that global batch, and its weight is counted as tokens
+    flight: Flight | None = None  # its last step, where nobody has read its numbers yet
+    last: Flight | None = None  # the last one whose numbers were read
 
 
 class Engines:
@@ -165,29 +177,6 @@ def require_several(plan: Plan, models: int) -> None:
             raise UserError(reason, where="strategy", fix="use ddp or fsdp2 with their defaults, or one module that holds the models")
 
 
-def notes_of(plan: Plan, model: nn.Module) -> list[str]:
-    """What a user should know of a model under a plan, in a line each."""
-    if plan.batch.accumulation == 1 or not batch_norms(model):
-        return []
-    return [
-        f"note: batch norm takes its statistics from one micro-batch ({plan.batch.micro_batch} samples a rank), not from the"
-        f" {plan.batch.accumulation} of a step, so accumulation is not quite the larger batch"
-    ]
-
-
-def judge(plan: Plan, state: TrainState, flight: Flight, rescale: bool, emit: Emit) -> None:
-    """Count steps that are not finite. Raises TrainingStopped where one is one too many. `rescale`: fp16's scale was too large."""
-    state.skips = 0 if flight.finite else state.skips + 1
-    if flight.finite:
-        return
-    health, loss, norm = plan.config.health, flight.loss, flight.grad_norm
-    policy = "rescale" if rescale else health.on_nan
-    emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=norm, sample_ids=[]))
-    if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
-        what = f"loss {loss:g}, gradient norm {norm:g} at step {flight.step}"
-        raise TrainingStopped(what, where="on_nan", fix='look at the samples, lower the rate, or pass over it: on_nan="skip"')
-
-
 def scalar(value: Any, device: str) -> torch.Tensor:
     """fp64 on the device; of a number without the host waiting for a copy."""
     if isinstance(value, torch.Tensor):
@@ -205,8 +194,6 @@ def one_line(kind: type[BaseException], error: BaseException, trace: Any) -> Non
     if not isinstance(error, DrumlineError):
         sys.__excepthook__(kind, error, trace)
         return
-    from drumline.dist.start import leave_process
-
     with speaking(error):
         tell(error)
         leave_process(error.rank_code or error.exit_code)
@@ -214,14 +201,10 @@ def one_line(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 
 def tell(error: BaseException) -> None:
     """Print an error, and note it for the launcher; once."""
-    from drumline.train.failure import note
-
     with speaking(error):
         note(error)
 
 
 def speaking(error: BaseException) -> AbstractContextManager[None]:
     """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
-    from drumline.launchers.environment import first_speaks
-
     return first_speaks() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()

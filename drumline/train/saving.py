@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol
@@ -13,8 +14,8 @@ from drumline.checkpoint.save import Checkpointer, SaveResult
 from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.reduce import Gather
-from drumline.errors import NotSaved
-from drumline.telemetry.events import Emit, Save
+from drumline.errors import NotSaved, Preempted
+from drumline.telemetry.events import Emit, Preempt, Save
 from drumline.train.state import Patience, TrainState, fallback_folder
 
 
@@ -63,6 +64,12 @@ class Saver:
                 if any(over):
                     self._give_up(f"{results[-1].error}; tried for {patience.waited:.0f} s", metric)
                 time.sleep(max(1.0, results[-1].seconds))
+
+    def leave(self, number: int) -> NoReturn:
+        """Raises Preempted: a signal of this number asked the run to stop, and these very weights are saved."""
+        name, step = signal.Signals(number).name, self.state.step
+        self.emit(Preempt(step=step, signal=name))
+        raise Preempted(f"{name}: stopped and saved at step {step}", where=self.plan.run_dir, fix=f"go on with {self.resume[0]}")
 
     def report(self, results: list[SaveResult]) -> None:
         for result in results:

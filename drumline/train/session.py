@@ -15,8 +15,6 @@ stepped with, is the gradient of Σ loss / Σ weight.
 
 from __future__ import annotations
 
-import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +22,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,26 +29,29 @@ from drumline.checkpoint.ranks import Ranks as Together
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.explain import default_run_dir
+from drumline.core.resolve import batch_norm_why
 from drumline.core.signals import StopFlag
 from drumline.data.samples import global_batches, held_out
 from drumline.dist.reduce import Gather
 from drumline.dist.seeds import derive, deterministic, seed_step
 from drumline.dist.start import Ranks, gpu, start, stop
 from drumline.errors import EnvironmentFault, NotSaved, Preempted, TrainingStopped, UserError
+from drumline.launchers.environment import die_with_launchers
 from drumline.models.blocks import Units
 from drumline.models.tape import Build
+from drumline.parallel.batchnorm import batch_norms
 from drumline.parallel.optimizer import MakeOptimizer
 from drumline.strategies.build import build_module
-from drumline.telemetry.events import Emit, Eval, Preempt, Step
+from drumline.telemetry.events import Emit, Eval, Step
 from drumline.train.build import Start
-from drumline.train.entry import Speaker, run_start, silent
-from drumline.train.flight import Flight
-from drumline.train.own import MAIN, Engines, Model, claim, judge, notes_of, one_line, plan_of, require_several, restarted, scalar, tell
+from drumline.train.entry import Listener, Speaker, run_start
+from drumline.train.own import MAIN, Engines, Model, Trained, claim, one_line, plan_of, require_several, restarted, scalar, tell
 from drumline.train.saving import Saver
-from drumline.train.state import Goodput, TrainState
+from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
 
 Pair = tuple[Build, MakeOptimizer]
+FIX = 'look at the samples, lower the rate, or pass over it: on_nan="skip"'
 
 
 class Session:
@@ -84,22 +84,14 @@ class Session:
         self.resume, self.allow, self.units, self.tp_plan = resume or ranks.attempt > 0 or restarted(), allow, units, tp_plan
         self.started, self.stack = time.time(), ExitStack()
         self._logged, self._epoch = (0, self.started, 0), 0.0
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, Trained] = {}
         self._now: tuple[int, bool] | None = None  # of the micro-batch that the loop is in: its end's position, whether it is the last
-        self._open: dict[str, ExitStack] = {}
-        self._sums: dict[str, list[torch.Tensor]] = {}
-        self._stepped: set[str] = set()
         self._signal = 0
-        self._flights: dict[str, Flight] = {}  # of each model's last step, whose numbers may be on their way to the host
-        self._counts: dict[str, bool] = {}  # whether that step's weight is what the samples of its global batch weigh
-        self._losses, self._grad_norms = dict[str, float](), dict[str, float]()
         self.metric: float | None = None
 
     # ---------------------------------------------------------------------------------------------------- start and end
 
     def __enter__(self) -> Self:
-        from drumline.launchers.environment import die_with_launchers
-
         die_with_launchers()
         plan = self.plan
         if plan.config.run.deterministic:
@@ -116,8 +108,8 @@ class Session:
             self.stack.close()
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
-        self.speaker = Speaker(plan, None) if self.is_first else None
-        self.emit: Emit = self.speaker.emit if self.speaker else silent
+        self.speaker = Speaker(plan, None) if self.is_first else Listener()
+        self.emit: Emit = self.speaker.emit
         self.goodput = Goodput(self.started)
         self.emit(run_start(plan, str(self.resume) if self.resume else None))
         return self
@@ -132,11 +124,10 @@ class Session:
         finally:
             if isinstance(error, Exception):
                 tell(error)
-            for contexts in self._open.values():
-                contexts.close()
+            for model in self._models.values():
+                model.contexts.close()
             self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
-            if self.speaker:
-                self.speaker.close(error, self.goodput)
+            self.speaker.close(error, self.goodput)
             self.stack.close()
 
     def _leave(self, failed: bool) -> None:
@@ -160,17 +151,18 @@ class Session:
             keys = frozenset(n.removeprefix(prefix) for n in found.checkpoint_keys if n.startswith(prefix)) if found else frozenset()
             options: dict[str, Any] = {"units": self.units, "tp_plan": self.tp_plan, "overlaps": len(pairs) == 1}
             plan = self.plan.model_copy(update={"config": self.plan.config.model_copy(update={"run": self._seeded(name)})})
-            self._models[name] = Model(build_module(plan, build_one, self.device, keys, make_optimizer=make, **options))
+            self._models[name] = Trained(build_module(plan, build_one, self.device, keys, make_optimizer=make, **options))
         self.engines = Engines({name: model.engine for name, model in self._models.items()})
-        for note in [n for model in self._models.values() for n in notes_of(self.plan, model.module)] if self.is_first else ():
-            print(note, file=sys.stderr)
+        for model in self._models.values() if self.is_first else ():
+            for line in batch_norm_why(self.plan.config, self.plan.batch, len(batch_norms(model.engine.model))):
+                print(f"note: {line}", file=sys.stderr)
         config = self.plan.config.checkpoint
         checkpointer = Checkpointer(Path(self.plan.run_dir) / "checkpoints", config.keep, config.keep_best, "min", config.asynchronous)
         self._state = found.restore(self.engines, self.emit, time.time()) if found else TrainState()  # type: ignore[arg-type]
         self._logged = (self.steps, time.time(), self._state.tokens)
         saved, again = self._state.step if found and found.path else -1, ("resume=True", "resume={!r}")
         self.saver = Saver(self.plan, self.engines, self._state, checkpointer, self.emit, self.gather, self.stop_flag, saved, again)
-        made = {name: (model, model.engine.optimizer) for name, model in self._models.items()}
+        made = {name: (Model(model.engine), model.engine.optimizer) for name, model in self._models.items()}
         return made[MAIN] if MAIN in made else ({n: m for n, (m, _) in made.items()}, {n: o for n, (_, o) in made.items()})
 
     def _seeded(self, name: str) -> Any:
@@ -204,12 +196,12 @@ class Session:
     def losses(self) -> dict[str, float]:
         """Of the last step of each model, over all ranks. Waits for the device, and so does `grad_norms`."""
         self._land()
-        return self._losses
+        return {name: model.last.loss for name, model in self._models.items() if model.last}
 
     @property
     def grad_norms(self) -> dict[str, float]:
         self._land()
-        return self._grad_norms
+        return {name: model.last.grad_norm for name, model in self._models.items() if model.last}
 
     def batches(
         self, dataset: Any, collate: Callable[[list[Any]], Any], *, epochs: int | None = 1, steps: int | None = None, shuffle: bool = True
@@ -231,25 +223,25 @@ class Session:
             micro_batches = next(rows, None)
             if micro_batches is None:
                 break
-            self._sums, self._stepped = {}, set()
+            for model in self._models.values():
+                model.sums, model.stepped = [], False
             end = self.position + batch.global_samples
             self._epoch = end / len(dataset) if hasattr(dataset, "__len__") else 0.0
             for index, samples in enumerate(micro_batches):
                 seed_step(config.run.seed, self.steps, *self.plan.mesh.stream(self.ranks.rank), index)
                 self._now = (end, index == len(micro_batches) - 1)
-                self._open = {name: ExitStack() for name in self._models}
-                for name, contexts in self._open.items():
-                    contexts.enter_context(self._models[name].engine.micro_batch(self._now[1]))
+                for model in self._models.values():
+                    model.contexts.enter_context(model.engine.micro_batch(self._now[1]))
                 try:
                     yield tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), collate(samples))
                 finally:
-                    for contexts in self._open.values():
-                        contexts.close()
+                    for model in self._models.values():
+                        model.contexts.close()
                     last, self._now = self._now[1], None
-            if last and (left := self._sums.keys() - self._stepped):
+            if last and (left := self._unused()):
                 what = f"a global batch ended, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
                 raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
-            self._state.step, self._state.position = self.steps + (not self._stepped), end
+            self._state.step, self._state.position = self.steps + (not self._stepped()), end
             self._stop_if_asked()
         self._land()
         self._stop_if_asked()
@@ -264,7 +256,7 @@ class Session:
         model.engine.backward(loss_sum, float(self.plan.batch.global_samples))
         for parameter, gradient in other_grads:
             parameter.grad = gradient
-        self._sums.setdefault(of, []).append(torch.stack([scalar(value, self.device) for value in (loss_sum, weight)]))
+        model.sums.append(torch.stack([scalar(value, self.device) for value in (loss_sum, weight)]))
 
     def step(self, max_grad_norm: float | None = None, lr: float | None = None, of: str = MAIN) -> bool:
         """At the end of a global batch: divide the gradients by its weight, clip them by their global norm, update, and return True. Before
@@ -273,11 +265,11 @@ class Session:
         model, (end, last) = self._model(of), self._now or (0, False)
         if not last:
             return False
-        if of in self._stepped or of not in self._sums:
+        if model.stepped or not model.sums:
             raise UserError("step without a backward before it", where="session.step", fix="call s.backward(loss_sum, weight) first")
         engine = model.engine
-        self._open[of].close()
-        loss_sum, weight = torch.stack(self._sums[of]).sum(0)
+        model.contexts.close()
+        loss_sum, weight = torch.stack(model.sums).sum(0)
         total = self.gather.start({"loss": loss_sum, "weight": weight}, float(self.stop_flag.requested))
         whole = total["weight"]
         engine.divide(torch.where(whole > 0, whole, 1.0) / self.plan.batch.global_samples)
@@ -286,25 +278,32 @@ class Session:
         engine.step(lr, norm, torch.isfinite(total["loss"]) & torch.isfinite(norm))
         total.fetch(norm)
         self.metric = None
-        if not self._stepped:
+        first = not self._stepped()
+        if first:
             self._state.step, self._state.position = self.steps + 1, end
-        flight = Flight(total, self.steps, end, np.empty(0, np.int64), 0, 0.0, lr or 0.0, time.time(), 0.0)
-        self._land(of)
-        self._flights[of] = flight
-        self._counts[of] = not self._stepped
-        self._stepped.add(of)
+        flight = Flight(total, self.steps)
+        self._land(model)
+        model.flight, model.counts, model.stepped = flight, first, True
         return True
 
-    def _land(self, of: str | None = None) -> None:
-        """Read the numbers of steps in flight (`of`: of one model's), and act on them. Raises TrainingStopped where a step that is not
+    def _stepped(self) -> list[str]:
+        """The models that have done their step of the global batch."""
+        return [name for name, model in self._models.items() if model.stepped]
+
+    def _unused(self) -> list[str]:
+        """The models whose gradients no step has used yet."""
+        return [name for name, model in self._models.items() if model.sums and not model.stepped]
+
+    def _land(self, *chosen: Trained) -> None:
+        """Read the numbers of steps in flight, by default of all models, and act on them. Raises TrainingStopped where a step that is not
         finite is one too many. All ranks come here after the same steps."""
-        for name in [*self._flights] if of is None else [of] * (of in self._flights):
-            flight = self._flights.pop(name)
-            self._signal = self._signal or int(max(flight.by_rank[0]))
-            self._losses[name], self._grad_norms[name] = flight.loss, flight.grad_norm
-            if self._counts[name]:
-                self._state.tokens += int(flight.total["weight"])
-            judge(self.plan, self._state, flight, self._models[name].engine.rescales() and math.isfinite(flight.loss), self.emit)
+        for model in chosen or self._models.values():
+            if (flight := model.flight) is not None:
+                model.flight, model.last = None, flight
+                self._signal = self._signal or int(max(flight.by_rank[0]))
+                if model.counts:
+                    self._state.tokens += int(flight.total["weight"])
+                judge(flight, self.plan, self._state, model.engine.rescales(), self.emit, "on_nan", FIX)
 
     def evaluate(
         self, dataset: Any, collate: Callable[[list[Any]], Any], measure: Callable[..., Any], micro_batch: int | None = None
@@ -335,7 +334,7 @@ class Session:
         and `metrics`, numbers as this rank has them."""
         self._land()
         scalars: dict[str, float] = {}
-        for name in self._stepped:
+        for name in self._stepped():
             prefix = f"{name}_" if name else ""
             scalars |= {f"{prefix}loss": self.losses[name], f"{prefix}grad_norm": self.grad_norms[name]}
         scalars |= {name: float(value) for name, value in metrics.items()}
@@ -361,7 +360,7 @@ class Session:
         self._require_prepared()
         if every is not None and self.steps % every:
             return
-        if self._sums.keys() - self._stepped:
+        if self._unused():
             raise UserError(
                 "save in the middle of a global batch", where="session.save", fix="call it after the last s.step() of the batch"
             )
@@ -376,11 +375,9 @@ class Session:
     def _stop_if_asked(self) -> None:
         if self._signal:
             self._save_last()
-            name = signal.Signals(self._signal).name
-            self.emit(Preempt(step=self.steps, signal=name))
-            raise Preempted(f"{name}: stopped and saved at step {self.steps}", where=self.plan.run_dir, fix="go on with resume=True")
+            self.saver.leave(self._signal)
 
-    def _model(self, of: str) -> Model:
+    def _model(self, of: str) -> Trained:
         if of not in self._models:
             known = ", ".join(repr(name) for name in self._models if name)
             fix = f"of= one of {known}" if known else "call s.prepare first" if not self._models else "leave of= out: there is one model"

@@ -1,17 +1,26 @@
-"""Where a run stands, and where its time went: the little that a checkpoint holds besides tensors."""
+"""Where a run stands, where its time went, and a step whose numbers are on their way to the host."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drumline.core.config import Config
+from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
+from drumline.data.stream import Ints
+from drumline.dist.reduce import Gathered
+from drumline.errors import TrainingStopped
+from drumline.telemetry.events import Emit, Nonfinite
 
 # A fresh fp16 scale of 2^16 may have to halve this often before the first step fits.
 MAX_RESCALES = 20
@@ -28,6 +37,71 @@ class TrainState:
     best: float | None = None
     skips: int = 0
     stream: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Flight:
+    """A step whose update is made, or under way on a GPU, and whose numbers are on their way to the host. Those from `position` on are the
+    loop's alone."""
+
+    gathered: Gathered
+    step: int  # steps done with it
+    denominator: float = 0.0  # of the loss; 0: what the sum `weight` turns out to be
+    position: int = 0
+    sample_ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # of the global batch, without fillers
+    tokens: int = 0
+    lr: float = 0.0
+    began: float = 0.0  # unix, with waiting for data
+    data_s: float = 0.0  # that this rank waited for data
+    volume: int | None = None  # bytes
+    clock: str | None = None  # what Measure calls its seconds
+
+    def __post_init__(self) -> None:
+        self.computed = time.time()
+
+    @cached_property
+    def arrived(self) -> tuple[dict[str, float], list[list[float]], float]:
+        """Sums over all samples, numbers by rank, and when the step ended: on a GPU the host goes on before."""
+        total, by_rank = self.gathered.read()
+        return total, by_rank, self.computed if self.gathered.arrived is None else time.time()
+
+    @property
+    def total(self) -> dict[str, float]:
+        return self.arrived[0]
+
+    @property
+    def by_rank(self) -> list[list[float]]:
+        """Of each rank the signal, and of the loop `retry_at`, seconds of waiting for data and for other ranks, bytes of memory; then the
+        gradient norm alone."""
+        return self.arrived[1]
+
+    @property
+    def loss(self) -> float:
+        return self.total["loss"] / (self.denominator or self.total["weight"] or 1.0)
+
+    @property
+    def grad_norm(self) -> float:
+        return self.by_rank[-1][0]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: Emit, where: str, fix: str) -> None:
+    """Count steps in a row that are not finite, which left the weights as they were, each with an event that names its samples.
+    `rescales`: fp16's scale may be too large. Raises TrainingStopped by policy."""
+    if flight.finite:
+        state.skips = 0
+        return
+    health, loss, grad_norm = plan.config.health, flight.loss, flight.grad_norm
+    rescale = rescales and math.isfinite(loss)
+    policy = "rescale" if rescale else health.on_nan
+    state.skips += 1
+    emit(Nonfinite(step=flight.step, policy=policy, loss=loss, grad_norm=grad_norm, sample_ids=flight.sample_ids.tolist()))
+    if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
+        what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
+        raise TrainingStopped(what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix)
 
 
 class Patience:
