@@ -13,6 +13,9 @@ from drumline.core.rule import Case, Refusal, plain, quantizes, recomputes_some,
 # What only a run of the model may show: its reason is found there.
 NO_STAGES = Refusal("pp × the model", "", "use strategy: fsdp2 or tp instead")
 NO_PARTS = Refusal("cp × the model", "", "use fsdp2, ddp or pp without cp")
+NO_RECOMPUTING = Refusal(
+    "activation checkpointing × the model", "", "set it to none, or use a smaller micro-batch", "memory.activation_checkpointing"
+)
 NO_PACKS = Refusal("packing × the model", "", "set data.packing: false for this model", "data.packing")
 
 
@@ -103,8 +106,7 @@ def _model(case: Case) -> Iterator[Refusal]:
         if facts.uncut:
             yield replace(NO_STAGES, reason=facts.uncut)
     if case.config.memory.activation_checkpointing != "none" and not facts.recomputes:
-        reason, instead = f"{facts.name} has no activation checkpointing", "set it to none, or use a smaller micro-batch"
-        yield Refusal("activation checkpointing × the model", reason, instead, "memory.activation_checkpointing")
+        yield replace(NO_RECOMPUTING, reason=f"{facts.name} has no activation checkpointing")
 
 
 def _batch_norm(case: Case) -> Iterator[Refusal]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from drumline.checkpoint.load import best_or_latest, load, pointed
-from drumline.core.by_name import find_function
+from drumline.core.by_name import find_function, imported
 from drumline.core.model import ModelConfig
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive, drawing
@@ -21,14 +21,20 @@ from drumline.models.names import canonical_tensors
 
 
 def own_build(plan: Plan) -> Callable[[], nn.Module]:
-    """The function that makes it, with its options. Raises ConfigError."""
-    return partial(find_builder(plan.config.model, Path(plan.base_dir)), **plan.config.model.options)
+    """The function that makes it, with its options. Raises ConfigError where there is none, and so does the function where it fails."""
+    model = plan.config.model
+    builder = partial(find_builder(model, Path(plan.base_dir)), **model.options)
+    return lambda: imported(builder, model.builder or "", _where(model), doing="calling")
 
 
 def find_builder(model: ModelConfig, base_dir: Path) -> Callable[..., nn.Module]:
     """The function alone. Raises ConfigError where there is none."""
-    where = "model.path" if model.kind == "python" else "model.kind"
+    where = _where(model)
     return find_function(model.builder or "", "models", base_dir, where, "the model", "install it, or write file.py:function")
+
+
+def _where(model: ModelConfig) -> str:
+    return "model.path" if model.kind == "python" else "model.kind"
 
 
 def read_module(plan: Plan, run_dir: Path, which: str) -> tuple[Any, Path]:

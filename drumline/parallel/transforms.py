@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from drumline.core.config import CompileConfig
 from drumline.core.plan import Plan
+from drumline.core.rules import NO_RECOMPUTING
 from drumline.core.strategy import CopyOptions
-from drumline.errors import PlanError
 from drumline.models.blocks import blocks
 from drumline.parallel.batchnorm import batch_norms
 
@@ -45,21 +45,23 @@ def apply_activation_checkpointing(model: Any, kind: Literal["none", "selective"
     if kind == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False} | ({"context_fn": selective} if kind == "selective" else {})
-    by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
-    what = None
-    if by_blocks and batch_norms(model):
-        what = "activation checkpointing runs a block twice, and a batch norm would count its samples twice"
-    elif not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
-        what = f"{type(model).__name__} has no activation checkpointing"
-    if what is not None:
-        raise PlanError(what, where="memory.activation_checkpointing", fix="set it to none, or use a smaller micro-batch")
-    if by_blocks:
+    if recomputed_by_blocks(model):
         for block in blocks(model):
             block.forward = functools.partial(checkpoint, block.forward, **options)
         return
     # Older transformers know it by the other name alone.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
+
+
+def recomputed_by_blocks(model: Any) -> bool:
+    """Whether blocks are computed again one by one, not as the model's own class has it. Raises PlanError where neither can be."""
+    by_blocks = not hasattr(model, "supports_gradient_checkpointing") and bool(blocks(model))
+    if by_blocks and batch_norms(model):
+        raise NO_RECOMPUTING.error("it runs a block twice, and a batch norm would count its samples twice")
+    if not by_blocks and not getattr(model, "supports_gradient_checkpointing", False):
+        raise NO_RECOMPUTING.error(f"{type(model).__name__} has no activation checkpointing")
+    return by_blocks
 
 
 def selective() -> tuple[Any, Any]:

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 from weakref import WeakSet
 
+from torch.nn import Module
+
 from drumline.core.model import Head
 from drumline.core.plan import Plan
 from drumline.dist.seeds import derive
@@ -22,7 +24,7 @@ from drumline.models.tape import Build, lay_out_module
 from drumline.parallel.engine import POLICY, CompositeEngine, Engine, OpenEngine, of_role
 from drumline.parallel.native import LOW_PRECISION, ForwardEngine, NativeEngine, prepare
 from drumline.parallel.optimizer import MakeOptimizer
-from drumline.parallel.transforms import gathered_in
+from drumline.parallel.transforms import gathered_in, recomputed_by_blocks
 from drumline.telemetry.memory_tracker import MemoryStats
 
 # Those of this process that are in use: closures all over a run call them, and memory_stats counts their weights on the device.
@@ -101,23 +103,32 @@ def build_module(
     again (models.blocks.set_blocks). `tp_plan`: name of a module, numbers as `*` → colwise or rowwise. `overlaps`: see native.prepare.
     Collective. Raises PlanError for a strategy that a module by itself cannot be spread by.
     """
-    require_spreadable(plan, tp_plan)
     whole = plan.engine == "deepspeed"  # as in `_trained`
     device, checkpoint_keys = ("cpu", frozenset()) if whole else (device, checkpoint_keys)
-    seed = plan.config.run.seed
-    model, source = lay_out_module(build, derive(seed, "weights"), device)
-    set_blocks(model, units)
-    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
-        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
-    freeze(model, plan.config.model.freeze)
-    values = Values(source, device, seed, checkpoint_keys)
-    model._tp_plan = tp_plan  # type: ignore[assignment]
+    model, source = lay_out_spreadable(plan, build, device, units, tp_plan)
+    values = Values(source, device, plan.config.run.seed, checkpoint_keys)
     options: dict[str, Any] = {"plain": True, "make_optimizer": make_optimizer, "overlaps": overlaps}
     return plan.config.strategy.prepare(plan, model, values, **options) or _prepared(plan, model, values, **options)
 
 
-def require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
-    """Raises PlanError where a module by itself lacks what spreading it as planned requires."""
+def lay_out_spreadable(
+    plan: Plan, build: Build, device: str, units: Units | None, tp_plan: Mapping[str, str] | None
+) -> tuple[Module, Source]:
+    """A module by itself, laid out, and where its first weights come from. Raises PlanError where it lacks what spreading it as planned
+    requires, ModelError where `build` makes none."""
+    _require_spreadable(plan, tp_plan)
+    model, source = lay_out_module(build, derive(plan.config.run.seed, "weights"), device)
+    set_blocks(model, units)
+    if unknown := [key for key in tp_plan or () if not any(fnmatchcase(name, key) for name, _ in model.named_modules())]:
+        raise PlanError(f"the model has no module {unknown[0]}", where="tp_plan", fix="name modules as model.named_modules() has them")
+    if plan.activation_checkpointing != "none":
+        recomputed_by_blocks(model)
+    freeze(model, plan.config.model.freeze)
+    model._tp_plan = tp_plan  # type: ignore[assignment]
+    return model, source
+
+
+def _require_spreadable(plan: Plan, tp_plan: Mapping[str, str] | None) -> None:
     schedule = plan.pipeline.schedule if plan.pipeline else ""
     lacks = {
         "tp": "tensor parallelism requires a plan: which layers are cut by columns and which by rows" if not tp_plan else "",

@@ -13,7 +13,7 @@ from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
 from drumline.core.load import allowed, refused, to_yaml
 from drumline.core.plan import DataIdentity, DataPlan, Plan
-from drumline.core.resolve import device_of, processes_of, resolve
+from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
@@ -25,8 +25,9 @@ from drumline.models import adapters
 from drumline.models import load as models
 from drumline.models.classes import LM
 from drumline.models.head import require_next_token
-from drumline.models.own import find_builder
+from drumline.models.own import find_builder, own_build
 from drumline.models.vision import vision_of
+from drumline.parallel.batchnorm import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.question import assemble, find_model
@@ -34,7 +35,7 @@ from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
-from drumline.strategies.build import require_spreadable
+from drumline.strategies.build import lay_out_spreadable
 from drumline.telemetry.trackers import check_installed, find_callbacks
 from drumline.train.request import Request
 from drumline.train.roles import find_roles
@@ -142,16 +143,14 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         data=data,
         base_dir=str(base),
     )
-    require_spreadable(plan, config.model.tp_plan)
+    module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan)
     if plan.engine == "pipeline":
-        from drumline.models.own import own_build
-        from drumline.models.tape import lay_out_module
         from drumline.parallel.own_pipeline import cut
 
-        cut(lay_out_module(own_build(plan), 0, "cpu")[0], plan.mesh.pp)  # raises PlanError where it cannot be
+        cut(module, plan.mesh.pp)  # raises PlanError where it cannot be
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
-    return plan
+    return plan.model_copy(update={"why": [*plan.why, *batch_norm_why(config, plan.batch, len(batch_norms(module)))]})
 
 
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:

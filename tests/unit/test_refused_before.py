@@ -164,3 +164,62 @@ def test_a_dry_run_says_it(
     with pytest.raises(DrumlineError) as refused:
         make_plan(request, on_progress=lambda *_: None, dry_run=True)
     assert refused.value.line().startswith(line) and refused.value.exit_code == 2
+
+
+MODULES = """
+from torch import nn
+
+def rows():
+    return [([0.0] * 4, 0)] * 8
+
+def objective(model, batch): ...
+
+def number():
+    return 3
+
+def fails():
+    raise RuntimeError("no such layer")
+
+class Norms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.BatchNorm1d(4)])
+
+def one():
+    return nn.Linear(4, 4)
+"""
+RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
+
+
+@pytest.mark.parametrize(
+    ("builder", "sections", "line"),
+    [
+        ("number", {}, "build: build gave int, not a torch.nn.Module"),
+        ("fails", {}, "model.path: calling {file}:fails raised RuntimeError: no such layer"),
+        ("Norms", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: it runs a block twice, and a batch"),
+        ("one", RECOMPUTED, "memory.activation_checkpointing: activation checkpointing × the model: Linear has no activation"),
+        ("Norms", {"batch": {"global_samples": 4, "micro_batch": 1}}, ""),
+        ("one", {"strategy": "pp"}, "strategy: a pipeline requires the stages of Linear"),
+    ],
+)
+def test_a_module_is_laid_out_before_a_rank_is_started(tmp_path: Path, builder: str, sections: dict[str, Any], line: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MODULES)
+    values = {
+        "model": {"kind": "python", "path": f"{file}:{builder}"},
+        "algorithm": {"kind": "python", "path": f"{file}:objective"},
+        "data": {"train": [{"kind": "python", "path": f"{file}:rows"}]},
+        "run": {"device": "cpu", "dir": str(tmp_path / "run"), "report_to": []},
+        "batch": {"global_samples": 4},
+        "launch": {"nproc": 2},
+        "strategy": "ddp",
+        **sections,
+    }
+    request = Request(load_values(values, []))
+    if not line:
+        plan = make_plan(request, on_progress=lambda *_: None, dry_run=True)
+        assert any("accumulation is not quite the larger batch" in reason for reason in plan.why)
+        return
+    with pytest.raises(DrumlineError) as refused:
+        make_plan(request, on_progress=lambda *_: None, dry_run=True)
+    assert refused.value.line().startswith(line.format(file=file)) and refused.value.exit_code == 2
