@@ -135,7 +135,7 @@ def train(path: Path) -> None:
     from drumline.dist.start import start, stop
     from drumline.telemetry.events import EventLog
     from drumline.train.build import build
-    from drumline.train.exhausted import watched
+    from drumline.train.failure import watched
     from drumline.train.state import Goodput
 
     plan = Plan.load(path)

@@ -45,6 +45,16 @@ class Loaded:
     old: bool = False
 
 
+@dataclass(frozen=True)
+class Request:
+    """One `drumline train`: the config, how many processes there are (None: as config and machine say), and where to go on from."""
+
+    loaded: Loaded
+    world_size: int | None = None
+    resume: str | None = None
+    allow: tuple[str, ...] = ()
+
+
 def load(path: Path, overrides: list[str], over: Overlay | None = None, trusted: bool = True) -> Loaded:
     """Read a YAML file, also another tool's (see `compat`), lay a launcher's strategy over it, and then dotted overrides. Not `trusted`:
     the file may be a stranger's run, so that an override alone can allow a model's own code (trust_remote_code).

@@ -174,7 +174,7 @@ def assemble(
 
 
 def roles_of(config: Config, policy: Found, find: Callable[[ModelConfig], Found]) -> dict[str, RolePlan]:
-    """The auxiliary models, by their configs alone (train.roles also checks tokens and weights)."""
+    """The auxiliary models, by their configs alone (train.setup also checks tokens and weights)."""
     roles = dict[str, RolePlan]()
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         role = policy if wanted.model == config.model else find(wanted.model)

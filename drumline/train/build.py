@@ -30,12 +30,11 @@ from drumline.strategies.build import build_engine, build_module, stats_with_fro
 from drumline.telemetry.events import Emit, Event, Restore, series
 from drumline.telemetry.measure import Measure, process_bytes
 from drumline.telemetry.traffic import Traffic
-from drumline.train.first_pass import with_first_pass
 from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import build_streams, fixed_width
+from drumline.train.streams import build_streams, fixed_width, with_first_pass
 
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from drumline.compat.convert import convert as to_drumline
 from drumline.compat.overlay import from_environment, from_file
 from drumline.core.explain import default_run_dir, explain, plan_line
-from drumline.core.load import load, reader, to_yaml
+from drumline.core.load import Request, load, reader, to_yaml
 from drumline.core.process import uncollected
 from drumline.errors import UserError
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, require_rendezvous
@@ -23,7 +23,6 @@ from drumline.launchers.lease import Lease
 from drumline.report.bars import aside, bars
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
-from drumline.train.request import Request
 
 
 def train(

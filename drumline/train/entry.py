@@ -16,8 +16,7 @@ from drumline.errors import DrumlineError, Preempted, TrainingStopped
 from drumline.telemetry.events import Emit, Event, EventLog, Export, RunEnd, RunStart, read
 from drumline.telemetry.measure import planned
 from drumline.telemetry.trackers import Callbacks, open_sinks
-from drumline.train.exhausted import watched
-from drumline.train.failure import note, recording
+from drumline.train.failure import note, recording, watched
 from drumline.train.state import Goodput
 
 

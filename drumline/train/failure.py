@@ -1,21 +1,140 @@
-"""How a rank ends when something is raised: told once, noted for the launcher, then the exit code that errors.py gives it."""
+"""How a rank ends when something is raised: reported once, noted for the launcher, then the exit code that errors.py gives it. Memory that
+runs out is recognised and measured at once; the advice is `train.replan`'s."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+
+import torch
 
 from drumline.core.files import write_whole
+from drumline.core.out_of_memory import Exhausted
+from drumline.core.plan import Plan
 from drumline.core.redact import redact, redacted_streams
 from drumline.dist.start import leave_process
 from drumline.errors import DrumlineError, Preempted
-from drumline.train.exhausted import OutOfMemory
+from drumline.hardware.detect import detect
+from drumline.parallel.engine import Engine
+from drumline.telemetry.measure import process_bytes
+
+# Parts of messages that mean it where torch has no class of its own: CPU allocators, C++, cuBLAS, cuDNN, the kernel.
+MESSAGES = (
+    "out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED", "could not allocate", "Unable to allocate",
+)  # fmt: skip
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+# Function → what it is about; of the stack's functions the innermost that stands here counts.
+DOING = {
+    "build": "loading", "restore": "loading", "forward_backward": "forward", "cross_entropy": "the loss", "log_probs": "the loss",
+    "_engine_run_backward": "backward", "grad_norm": "clipping", "step": "the optimizer's step", "save": "saving",
+    "evaluate": "evaluation", "generate": "the rollout",
+}  # fmt: skip
+
+
+class OutOfMemory(DrumlineError):
+    """A rank ran out of memory; `exhausted` says what was known then."""
+
+    def __init__(self, exhausted: Exhausted, advice: str) -> None:
+        super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=None if exhausted.allocated is not None else advice)
+        self.exhausted = exhausted
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in MESSAGES):
+            return True
+        error = error.__cause__
+    return False
+
+
+class Watched:
+    """What is looked at when memory runs out: the engine, once there is one, and what the process had before the model came."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.engine: Engine | None = None
+        self.before = process_bytes()
+
+    def built(self, engine: Engine) -> None:
+        """The model is there. What the process has besides it is counted from here: building it has imported a lot."""
+        self.engine = engine
+        states = sum(engine.memory_stats())
+        self.before = {name: bytes_ - states for name, bytes_ in process_bytes().items()}
+
+    def measured(self, error: BaseException) -> Exhausted:
+        """Bytes at the moment of `error`, as far as anything tells them."""
+        stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
+        during = doing(error.__traceback__)
+        known = reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
+        return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
+
+    def _on_cpu(self, message: str) -> dict[str, int]:
+        """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""
+        now = process_bytes()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))  # of this host
+        rooms = [detect().memory_bytes // ranks - self.before["VmRSS"]]
+        for limit, count in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            soft, _ = resource.getrlimit(limit)
+            if soft != resource.RLIM_INFINITY:
+                rooms.append(soft - self.before[count])
+        known = {"allocated": max(0, now["VmHWM"] - self.before["VmRSS"]), "room": max(0, min(rooms))}
+        if requested := re.search(r"allocate (\d+) bytes", message):
+            known["requested"] = int(requested[1])
+        return known
+
+
+@contextmanager
+def watched(plan: Plan, rank: int) -> Iterator[Watched]:
+    """Around a rank's work: memory that runs out is raised as OutOfMemory, measured before anything is taken down."""
+    watch = Watched(plan, rank)
+    try:
+        yield watch
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(watch.measured(error), f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+
+def doing(stack: TracebackType | None) -> str:
+    """What the code at the end of a stack was about."""
+    message = "loading"
+    while stack is not None:
+        name = stack.tb_frame.f_code.co_name
+        message = DOING.get(name, message)
+        stack = stack.tb_next
+    return message
+
+
+def reported_by_cuda(message: str) -> dict[str, int]:
+    """The numbers in the message of CUDA's caching allocator, in bytes, as far as it has them."""
+    found = {
+        "requested": rf"Tried to allocate {_SIZE}",
+        "free": rf"of which {_SIZE} is free",
+        "allowed": rf"{_SIZE} allowed;",
+        "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
+        "idle": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    }
+    values = {name: round(float(m[1]) * UNITS[m[2]]) for name, pattern in found.items() if (m := re.search(pattern, message))}
+    known: dict[str, int] = {name: values[name] for name in ("requested", "allocated") if name in values}
+    if "allocated" in values and "idle" in values:
+        known["reserved"] = values["allocated"] + values["idle"]
+        known["room"] = min(known["reserved"] + values.get("free", 0), values.get("allowed", 2**62))
+    return known
+
 
 _noted = False
 

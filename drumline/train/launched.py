@@ -29,8 +29,7 @@ from drumline.launchers.local import newest_or
 from drumline.report.bars import aside
 from drumline.report.progress import Progress
 from drumline.train.entry import run
-from drumline.train.exhausted import OutOfMemory
-from drumline.train.failure import recording
+from drumline.train.failure import OutOfMemory, recording
 from drumline.train.replan import advise
 from drumline.train.setup import Request, claim_run_dir, make_plan
 

@@ -7,7 +7,7 @@ from drumline.core.registry import find
 from drumline.core.strategy import StrategySpec
 from drumline.telemetry.trackers import Callbacks, open_sinks
 from drumline.train.build import build
-from drumline.train.exhausted import watched
+from drumline.train.failure import watched
 
 __all__ = ["AutoTokenizer", "Callbacks", "LlamaForCausalLM", "PreTrainedTokenizerFast", "build", "open_sinks", "watched"]
 

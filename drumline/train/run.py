@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.load import Overrides, overrides_of
+from drumline.core.load import Overrides, Request, overrides_of
 from drumline.errors import ConfigError, Preempted, TrainingStopped, UserError, WorkerFailed
 from drumline.launchers.environment import die_with_launchers, expandable_segments, launched_by
 from drumline.telemetry.events import Eval, Event, Step, read
-from drumline.train.request import Request
 
 RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leave weights to go on with
 

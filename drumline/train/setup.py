@@ -11,18 +11,20 @@ from drumline.core.config import Config
 from drumline.core.explain import default_run_dir, size
 from drumline.core.facts import ModelFacts
 from drumline.core.files import write_whole
-from drumline.core.load import allowed, refused, to_yaml
-from drumline.core.plan import DataIdentity, DataPlan, Plan
+from drumline.core.load import Request, allowed, refused, to_yaml
+from drumline.core.model import ModelConfig
+from drumline.core.plan import DataIdentity, DataPlan, Plan, RolePlan
 from drumline.core.resolve import batch_norm_why, device_of, processes_of, resolve
 from drumline.data import prepare as data_prepare
 from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
-from drumline.errors import CheckpointError, EnvironmentFault
+from drumline.errors import CheckpointError, EnvironmentFault, ModelError
 from drumline.hardware.cluster import Cluster
 from drumline.hardware.detect import detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
+from drumline.models.build import lay_out
 from drumline.models.classes import LM
 from drumline.models.head import require_next_token
 from drumline.models.own import find_builder, own_build
@@ -30,15 +32,13 @@ from drumline.models.vision import vision_of
 from drumline.parallel.batchnorm import batch_norms
 from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.question import assemble, find_model
+from drumline.planner.question import Found, assemble, find_model, roles_of
 from drumline.planner.search.auto import choose
 from drumline.report.bars import OnProgress
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.strategies.build import lay_out_spreadable
 from drumline.telemetry.trackers import check_installed, find_callbacks
-from drumline.train.request import Request
-from drumline.train.roles import find_roles
 from drumline.train.state import fallback_folder
 
 CHECKPOINTS = "checkpoints"
@@ -102,6 +102,34 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         plan.config.strategy.require(plan, on_progress)
     cluster, _ = cluster_here(config, machine, plan.device, plan.mesh.world_size * plan.devices_per_rank)
     return predict(plan.model_copy(update={"why": [*why, *plan.why]}), question.facts, cluster)
+
+
+def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
+    """By name what each role is and where it lies. Raises ModelError for one that reads other tokens than the policy writes, and for one
+    without a trained head that will not learn."""
+    roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
+    for name, wanted in config.algorithm.auxiliary_models(config).items():
+        model, path = roles[name].model, roles[name].model_path
+        if model != config.model:
+            tokenizer = models.load_tokenizer(policy.path, config.model)
+            require_same_tokens(model, path, tokenizer, wanted.where)
+            models.check_fits(models.load_config(path, model), tokenizer, config.data.max_length, wanted.where)
+        if not wanted.trainable:
+            lay_out(path, model, 0, head=wanted.head, draws=False)
+    return roles
+
+
+def require_same_tokens(model: ModelConfig, path: str | None, tokenizer: Any, where: str) -> None:
+    """Raises ModelError where a model comes with a tokenizer that has other tokens than `tokenizer`."""
+    if model.tokenizer is None and path is not None and Path(path).is_dir() and not any(Path(path).glob("*token*")):
+        return
+    theirs = models.load_tokenizer(path, model).get_vocab()
+    ours = tokenizer.get_vocab()
+    if theirs != ours:
+        token = next((t for t, number in ours.items() if theirs.get(t) != number), None) or next(t for t in theirs if t not in ours)
+        numbers = [("none" if v.get(token) is None else f"number {v[token]}") for v in (ours, theirs)]
+        what = f"its tokenizer is not the policy's: token {token!r} has {numbers[0]} in the policy's and {numbers[1]} in this one"
+        raise ModelError(what, where=where, fix="name a model with the same tokenizer")
 
 
 def _require_runs(plan: Plan, hf_config: Any) -> None:

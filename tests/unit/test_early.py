@@ -14,12 +14,11 @@ import psutil
 import pytest
 
 from drumline.core.config import Config
-from drumline.core.load import load
+from drumline.core.load import Request, load
 from drumline.core.process import Early, tied
 from drumline.errors import PlanError
 from drumline.launchers.early import EarlyRanks
 from drumline.train.command import launch_ranks
-from drumline.train.request import Request
 from tests.harness import write_config
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from drumline.core.out_of_memory import Exhausted, correction, limit, misestimat
 from drumline.hardware.detect import Groups, detect
 from drumline.launchers.postmortem import RankEnd, exhausted
 from drumline.planner.search.advice import changed
-from drumline.train.exhausted import Watched, doing, is_out_of_memory, reported_by_cuda
+from drumline.train.failure import Watched, doing, is_out_of_memory, reported_by_cuda
 from tests.unit.test_loop import plan
 
 GiB = 2**30

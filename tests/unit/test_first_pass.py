@@ -15,8 +15,7 @@ from drumline.core.plan import BatchPlan
 from drumline.data.batches import First, collate
 from drumline.data.stream import GlobalBatch, assign
 from drumline.train import first_pass
-from drumline.train.first_pass import FirstPass
-from drumline.train.streams import Streams
+from drumline.train.streams import FirstPass, Streams
 from tests.fake_engine import FakeEngine
 
 SAMPLES = 11  # the last of two global batches of 6 has a filler

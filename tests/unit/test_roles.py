@@ -17,7 +17,7 @@ from drumline.parallel.engine import CompositeEngine
 from drumline.planner.cluster import cluster_here
 from drumline.planner.question import assemble, find_model
 from drumline.strategies.build import build_engine
-from drumline.train.roles import find_roles
+from drumline.train.setup import find_roles
 from tests.fake_engine import FakeEngine
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.unit.test_native import batches
