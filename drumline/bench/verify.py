@@ -21,7 +21,6 @@ from drumline.core.registry import kinds
 from drumline.core.strategy import StrategySpec
 from drumline.errors import DrumlineError, EnvironmentFault, UserError, WorkerFailed
 from drumline.report.bars import OnProgress, aside
-from drumline.telemetry.events import Event, Step
 
 # Besides the strategies with `compared`: what is run by default with four processes or more.
 MIXES = ("ddp tp=2", "fsdp2 tp=2", "ddp pp=2", "fsdp2 cp=2")
@@ -184,20 +183,13 @@ def _outcome(read: Read, common: list[str], name: str, spelled: str, nproc: int,
 
 def _run(loaded: Loaded, name: str, on_progress: OnProgress) -> Plan:
     """Train to the end. Raises WorkerFailed where a rank failed."""
-    from drumline.launchers.local import launch
+    from drumline.launchers.local import launch_trial
     from drumline.train.setup import Request, claim_run_dir, make_plan
 
     request = Request(loaded)
     plan = make_plan(request, on_progress=on_progress)
     plan_path, _ = claim_run_dir(plan, request)
-
-    def follow(event: Event) -> None:
-        if isinstance(event, Step):
-            on_progress(name, event.step, plan.steps)
-
-    on_progress(name, 0, plan.steps)
-    code = launch(plan, plan_path, None, follow, trial=True)
-    if code:
+    if code := launch_trial(plan, plan_path, name, on_progress):
         if name == REFERENCE:
             raise DrumlineError("the work does not run on one process; nothing can be compared with it", where=plan.run_dir)
         raise WorkerFailed(f"with exit code {code}, as reported above; --keep FOLDER keeps its logs")

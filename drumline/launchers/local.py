@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -17,7 +18,7 @@ from drumline.errors import NotSaved, UserError
 from drumline.hardware.detect import Groups, detect, free_bytes
 from drumline.launchers.environment import listen
 from drumline.launchers.postmortem import RankEnd, Restarts, exhausted, report, root_cause
-from drumline.telemetry.events import Emit, Eval, EventLog, Fault, Restore, Save, Step, following, read, tail
+from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restore, Save, Step, following, read, tail
 
 if TYPE_CHECKING:
     from drumline.launchers.early import EarlyRanks
@@ -77,6 +78,17 @@ def launch(
             if reason is not None:
                 return 1
             resume, listener = newest_or(resume, run_dir), listen(options.port)
+
+
+def launch_trial(plan: Plan, plan_path: Path, name: str, on_progress: Callable[[str, int, int | None], None]) -> int:
+    """`launch` of a run that nobody keeps; `on_progress` gets its steps under `name`."""
+
+    def follow(event: Event) -> None:
+        if isinstance(event, Step):
+            on_progress(name, event.step, plan.steps)
+
+    on_progress(name, 0, plan.steps)
+    return launch(plan, plan_path, None, follow, trial=True)
 
 
 def newest_or(resume: str | None, run_dir: Path) -> str:

@@ -1,8 +1,9 @@
-"""Progress bars for what happens before a run: converting a model, tokenising, packing."""
+"""Progress bars for what happens before a run: converting a model, tokenising, packing; and notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
@@ -14,6 +15,12 @@ OnProgress = Callable[[str, int, int | None], None]
 def aside(display: bool) -> AbstractContextManager[OnProgress]:
     """Bars on standard error, or a callback that shows nothing."""
     return bars(Console(stderr=True)) if display else nullcontext(lambda phase, done, total: None)
+
+
+def notes(lines: Iterable[str]) -> None:
+    """Print what the user should know on standard error."""
+    for line in lines:
+        print(f"note: {line}", file=sys.stderr)
 
 
 @contextmanager

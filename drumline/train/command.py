@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from drumline.core.process import uncollected
 from drumline.errors import UserError
 from drumline.launchers.environment import die_with_launchers, first_rank, launched_by, require_rendezvous
 from drumline.launchers.lease import Lease
-from drumline.report.bars import aside, bars
+from drumline.report.bars import aside, bars, notes
 from drumline.report.progress import Progress
 from drumline.telemetry.events import read
 
@@ -61,7 +60,7 @@ def requested(
         loaded = read(overrides, over)
         if resume is not None or loaded.resume is not None:
             loaded = read(overrides, over, trusted=False)
-        _tell(loaded.notes)
+        notes(loaded.notes)
         return Request(loaded, world_size or loaded.config.launch.processes(), resume or loaded.resume, allow)
 
     return request if launched_by() else _joined(request())
@@ -80,7 +79,7 @@ def _dry_run(request: Request) -> int:
 
     with bars(Console(stderr=True)) as on_progress:
         plan = make_plan(request, on_progress=on_progress, dry_run=True)
-    _tell(plan.data.left_out if plan.data else ())
+    notes(plan.data.left_out if plan.data else ())
     resume_from(Path(plan.run_dir), request, plan)
     print(to_yaml(plan.config))
     print(f"# {plan_line(plan)}\n" + "\n".join(f"#   {line}" for line in explain(plan).splitlines()))
@@ -103,7 +102,7 @@ def _launch(request: Request, display: bool, early: Any) -> tuple[Path, int]:
 
     with aside(display) as on_progress:
         plan = make_plan(request, on_progress=on_progress)
-    _tell(plan.data.left_out if plan.data else ())
+    notes(plan.data.left_out if plan.data else ())
     launcher = plan.config.launch
     launcher.require()
     from drumline.train.replan import Replanner
@@ -116,15 +115,10 @@ def _launch(request: Request, display: bool, early: Any) -> tuple[Path, int]:
             return Path(plan.run_dir), launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
 
 
-def _tell(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
-
-
 def convert(old: Path, output: Path | None) -> None:
     """`drumline convert`: the new YAML on stdout or into a file, notes on stderr."""
     made = to_drumline(old, output)
-    _tell(made.notes)
+    notes(made.notes)
     if output is None:
         print(made.text, end="")
         return
@@ -156,7 +150,7 @@ def prepare(config_path: Path, overrides: list[str]) -> None:
     print(f"train  {data.train_samples} samples, {data.train_tokens} tokens{images}  {data.train_cache}")
     if data.eval_cache:
         print(f"eval   {data.eval_samples} samples  {data.eval_cache}")
-    _tell(data.left_out)
+    notes(data.left_out)
 
 
 def export(run: Path, to: Path, which: str, dtype: str, adapter: bool, trust: bool = False) -> None:

@@ -108,7 +108,7 @@ class Listener:
 class Speaker(Listener):
     """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
 
-    def __init__(self, plan: Plan, listener: Emit | None, callbacks: Callbacks | None = None) -> None:
+    def __init__(self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None) -> None:
         super().__init__(callbacks)
         run_dir = Path(plan.run_dir)
         self.plan, self.listener = plan, listener

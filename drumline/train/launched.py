@@ -26,7 +26,7 @@ from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers.environment import launched_by
 from drumline.launchers.lease import Lease, is_held_by
 from drumline.launchers.local import newest_or
-from drumline.report.bars import aside
+from drumline.report.bars import aside, notes
 from drumline.report.progress import Progress
 from drumline.train.entry import run
 from drumline.train.failure import OutOfMemory, recording
@@ -75,8 +75,7 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
         _require_as_launched(request, ranks)
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
-        for line in plan.data.left_out if plan.data else ():
-            print(f"note: {line}", file=sys.stderr)
+        notes(plan.data.left_out if plan.data else ())
         run_dir = Path(plan.run_dir)
         lease = stack.enter_context(Lease(run_dir))
         mark = _mark(request)

@@ -17,7 +17,7 @@ from drumline.core.plan import Plan
 from drumline.errors import EnvironmentFault
 from drumline.planner.search.answer import Answer, Candidate, Probe, corrected_answer, require_here
 from drumline.report.bars import OnProgress
-from drumline.telemetry.events import Event, Step, last_measurement, read
+from drumline.telemetry.events import last_measurement, read
 
 STEPS = 5  # two to settle, one that is counted, two that are timed
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -64,20 +64,13 @@ def random_rows(config: Config, candidate: Candidate, path: Path) -> Path:
 
 
 def _try(candidate: Candidate, loaded: Loaded, run_dir: Path, rows: Path | None, on_progress: OnProgress) -> Probe:
-    from drumline.launchers.local import launch
+    from drumline.launchers.local import launch_trial
     from drumline.train.setup import Request, make_plan
 
     name, predicted = candidate.name, candidate.estimate
     config = short(candidate, run_dir, rows)
     plan = make_plan(Request(replace(loaded, config=config)), on_progress=on_progress)
-    plan_path = _write(plan, run_dir)
-
-    def follow(event: Event) -> None:
-        if isinstance(event, Step):
-            on_progress(f"probe {name}", event.step, plan.steps)
-
-    on_progress(f"probe {name}", 0, plan.steps)
-    code = launch(plan, plan_path, None, follow, trial=True)
+    code = launch_trial(plan, _write(plan, run_dir), f"probe {name}", on_progress)
     measured = last_measurement(read(run_dir / "events.jsonl"))
     if code or measured is None:
         return Probe(name=name, predicted=predicted, failed=f"its first steps failed with exit code {code}, as told above")

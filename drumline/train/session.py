@@ -108,7 +108,7 @@ class Session:
             self.stack.close()
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
-        self.speaker = Speaker(plan, None) if self.is_first else Listener()
+        self.speaker = Speaker(plan) if self.is_first else Listener()
         self.emit: Emit = self.speaker.emit
         self.goodput = Goodput(self.started)
         self.emit(run_start(plan, str(self.resume) if self.resume else None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from drumline.planner.cluster import cluster_here
 from drumline.planner.cost.estimate import estimate
 from drumline.planner.question import Found, assemble, find_model, roles_of
 from drumline.planner.search.auto import choose
-from drumline.report.bars import OnProgress
+from drumline.report.bars import OnProgress, notes
 from drumline.rl import rewards
 from drumline.rl.curriculum import require_domains
 from drumline.strategies.build import lay_out_spreadable
@@ -265,15 +264,11 @@ def _check_same_run(path: Path, plan: Plan, allow: tuple[str, ...]) -> None:
     if now is None:
         return
     if state.get("data") is None:
-        _note(f"{path} does not say what data it was trained on: whether these have changed since is not known")
+        notes([f"{path} does not say what data it was trained on: whether these have changed since is not known"])
         return
     changed = what_changed(DataIdentity.model_validate(state["data"]), now)
     if changed and not (allowed("data", allow) or any(key.startswith("data.train") for key in allow)):
         fix = "bring the old data back, or accept the new with --allow data: some samples may come twice and others never"
         raise CheckpointError(f"the training data changed since this checkpoint: {changed}", where=str(path), fix=fix)
     if changed:
-        _note(f"the training data changed since {path}: {changed}; some samples may come twice and others never")
-
-
-def _note(line: str) -> None:
-    print(f"note: {line}", file=sys.stderr)
+        notes([f"the training data changed since {path}: {changed}; some samples may come twice and others never"])
