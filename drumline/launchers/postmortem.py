@@ -129,17 +129,13 @@ def _tail(log: Path, without: dict[str, Any] | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip()][-LOG_LINES:]
 
 
-@dataclass
 class Restarts:
     """A budget that progress fills up again, and an eye for a run that fails in the same way at the same step."""
 
-    limit: int
-    left: int = -1
-    reached: int = -1
-    last: tuple[int, int, str] | None = None
-
-    def __post_init__(self) -> None:
-        self.left = self.limit
+    def __init__(self, limit: int) -> None:
+        self.limit = self.left = limit
+        self.reached = -1
+        self.last: tuple[int, int, str] | None = None
 
     def decide(self, reached: int, failed_at: int, rank: int, message: str) -> str | None:
         """None: start again. Otherwise the reason not to.

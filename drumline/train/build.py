@@ -34,7 +34,7 @@ from drumline.train.loop import Loop
 from drumline.train.references import Reference
 from drumline.train.saving import Saver
 from drumline.train.state import Goodput, TrainState
-from drumline.train.streams import build_streams, fixed_width, with_first_pass
+from drumline.train.streams import FirstPass, build_streams, fixed_width
 
 MODEL = re.compile(r"(^|(?<=/))model\.")  # the section of weights, of the policy or of another role (ROLE/model.…)
 
@@ -59,6 +59,7 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
     if start is not None:
         with goodput.spend("restore"):
             state = start.restore(engine, emit, time.time() - searched)
+    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     rollouts, held_out = None, None
     training: Iterable[GlobalBatch]
     if (rollout := config.algorithm.rollout) is not None:
@@ -70,10 +71,10 @@ def build(plan: Plan, ranks: Ranks, resume: str | None, emit: Emit, stop_flag: S
         streams = build_streams(plan, plan.mesh.data_rank(ranks.rank), state.position, device)
         if config.algorithm.reference_of(config) != "none":
             streams = Reference(plan, ranks, device, engine, algorithm, streams, not (start and start.path), emit, stop_flag).prepared()
-        streams = with_first_pass(streams, algorithm, engine, plan.mesh.counts(ranks.rank), device)
+        if (read := algorithm.first_pass) is not None:
+            streams = FirstPass(algorithm, read, engine, gather.counts, device).prepared(streams)
         training, held_out = streams.training, streams.held_out
     _agree_on(verification)
-    gather = Gather(ranks.rank, ranks.world_size, device, counts=plan.mesh.counts(ranks.rank))
     saved = state.step if start and start.path and start.path.parent.absolute() == checkpointer.root.absolute() else -1
     traffic = Traffic(config.strategy.step_kind, device)
     return Loop(

@@ -89,30 +89,26 @@ def _dry_run(request: Request) -> int:
 def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
     """By our own launcher. Returns the run folder and the exit code."""
     config = request.loaded.config
-    with config.launch.early(config, Path(config.run.dir or default_run_dir(request.loaded.path)) / "plan.json") as early:
-        return _launch(request, display, early)
+    with ExitStack() as stack:
+        run_dir = Path(config.run.dir or default_run_dir(request.loaded.path))
+        early = stack.enter_context(config.launch.early(config, run_dir / "plan.json"))
+        with uncollected():
+            from drumline.train.replan import Replanner
+            from drumline.train.setup import claim_run_dir, make_plan
 
+            if not config.plain:
+                from transformers import PreTrainedModel  # noqa: F401 - what planning needs of it, too, imported uncollected
 
-def _launch(request: Request, display: bool, early: Any) -> tuple[Path, int]:
-    with uncollected():
-        from drumline.train.setup import claim_run_dir, make_plan
-
-        if not request.loaded.config.plain:
-            from transformers import PreTrainedModel  # noqa: F401 - what planning needs of it, too, imported uncollected
-
-    with aside(display) as on_progress:
-        plan = make_plan(request, on_progress=on_progress)
-    notes(plan.data.left_out if plan.data else ())
-    launcher = plan.config.launch
-    launcher.require()
-    from drumline.train.replan import Replanner
-
-    with Lease(Path(plan.run_dir)):
+        with aside(display) as on_progress:
+            plan = make_plan(request, on_progress=on_progress)
+        notes(plan.data.left_out if plan.data else ())
+        launcher = plan.config.launch
+        launcher.require()
+        stack.enter_context(Lease(run_dir))
         plan_path, start = claim_run_dir(plan, request)
-        with ExitStack() as stack:
-            past = read(Path(plan.run_dir) / "events.jsonl") if display else []
-            on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
-            return Path(plan.run_dir), launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
+        past = read(run_dir / "events.jsonl") if display else []
+        on_event = stack.enter_context(Progress(Console(), past)).on_event if display else lambda event: None
+        return run_dir, launcher.start(plan, plan_path, start, on_event, Replanner(plan, plan_path), early)
 
 
 def convert(old: Path, output: Path | None) -> None:

@@ -105,16 +105,12 @@ class Sampling:
         """A completion of each request, in their order, the same on every rank. Collective."""
         unsharded = self.engine.unsharded_model()
         if self._generator is None:
-            self._generator, self._refresh = self._make(unsharded)
+            low, seed, folder = LOW_PRECISION.get(self.plan.precision), self.plan.config.run.seed, Path(self.plan.run_dir)
+            made = generator(self.algorithm.generator, self.tokenizer, seed, unsharded, self._copy, low, self.plan.model_path, folder)
+            self._generator, self._refresh = made
         if self._refresh is not None:
             self._refresh(language_weights(self.engine.whole_weights()))
         return generate_together(greedy(self._generator) if greedily else self._generator, requests, step)
-
-    def _make(self, unsharded: Any) -> tuple[Generator, Callable[[Any], None] | None]:
-        plan = self.plan
-        low = LOW_PRECISION.get(plan.precision)
-        seed, folder = plan.config.run.seed, Path(plan.run_dir)
-        return generator(self.algorithm.generator, self.tokenizer, seed, unsharded, self._copy, low, plan.model_path, folder)
 
     def _copy(self) -> Any:
         """The whole model on this rank, in the type that it computes in."""

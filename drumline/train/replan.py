@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from drumline.core.config import BatchConfig, Config
@@ -119,7 +120,9 @@ class Replanner:
         # The batch stays as it was said: it is what a resumed run is held against, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
         self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
-        kept = self._keep()
+        # The plan that is left, under the first free name: plan-0.json, plan-1.json, …
+        kept = next(path for number in count() if not (path := self.plan_path.with_name(f"plan-{number}.json")).exists())
+        shutil.copyfile(self.plan_path, kept)
         self.plan.save(self.plan_path)
         event = Replan(
             from_=changed(taken.config, batched(old)),
@@ -147,10 +150,3 @@ class Replanner:
         )
         plan = predict(plan, request.facts, request.cluster)
         return plan.model_copy(update={"why": [*plan.why, f"out of memory before: {taken.name}"]})
-
-    def _keep(self) -> Path:
-        """The plan that is left, under the first free name: plan-0.json, plan-1.json, …"""
-        number = 0
-        while (kept := self.plan_path.with_name(f"plan-{number}.json")).exists():
-            number += 1
-        return Path(shutil.copyfile(self.plan_path, kept))

@@ -19,7 +19,7 @@ from drumline.data.fingerprint import what_changed
 from drumline.data.samples import identify_samples, read_samples
 from drumline.errors import CheckpointError, EnvironmentFault, ModelError
 from drumline.hardware.cluster import Cluster
-from drumline.hardware.detect import detect, free_bytes
+from drumline.hardware.detect import Machine, detect, free_bytes
 from drumline.launchers import lease
 from drumline.models import adapters
 from drumline.models import load as models
@@ -85,17 +85,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
         why = [reason, *why] if reason else why
     else:
         why = []
-    plan = resolve(
-        config,
-        run_dir=config.run.dir or default_run_dir(request.loaded.path),
-        machine=machine,
-        world_size=request.world_size,
-        facts=question.facts,
-        model_path=policy.path,
-        data=data,
-        base_dir=str(base.absolute()),
-        roles=roles,
-    )
+    plan = _resolved(request, config, machine, data, facts=question.facts, model_path=policy.path, roles=roles)
     _require_runs(plan, policy.hf_config)
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
@@ -160,16 +150,7 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
         eval_samples=held_out,
         identity=identify_samples(config.data.train, base, samples),
     )
-    plan = resolve(
-        config,
-        run_dir=config.run.dir or default_run_dir(request.loaded.path),
-        machine=detect(),
-        world_size=request.world_size,
-        facts=None,
-        model_path=None,
-        data=data,
-        base_dir=str(base),
-    )
+    plan = _resolved(request, config, detect(), data, facts=None, model_path=None)
     module, _ = lay_out_spreadable(plan, own_build(plan), "cpu", config.model.units, config.model.tp_plan)
     if plan.engine == "pipeline":
         from drumline.parallel.own_pipeline import cut
@@ -178,6 +159,12 @@ def own_plan(request: Request, dry_run: bool, on_progress: OnProgress) -> Plan:
     if not dry_run:
         plan.config.strategy.require(plan, on_progress)
     return plan.model_copy(update={"why": [*plan.why, *batch_norm_why(config, plan.batch, len(batch_norms(module)))]})
+
+
+def _resolved(request: Request, config: Config, machine: Machine, data: DataPlan | None, **model: Any) -> Plan:
+    loaded = request.loaded
+    run_dir, base_dir = config.run.dir or default_run_dir(loaded.path), str(loaded.base_dir.absolute())
+    return resolve(config, run_dir=run_dir, machine=machine, world_size=request.world_size, data=data, base_dir=base_dir, **model)
 
 
 def predict(plan: Plan, facts: ModelFacts, cluster: Cluster) -> Plan:

@@ -113,12 +113,6 @@ class FirstPass:
             start += len(numbers_NK)
 
 
-def with_first_pass(streams: Streams, algorithm: Algorithm, engine: Engine, counts: bool, device: str) -> Streams:
-    """The streams as the algorithm needs them."""
-    read = algorithm.first_pass
-    return streams if read is None else FirstPass(algorithm, read, engine, counts, device).prepared(streams)
-
-
 def filled(batch: GlobalBatch, first: First, start: int) -> GlobalBatch:
     """The batch with `first` and `places_P` in its micro-batches; its own samples begin at row `start` of the numbers."""
     real_G = torch.from_numpy(batch.sample_ids >= 0)
