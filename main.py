@@ -10,7 +10,7 @@ sys.path.append(sys.path.pop(0))  # this folder shadows nothing
 import argparse
 
 from drumline.cli import main
-from drumline.launchers.environment import first_speaks
+from drumline.launchers.environment import first_rank_reports
 
 NAMES = {"reward_model": "reward"}  # of algorithms in guides
 MODES = {"train": ["train"], "plan": ["train", "--dry-run"], "prepare": ["prepare"]}
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     parser.add_argument("--resume", nargs="?", const="newest", help="go on from the newest checkpoint, or from this one")
     parser.add_argument("--local_rank", "--local-rank", help="what launchers add; the environment says the same")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted keys laid over the config")
-    with first_speaks():
+    with first_rank_reports():
         given = parser.parse_intermixed_args()
     options = ["--accelerate-config", given.deepspeed_config] if given.deepspeed_config else []
     options += ["--resume", given.resume] if given.resume else []

@@ -187,10 +187,10 @@ def drumline_loop(plan: Any, ranks: Any) -> Any:
     from drumline.core.signals import StopFlag
     from drumline.telemetry.events import EventLog
     from drumline.train.build import build
-    from drumline.train.entry import Listener
+    from drumline.train.entry import Reporter
     from drumline.train.state import Goodput
 
-    emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Listener().emit
+    emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
     return build(plan, ranks, None, emit, StopFlag(), [], Goodput(time.time()))
 
 

@@ -291,12 +291,12 @@ def schema() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. A DrumlineError becomes one line on stderr and an exit code; so does a signal while there is nothing to lose."""
     from drumline.core.signals import NOTHING_LOST, Interrupted, Stoppable
-    from drumline.launchers.environment import another_does, expandable_segments, first_rank
+    from drumline.launchers.environment import expandable_segments, first_rank, other_rank_runs
 
     given = sys.argv[1:] if arguments is None else arguments
     # torch.distributed.launch and deepspeed add `--local_rank=N`; LOCAL_RANK has the same value.
     arguments = _bare_resume([each for each in given if not each.startswith(("--local_rank=", "--local-rank="))])
-    if another_does(arguments[0] if arguments else ""):
+    if other_rank_runs(arguments[0] if arguments else ""):
         return
     expandable_segments()
     try:
@@ -329,7 +329,7 @@ def _report_bug(error: Exception) -> int:
 
 def _run(arguments: list[str], speaks: bool) -> None:
     """`speaks`: this rank reports a mistake on the command line. Under another launcher all ranks make the same one."""
-    from drumline.launchers.environment import first_speaks
+    from drumline.launchers.environment import first_rank_reports
 
     if speaks:
         app(arguments)
@@ -337,7 +337,7 @@ def _run(arguments: list[str], speaks: bool) -> None:
     try:
         raise SystemExit(app(arguments, standalone_mode=False) or 0)
     except typer.BadParameter.__base__:  # type: ignore[misc]  # typer exports only subclasses of this
-        with first_speaks():
+        with first_rank_reports():
             raise SystemExit(UserError.exit_code) from None
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit seed from any parts; equal parts give equal seeds, others independent ones."""
+    """A 63-bit seed from any parts; equal parts give equal seeds, different parts independent ones."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -28,8 +28,8 @@ def seed_step(seed: int, step: int, *stream: int) -> None:
 
 @contextlib.contextmanager
 def drawing(seed: int | None, device: str = "cpu") -> Iterator[None]:
-    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Others,
-    those of GPUs that are not this rank's above all, are not touched: reading the state of one takes hold of the device."""
+    """Within, what is drawn on `device` comes from `seed` (None: from wherever it would); afterwards its generator is as it was. Other
+    generators, those of other ranks' GPUs above all, are not touched: reading the state of one takes hold of the device."""
     on_gpu = torch.device(device).type == "cuda"  # the meta device draws nothing
     generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else torch.default_generator
     before = generator.get_state()

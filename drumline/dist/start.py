@@ -87,7 +87,7 @@ def rendezvous() -> dist.Store:
 def _round(store: dist.Store, ranks: Ranks) -> str:
     """A text that the ranks of this start have in common, and no start before it had.
 
-    Launchers' counts of restarts differ by host, so rank 0 draws one. What the others read may be an earlier rank 0's: it holds once
+    Launchers' counts of restarts differ by host, so rank 0 draws one. What other ranks read may be an earlier rank 0's: it holds once
     the one that is there now has answered to it with what each of them drew itself.
     """
     mine, until = secrets.token_hex(8), time.monotonic() + CONNECT.total_seconds()
@@ -106,7 +106,7 @@ def _round(store: dist.Store, ranks: Ranks) -> str:
 
 
 def _await(store: dist.Store, key: str, until: float) -> str:
-    """The text at `key`, once it is there. Not by the store's own waiting, in which no signal would be heard."""
+    """The text at `key`, once it is there. Not by the store's own waiting, during which no signal is handled."""
     while not store.check([key]):
         _pause(until)
     return store.get(key).decode()
@@ -154,7 +154,7 @@ def gpu(ranks: Ranks) -> int:
 
 
 def stop(failed: bool = False) -> None:
-    """Leave the process groups, if there are any. After an error (`failed`) without waiting for what the others have not answered; see
+    """Leave the process groups, if there are any. After an error (`failed`) without waiting for other ranks; see
     `leave_process`."""
     global _leaving, _ended
     if not dist.is_initialized():

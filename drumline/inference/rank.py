@@ -8,14 +8,14 @@ from drumline.core.plan import Plan
 from drumline.core.signals import StopFlag
 from drumline.dist.start import start, stop
 from drumline.train.build import build
-from drumline.train.entry import Listener, Speaker, main
+from drumline.train.entry import MainReporter, Reporter, main
 from drumline.train.state import Goodput
 
 
 def evaluate(plan: Plan, checkpoint: str | None) -> None:
     """Evaluate once, as the training loop does, and leave the metrics in the events."""
     ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
-    emit = (Speaker(plan) if ranks.rank == 0 else Listener()).emit
+    emit = (MainReporter(plan) if ranks.rank == 0 else Reporter()).emit
     # There is nothing to save, so the flag is not entered: a signal just ends the rank.
     build(plan, ranks, checkpoint, emit, StopFlag(), [], Goodput(time.time())).evaluate()
     stop()

@@ -30,11 +30,11 @@ from drumline.hardware.detect import usable_cores
 from drumline.launchers.early import EarlyRanks
 from drumline.launchers.postmortem import RankEnd, read_error
 
-# The agent tells of each start and failure in its own words; the launcher tells it once, in its own.
+# The agent would report each start and failure as well; the launcher reports it once.
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
 MONITOR_SECONDS = 0.1
-# After an error the other ranks have this long to end by themselves: their words may tell more than the first one's.
+# After an error the other ranks have this long to end by themselves: their errors may explain more than the first one.
 SETTLE_SECONDS = 2.0
 # Ends on purpose that all ranks come to together (errors.py), some of them later, since they are still writing the checkpoint.
 TOGETHER = (3, 75, NotSaved.rank_code)
@@ -59,7 +59,7 @@ class _OneHost(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """What the ranks are told: the store is there, connect to it."""
+        """Ranks connect to the store that is there."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -136,7 +136,7 @@ class Agent(LocalElasticAgent):
         self._kill_at: float | None = None
 
     def attempt(self) -> list[RankEnd]:
-        """Start the ranks, wait until the last has gone, and say how each ended."""
+        """Start the ranks, wait until the last has gone, and return how each ended."""
         # The agent would turn these signals into an exception; the launcher has handlers of its own.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         try:
@@ -171,7 +171,7 @@ class Agent(LocalElasticAgent):
             self.early.end()  # there were more than the plan has
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Forward what the launcher was asked, and end the attempt the moment that it has failed.
+        """Forward the launcher's signals, and end the attempt the moment that it has failed.
 
         The agent's own look is left for when all ranks have gone: at a failure it would send SIGTERM and wait 30 s.
         """
@@ -199,7 +199,7 @@ class Agent(LocalElasticAgent):
             time.sleep(MONITOR_SECONDS / 2)
 
     def _stuck(self) -> bool:
-        """A rank has noted an error a while ago and has not ended: leaving a process group of which others are still part may block."""
+        """A rank has noted an error a while ago and has not ended: leaving a process group before the other ranks may block."""
         now = time.monotonic()
         for rank, code in self._exitcodes().items():
             if code is None and rank not in self._raised and (self.logs / f"rank-{rank}.json").exists():
@@ -223,7 +223,7 @@ class Agent(LocalElasticAgent):
         error = read_error(self.logs / f"rank-{rank}.json")
         ours = rank in self.killed
         if ours and error:
-            code = error["exit_code"]  # it had said why it ends before we killed it
+            code = error["exit_code"]  # it had reported why it ends before we killed it
         at = error["time"] if error else self._ended[rank]
         return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at, self.killed.get(rank, False))
 

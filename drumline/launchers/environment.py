@@ -1,4 +1,4 @@
-"""What the launcher's and the machine's environment say. No torch here."""
+"""The environment of the launcher and of this machine. No torch here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drumline.core.redact import redact
 from drumline.errors import EnvironmentFault
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SPEAK_SECONDS = 2.0  # for rank 0 to be as far as the others
+REPORT_SECONDS = 2.0  # for rank 0 to be as far as the others
 COMMAND_LENGTH = 100  # characters of a command line that are shown
 # How many processes a batch system or MPI has started of the same command; Slurm's own step before its job, which may have had more.
 TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -34,30 +34,30 @@ def launched_by() -> str | None:
 
 
 def first_rank() -> bool:
-    """Whether this process speaks for all: rank 0, or alone."""
+    """Whether this process reports for all: rank 0, or alone."""
     return launched_by() is None or os.environ["RANK"] == "0"
 
 
 @contextmanager
-def first_speaks() -> Iterator[None]:
-    """Around what ends in the same mistake on all ranks: rank 0 reports it, the others exit silently after it, since launchers
+def first_rank_reports() -> Iterator[None]:
+    """Around what ends in the same mistake on all ranks: rank 0 reports it, other ranks exit silently after it, since launchers
     end all ranks when one goes."""
     with nullcontext() if first_rank() else redirect_stderr(io.StringIO()):
         try:
             yield
         except SystemExit:
-            time.sleep(0 if first_rank() else SPEAK_SECONDS)
+            time.sleep(0 if first_rank() else REPORT_SECONDS)
             raise
 
 
 def expandable_segments() -> None:
-    """Have CUDA's allocator grow its segments, unless the user says otherwise; it is read as CUDA starts, and ranks inherit it."""
+    """Have CUDA's allocator grow its segments, unless the user has set it; it is read as CUDA starts, and ranks inherit it."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.11 to 2.13 know this name and the newer
 
 
-def another_does(command: str) -> bool:
-    """Whether another rank of the launcher does this `command`: only training takes them all; data are prepared once on each host."""
+def other_rank_runs(command: str) -> bool:
+    """Whether another rank of the launcher runs this `command`: only training takes them all; data are prepared once on each host."""
     who = {"train": None, "prepare": "LOCAL_RANK"}.get(command, "RANK")
     return launched_by() is not None and who is not None and os.environ.get(who, os.environ["RANK"]) != "0"
 
@@ -68,7 +68,7 @@ def require_rendezvous() -> None:
     if tasks == 1 or launched_by() is not None:
         return
     if any(os.environ.get(name, "0") != "0" for name in TASK):
-        raise SystemExit(EnvironmentFault.exit_code)  # task 0 says it
+        raise SystemExit(EnvironmentFault.exit_code)  # task 0 reports it
     raise EnvironmentFault(
         f"srun or mpirun has started {tasks} tasks, and none of them knows where to meet the others: each would train alone",
         where="launcher",
@@ -103,9 +103,9 @@ def launchers() -> list[ProcessId]:
 
 
 def listen(port: int | None) -> socket.socket:
-    """A listening socket on loopback, on any free port when `port` is None. Held from now on, so that nobody can come in between.
+    """A listening socket on loopback, on any free port when `port` is None. It is taken from now on, so that nobody can come in between.
 
-    Raises EnvironmentFault that names the holder of a port that is taken.
+    Raises EnvironmentFault that names the process that has a taken port.
     """
     try:
         return socket.create_server(("127.0.0.1", port or 0))
@@ -120,7 +120,7 @@ def port_holder(port: int) -> str | None:
 
     try:
         connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:  # macOS tells only root
+    except psutil.AccessDenied:  # macOS answers only root
         return None
     for connection in connections:
         if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:

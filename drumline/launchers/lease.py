@@ -1,6 +1,6 @@
 """The lease of a run folder: one launcher at a time writes into it, on this host or any other that shares the folder.
 
-`run.lock` is a line of JSON that says whose it is, and a counter that its holder raises every two seconds. It appears whole by a hard
+`run.lock` is a line of JSON with its holder, and a counter that its holder raises every two seconds. It appears whole by a hard
 link, and a dead one is taken away by a rename, so that network file systems can keep it, too (not tried on one; there is no flock). Whether
 a holder lives is seen of its process where that can be seen, else of its counter: never of the files' times, since clocks differ and jump.
 """
@@ -128,7 +128,7 @@ class Lease:
         os._exit(1)
 
 
-def is_held_by(token: str, run_dir: Path, seconds: float) -> bool:
+def has_lease(token: str, run_dir: Path, seconds: float) -> bool:
     """Whether the lease with this token is in `run_dir`, or appears there within `seconds`."""
     until = time.monotonic() + seconds
     while True:
@@ -152,7 +152,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _fields(text: bytes) -> dict[str, Any]:
-    """What a lease says; empty for anything else."""
+    """The fields of a lease; empty for anything else."""
     try:
         fields = json.loads(text.split(b"\n")[0])
     except (ValueError, RecursionError):

@@ -23,7 +23,7 @@ from drumline.telemetry.events import Emit, Eval, Event, EventLog, Fault, Restor
 if TYPE_CHECKING:
     from drumline.launchers.early import EarlyRanks
 
-# Events whose `step` says how far the attempt was that wrote them.
+# Events whose `step` is how far the attempt was that wrote them.
 MILESTONES = (Restore, Step, Eval, Save)
 ATTEMPT = "DRUMLINE_ATTEMPT"  # what a session reads: above 0 it goes on from its newest checkpoint
 GRACE_SECONDS = 60.0
@@ -41,9 +41,9 @@ def launch(
 ) -> int:
     """Run the plan's ranks to the end and return the exit code (errors.py). `on_event` gets each line of events.jsonl as it comes.
 
-    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is asked when a rank
+    `worker`: the module that is a rank; its arguments are the plan's path and, to go on, `--resume PATH`. `on_oom` is called when a rank
     ran out of memory; such an end is never tried again with the same plan. `trial`: nothing of it is worth saving, and a signal ends it
-    at once. `early`: ranks of the plan that wait already. Raises EnvironmentFault for a port that is held.
+    at once. `early`: ranks of the plan that wait already. Raises EnvironmentFault for a port that is taken.
     """
     options, run_dir = plan.config.launch, Path(plan.run_dir)
     nproc, events_path = plan.mesh.world_size, run_dir / "events.jsonl"
@@ -61,7 +61,7 @@ def launch(
             signals.raise_swallowed()
             code = exit_code(ends, signals.number)
             if code is not None:
-                _last_words(ends, code, signals.number, plan)
+                _report_end(ends, code, signals.number, plan)
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
             reached, failed_at = _progress(events_path, started)
@@ -74,7 +74,7 @@ def launch(
                 memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
-            _tell(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
+            _report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
             resume, listener = newest_or(resume, run_dir), listen(options.port)
@@ -108,12 +108,12 @@ def _progress(events_path: Path, started: float) -> tuple[int, int]:
 
 
 def exit_code(ends: list[RankEnd], signal: int) -> int | None:
-    """The exit code of a launch that is over; None where a rank failed and has to be told of."""
+    """The exit code of a launch that is over; None where a rank failed and has to be reported."""
     killed = any(end.ours for end in ends)
     codes = {end.exitcode for end in ends if not end.ours or end.error}
     if codes == {0} and not killed:
         return 0
-    # 75 is said after the checkpoint is whole on all ranks: what falls in leaving does not undo it.
+    # A rank ends with 75 after the checkpoint is whole on all ranks: what fails while it leaves does not undo it.
     for code in (2, 3, NotSaved.rank_code, 75):
         if code in codes:
             return code
@@ -122,7 +122,7 @@ def exit_code(ends: list[RankEnd], signal: int) -> int | None:
     return 1 if signal and codes <= {0} else None
 
 
-def _last_words(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None:
+def _report_end(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None:
     """The line of an end on purpose, once for all ranks."""
     reports = [end for end in ends if end.error and end.error.get("exit_code") == code]
     if reports:
@@ -130,7 +130,7 @@ def _last_words(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
     elif code == 75:
         print("stopped: before the first step, nothing was lost — go on with --resume", file=sys.stderr)
     elif code == NotSaved.rank_code:
-        # The disk had no room for the rank's own words either.
+        # The disk had no room for the rank's own error either.
         room = f"about {plan.checkpoint_bytes:,} bytes needed, {free_bytes(Path(plan.run_dir)):,} free in {plan.run_dir}"
         other = plan.config.checkpoint.fallback_dir
         fix = "free some, and go on with --resume" + (f" and the folder of this run in {other}, if that took it" if other else "")
@@ -145,10 +145,10 @@ def _last_words(ends: list[RankEnd], code: int, signal: int, plan: Plan) -> None
         print(f"error: rank {cause.rank} {cause.message}; see {cause.log}", file=sys.stderr)
 
 
-def _tell(
+def _report_failure(
     cause: RankEnd, ends: list[RankEnd], attempt: int, step: int, reason: str | None, again: str, events_path: Path, memory_line: str | None
 ) -> None:
-    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: says that memory ran out."""
+    """On stderr and as an event. `again`: how it goes on where there is no `reason` to stop. `memory_line`: where memory ran out."""
     if memory_line is None:
         print(f"\n{report(cause, ends)}\n", file=sys.stderr)
     first = f"error: rank {cause.rank} failed after step {step}: {memory_line or cause.message.splitlines()[0]}"

@@ -12,7 +12,7 @@ from typing import Any
 from drumline.core.out_of_memory import Exhausted
 from drumline.core.redact import redact
 
-# What a rank says when another one went away. Such an error is a consequence; its own traceback explains nothing.
+# Errors of a rank when another one went away. Such an error is a consequence; its own traceback explains nothing.
 CONSEQUENCES = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "recvValue failed",
     "NCCL communicator was aborted", "ncclRemoteError", "Software caused connection abort", "Timed out waiting", "Connection refused",
@@ -22,7 +22,7 @@ LOG_LINES = 15
 OUT_OF_MEMORY = "the kernel does that too when memory runs out: see `dmesg`"
 # Addresses, sizes and counts differ between two tellings of the same failure.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?", re.IGNORECASE)
-# Python's own words for what another start runs into again: code or values that do not fit.
+# Python's own errors that another start runs into again: code or values that do not fit.
 _CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFound|Syntax|Indentation|UnboundLocal|ZeroDivision)Error\b")
 
 
@@ -50,7 +50,7 @@ class RankEnd:
 
     @property
     def message(self) -> str:
-        """What the rank said, or how it died."""
+        """What the rank reported, or how it died."""
         if self.error:
             return redact(str(self.error["message"]))
         if self.ours:
@@ -83,8 +83,8 @@ def read_error(path: Path) -> dict[str, Any] | None:
 
 
 def root_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or said
-    that it waited in vain. One that the launcher killed, and that had said nothing, comes last: it may have waited, too."""
+    """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or
+    reported that it waited in vain. One that the launcher killed, and that had reported nothing, comes last: it may have waited, too."""
     failed = [end for end in ends if end.exitcode != 0]
     spoke = [end for end in failed if end.error or not end.ours]
     blamed = [end for end in failed if not end.is_consequence] or spoke or failed
@@ -100,7 +100,7 @@ def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
-    """The failure in words: rank, cause, its traceback once, the end of its log; the others in one line. Without secrets."""
+    """The failure as text: rank, cause, its traceback once, the end of its log; other ranks in one line. Without secrets."""
     lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.ours else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]

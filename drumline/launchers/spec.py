@@ -29,7 +29,7 @@ class LocalLauncher(LauncherSpec):
         return EarlyRanks(config, plan_path)
 
     def require(self) -> None:
-        """Raises EnvironmentFault for a port that is held."""
+        """Raises EnvironmentFault for a port that is taken."""
         listen(self.port).close()
 
     def start(

@@ -144,7 +144,7 @@ class Start:
         return cls(path, skipped, frozenset(re.sub(MODEL, "", name) for name in names if re.search(MODEL, name)))
 
     def restore(self, engine: Engine, emit: Emit, began: float) -> TrainState:
-        """Fill the engine; the event says the seconds since `began` (unix). Collective."""
+        """Fill the engine; the event has the seconds since `began` (unix). Collective."""
         state = TrainState()
         if self.path is not None:
             tensors = engine.tensors()
@@ -164,7 +164,7 @@ class Start:
 
 
 def set_kernels(plan: Plan) -> None:
-    """What the plan says of kernels: TF32 in products and in convolutions, and cuDNN's attention where all batches are of one width.
+    """Set the kernels of a plan: TF32 in products and in convolutions, and cuDNN's attention where all batches are of one width.
 
     On Hopper torch prefers cuDNN's attention, which makes a plan for each new shape; rollouts grow by a token, and rows vary.
     """

@@ -38,14 +38,14 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
         ranks = start(plan.device, plan.backend, plan.config.launch.timeout_seconds)
         past = read(events_path)
         callbacks = Callbacks(plan.config.run.callbacks, Path(plan.base_dir), ranks.rank)
-        speaker = Speaker(plan, listener, callbacks) if ranks.rank == 0 else Listener(callbacks)
-        emit = speaker.emit
+        reporter = MainReporter(plan, listener, callbacks) if ranks.rank == 0 else Reporter(callbacks)
+        emit = reporter.emit
         goodput = Goodput(started)
         error: BaseException | None = None
         try:
             train_on(plan, ranks, resume, emit=emit, stop_flag=stop_flag, past=past, goodput=goodput)
             stop()
-            speaker.export()
+            reporter.export()
         except BaseException as raised:
             # Noted before anything is taken down: the peers' errors that follow are consequences.
             note(raised)
@@ -53,7 +53,7 @@ def run(plan: Plan, resume: str | None, listener: Emit | None = None) -> None:
             raise
         finally:
             stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
-            speaker.close(error, goodput)
+            reporter.close(error, goodput)
 
 
 def train_on(plan: Plan, ranks: Ranks, resume: str | None, *, emit: Emit, stop_flag: StopFlag, past: list[Event], goodput: Goodput) -> None:
@@ -84,8 +84,8 @@ def run_start(plan: Plan, resume: str | None) -> RunStart:
     )
 
 
-class Listener:
-    """What events of a rank go to: its callbacks."""
+class Reporter:
+    """Gets the events of a rank, for its callbacks."""
 
     def __init__(self, callbacks: Callbacks | None = None) -> None:
         self.callbacks, self.last_step = callbacks or Callbacks((), Path(), 0), 0
@@ -95,7 +95,7 @@ class Listener:
         self.callbacks.event(event)
 
     def export(self) -> None:
-        """Rank 0's alone."""
+        """Only rank 0 exports."""
 
     def close(self, error: BaseException | None, goodput: Goodput) -> None:
         """The last event of this process: how it ended."""
@@ -105,8 +105,8 @@ class Listener:
         self.emit(RunEnd(status=status, exit_code=code, step=self.last_step, goodput=goodput.report()))
 
 
-class Speaker(Listener):
-    """Rank 0's voice: events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
+class MainReporter(Reporter):
+    """Gets those of rank 0: for events.jsonl, the trackers of `run.report_to`, callbacks, and a listener."""
 
     def __init__(self, plan: Plan, listener: Emit | None = None, callbacks: Callbacks | None = None) -> None:
         super().__init__(callbacks)

@@ -43,7 +43,7 @@ DOING = {
 
 
 class OutOfMemory(DrumlineError):
-    """A rank ran out of memory; `exhausted` says what was known then."""
+    """A rank ran out of memory; `exhausted` has what was known then."""
 
     def __init__(self, exhausted: Exhausted, advice: str) -> None:
         super().__init__(f"rank {exhausted.rank} {exhausted.describe()}", fix=None if exhausted.allocated is not None else advice)
@@ -51,7 +51,7 @@ class OutOfMemory(DrumlineError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory ran out."""
+    """Whether memory ran out, by an error or by what it came from."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -76,14 +76,14 @@ class Watched:
         self.before = {name: bytes_ - states for name, bytes_ in process_bytes().items()}
 
     def measured(self, error: BaseException) -> Exhausted:
-        """Bytes at the moment of `error`, as far as anything tells them."""
+        """Bytes at the moment of `error`, as far as they are known."""
         stats = {} if self.engine is None else self.engine.memory_stats()._asdict()
         during = doing(error.__traceback__)
         known = reported_by_cuda(str(error)) if self.plan.device == "cuda" else self._on_cpu(str(error))
         return Exhausted(rank=self.rank, during=during, memory_stats=stats, **known)
 
     def _on_cpu(self, message: str) -> dict[str, int]:
-        """By the kernel's counts of this process: tensors held what it had at its largest over what it began with."""
+        """By the kernel's counts of this process: tensors took the difference between its largest resident set and its first."""
         now = process_bytes()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.plan.mesh.world_size))  # of this host
         rooms = [detect().memory_bytes // ranks - self.before["VmRSS"]]
@@ -184,6 +184,6 @@ def recording() -> Iterator[None]:
     try:
         with redacted_streams():
             yield
-    except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: told in full, and the code says that it failed
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a rank: reported in full, and the exit code is that of a failure
         note(error)
         leave_process((error.rank_code or error.exit_code) if isinstance(error, DrumlineError) else 1)

@@ -1,4 +1,4 @@
-"""`drumline train` as one rank of a launcher that is not ours (torchrun and its kin): rank 0 plans, the others are told."""
+"""`drumline train` as one rank of a launcher that is not ours (torchrun and its kin): rank 0 plans, and the other ranks get the plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drumline.core.signals import NOTHING_LOST, Interrupted
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault
 from drumline.launchers.environment import launched_by
-from drumline.launchers.lease import Lease, is_held_by
+from drumline.launchers.lease import Lease, has_lease
 from drumline.launchers.local import newest_or
 from drumline.report.bars import aside, notes
 from drumline.report.progress import Progress
@@ -35,7 +35,7 @@ from drumline.train.setup import Request, claim_run_dir, make_plan
 
 LAUNCH = "launch.json"  # in the run folder: who launched it last
 SHARED_SECONDS = 10.0  # a network file system may take a moment to show another host's file
-HEARD_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its store goes with it
+RECEIVED_SECONDS = 5.0  # for ranks that start later than rank 0 has failed: its store goes with it
 
 
 def train(make_request: Callable[[int], Request]) -> int:
@@ -48,7 +48,7 @@ def train(make_request: Callable[[int], Request]) -> int:
 def join(make_request: Callable[[int], Request], stack: ExitStack, display: bool) -> tuple[Plan, str | None]:
     """The plan and the checkpoint to go on from, the same on all ranks. `stack` gets the lease of the run folder."""
     ranks = Ranks.from_environment()
-    # Before the data is prepared: the others find rank 0 now, wait for its word, and notice if it dies meanwhile.
+    # Before the data is prepared: other ranks find rank 0 now, wait for its plan, and notice if it dies meanwhile.
     rendezvous()
     return _plan(make_request, ranks, stack, display) if ranks.rank == 0 else _plan_from_rank_0(ranks)
 
@@ -63,7 +63,7 @@ def train_rank(plan: Plan, start: str | None, display: bool) -> None:
         with Progress(Console()) as progress:
             run(plan, start, progress.on_event)
     except OutOfMemory as error:
-        # Another launcher decides whether it goes on; what to change is said all the same.
+        # Another launcher decides whether it goes on; what to change is reported all the same.
         print(f"error: rank {rank}: {advise(plan, error.exhausted).line}", file=sys.stderr)
         raise
 
@@ -83,18 +83,18 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
             request = replace(request, resume=newest_or(request.resume, run_dir))
         _, start = claim_run_dir(plan, request)
         write_whole(run_dir / LAUNCH, json.dumps(mark))
-        # The others have not read the YAML, nor what it keeps to itself.
+        # The other ranks have read neither the YAML nor its secrets.
         answer = {"plan": plan.model_dump(mode="json"), "resume": start, "lease": lease.token, "secrets": withheld()}
         publish(json.dumps(answer), "plan")
         _require_shared(run_dir, ranks)
     except (Exception, Interrupted) as error:
         code = error.exit_code if isinstance(error, DrumlineError) else NOTHING_LOST if isinstance(error, Interrupted) else 1
-        for name in ("plan", "go"):  # whichever the others wait for
+        for name in ("plan", "go"):  # whichever the other ranks wait for
             publish(json.dumps({"exit_code": code}), name)
         if not isinstance(error, Interrupted):
-            with suppress(EnvironmentFault, RuntimeError):  # one of them did not come, or the store is another's and gone
+            with suppress(EnvironmentFault, RuntimeError):  # a rank did not come, or the store was another process's and is gone
                 for rank in range(1, ranks.world_size):
-                    receive(f"heard-{rank}", HEARD_SECONDS)
+                    receive(f"received-{rank}", RECEIVED_SECONDS)
         raise
     publish(json.dumps({}), "go")
     return plan, start
@@ -102,20 +102,20 @@ def _plan(make_request: Callable[[int], Request], ranks: Ranks, stack: ExitStack
 
 def _plan_from_rank_0(ranks: Ranks) -> tuple[Plan, str | None]:
     """The other ranks' part: wait for rank 0's plan, and see whether its run folder is this host's, too."""
-    answer = _heard("plan", ranks)
+    answer = _received("plan", ranks)
     os.environ.update(answer["secrets"])
     plan = Plan.model_validate(answer["plan"])
-    shared = is_held_by(answer["lease"], Path(plan.run_dir), SHARED_SECONDS)
+    shared = has_lease(answer["lease"], Path(plan.run_dir), SHARED_SECONDS)
     publish("" if shared else socket.gethostname(), f"shared-{ranks.rank}")
-    _heard("go", ranks)
+    _received("go", ranks)
     return plan, answer["resume"]
 
 
-def _heard(name: str, ranks: Ranks) -> dict[str, Any]:
+def _received(name: str, ranks: Ranks) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(receive(name))
     if "exit_code" in answer:
-        publish("", f"heard-{ranks.rank}")
-        raise SystemExit(answer["exit_code"])  # rank 0 says why
+        publish("", f"received-{ranks.rank}")
+        raise SystemExit(answer["exit_code"])  # rank 0 reports why
     return answer
 
 

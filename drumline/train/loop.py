@@ -49,7 +49,7 @@ class Loop:
     measure: Measure
     seen_step: int = 0
     retries: bool = False  # all ranks know that it is time
-    stop: int = 0  # the signal that some rank was asked to stop by; all ranks know it after the same step
+    stop: int = 0  # the signal that asks some rank to stop; all ranks know it after the same step
     flight: Flight | None = None
     landed: float = 0.0  # when the last flight did (unix)
     evaluated_step: int = -1
@@ -58,7 +58,7 @@ class Loop:
     checkpointable: bool = True  # not in the middle of the steps of a rollout, where a run could not go on from
 
     def run(self) -> None:
-        """Train from `state` to the end of the stream. Raises Preempted when asked to stop, TrainingStopped by policy."""
+        """Train from `state` to the end of the stream. Raises Preempted after a stop signal, TrainingStopped by policy."""
         try:
             self._run()
         except TrainingStopped:
@@ -76,14 +76,14 @@ class Loop:
         rested = self.state.step  # the last step that the run could go on from
         while True:
             if self.rollouts is not None and self.checkpointable:
-                self._heed()  # before a rollout, which takes long, and not after it
+                self._stop_if_requested()  # before a rollout, which takes long, and not after it
             drawn = time.time()
             batch = next(batches, None)
             if batch is None:
                 break
             self._train_step(batch, time.time() - drawn)
             if self.checkpointable:
-                self._leave_if_asked()
+                self._leave_if_requested()
                 best = _due(config.eval.every, rested, self.state.step) and self.evaluate()
                 if _due(config.checkpoint.every, rested, self.state.step) or (best and config.checkpoint.keep_best) or self.retries:
                     self.save()
@@ -96,7 +96,7 @@ class Loop:
         self.measure.finish(self.state.step)
 
     def _train_step(self, batch: GlobalBatch, data_s: float) -> None:
-        """Compute a step, and read the figures of the one before, which have come to the host by now. Its own are waited for where it is
+        """Compute a step, and read the numbers of the one before, which have come to the host by now. Its own are waited for where it is
         logged, and where its traffic is counted, whose collective is a second one."""
         started = time.time()
         self.goodput.first_step()
@@ -131,12 +131,12 @@ class Loop:
             self._land(logged=True)
 
     def _of_all(self, batch: GlobalBatch) -> tuple[float, float]:
-        """Weight and tokens of a global batch that does not say them."""
+        """Weight and tokens of a global batch that does not have them."""
         total, _ = self.gather({"weight": float(sum(b.weight for b in batch.micro_batches)), "tokens": float(batch.tokens)})
         return total["weight"], total["tokens"]
 
     def _land(self, logged: bool = False) -> None:
-        """Read the figures of the step in flight, if there is one, and act on them. All ranks come here after the same step."""
+        """Read the numbers of the step in flight, if there is one, and act on them. All ranks come here after the same step."""
         flight, self.flight = self.flight, None
         if flight is None:
             return
@@ -185,7 +185,7 @@ class Loop:
         self.emit(event)
 
     def evaluate(self) -> bool:
-        """Figures over the whole held-out set, each sample once. True: the best weights so far. Breaks off when asked to stop."""
+        """Emit metrics over the whole held-out set, each sample once. True: the best weights so far. A stop signal breaks it off."""
         self._land()
         started = time.time()
         with self.goodput.spend("eval"):
@@ -212,7 +212,7 @@ class Loop:
         sums: dict[str, float] = {}
         samples = 0
         for batch in self.held_out():
-            self._heed()
+            self._stop_if_requested()
             part = self.engine.evaluate(batch.micro_batches, self.algorithm.eval_objective)
             sums = {key: sums.get(key, 0.0) + value for key, value in part.items()}
             samples += int((batch.sample_ids >= 0).sum())
@@ -226,13 +226,13 @@ class Loop:
         with self.goodput.spend("save"):
             self.saver.save(self.metric)
 
-    def _heed(self) -> None:
-        """Ask, between two steps, whether any rank was asked to stop: then all save at this same step and leave."""
+    def _stop_if_requested(self) -> None:
+        """Between two steps: where any rank got a stop signal, all save at this same step and leave. Collective."""
         _, (signals,) = self.gather({}, float(self.stop_flag.requested))
         self.stop = int(max(signals)) or self.stop
-        self._leave_if_asked()
+        self._leave_if_requested()
 
-    def _leave_if_asked(self) -> None:
+    def _leave_if_requested(self) -> None:
         if self.stop and self.checkpointable:
             self._save_last()
             self.saver.leave(self.stop)

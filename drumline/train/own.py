@@ -22,7 +22,7 @@ from drumline.core.resolve import resolve
 from drumline.dist.start import leave_process
 from drumline.errors import CheckpointError, DataError, DrumlineError, EnvironmentFault, UserError
 from drumline.hardware.detect import detect
-from drumline.launchers.environment import first_speaks
+from drumline.launchers.environment import first_rank_reports
 from drumline.launchers.lease import Lease
 from drumline.parallel.engine import OpenEngine
 from drumline.train.failure import note
@@ -47,7 +47,7 @@ def plan_of(
     world_size: int,
     options: Mapping[str, Any],
 ) -> Plan:
-    """The plan of a session on `world_size` ranks: the YAML's own, of a model that nobody has seen yet.
+    """The plan of a session on `world_size` ranks: the YAML's own, of a model that is not there yet.
 
     Raises UserError for an option that there is not, ConfigError and PlanError as for a YAML.
     """
@@ -189,22 +189,22 @@ def restarted() -> bool:
     return os.environ.get("DRUMLINE_ATTEMPT", "0") != "0"
 
 
-def one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """What a script ends with that did not catch an error of ours: its line and its exit code."""
     if not isinstance(error, DrumlineError):
         sys.__excepthook__(kind, error, trace)
         return
-    with speaking(error):
-        tell(error)
+    with reported_once(error):
+        report(error)
         leave_process(error.rank_code or error.exit_code)
 
 
-def tell(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Print an error, and note it for the launcher; once."""
-    with speaking(error):
+    with reported_once(error):
         note(error)
 
 
-def speaking(error: BaseException) -> AbstractContextManager[None]:
+def reported_once(error: BaseException) -> AbstractContextManager[None]:
     """Around an error: a mistake in the script is the same on all ranks, and rank 0 reports it; one in the data may be one rank's."""
-    return first_speaks() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()
+    return first_rank_reports() if isinstance(error, UserError) and not isinstance(error, DataError) else nullcontext()

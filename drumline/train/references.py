@@ -1,7 +1,7 @@
-"""What the reference model says of the answers of DPO's pairs, put into each batch before it is learned from.
+"""The reference model's log-probabilities of the answers of DPO's pairs, put into each batch before its step.
 
 `precomputed`: a table over all pairs of a token cache, made once by the strategy of the run and kept in RUN/reference; `live`: a frozen
-copy is asked batch by batch; `adapter`: the policy itself, its adapter switched off.
+copy scores batch by batch; `adapter`: the policy itself does, its adapter switched off.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERSION = 1  # raise it when the same models and pairs give other numbers
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference of one run on one rank. `fresh`: `engine`'s policy has not learned yet, and may stand for what it starts from."""
+    """The reference of one run on one rank. `fresh`: `engine`'s policy has not been trained yet, so it may be its own reference."""
 
     plan: Plan
     ranks: Ranks
@@ -50,7 +50,7 @@ class Reference:
     stop_flag: StopFlag
 
     def prepared(self) -> Streams:
-        """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model is asked."""
+        """The streams, with the reference's log-probabilities in every batch. Collective, and so is drawing where a model scores."""
         data, held_out = self.plan.data, self.streams.held_out
         assert data is not None, "workers get plans of prepared data"
         score = self._scores(data)
@@ -61,7 +61,7 @@ class Reference:
         return replace(self.streams, training=training, held_out=lambda: with_reference(held_out(), of_eval, self.algorithm.first_batch))
 
     def _scores(self, data: DataPlan) -> Callable[[str], ScoreBatches]:
-        """How to ask about the pairs of a cache folder."""
+        """What scores the pairs of a cache folder."""
         kind = self.plan.config.algorithm.reference_of(self.plan.config)
         if kind == "adapter":
             return lambda _: lambda batches: self.engine.infer(batches, self.algorithm.score, adapter=False)
@@ -95,7 +95,7 @@ class Reference:
         return tables
 
     def _scorer(self) -> Engine:
-        """A model that has not learned: the policy before its first step, or under its adapter; otherwise a frozen one built for it."""
+        """An untrained model: the policy before its first step, or under its adapter; otherwise a frozen one built for it."""
         config = self.plan.config
         other = getattr(config.algorithm, "reference_model", None) is not None
         if not other and (self.fresh or config.adapter.kind == "lora"):
@@ -146,7 +146,7 @@ def key(plan: Plan, folder: str) -> str:
 
 
 def weight_files(model_path: str | None) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of change (ns) of a local model's files; a hub id is told by its name and revision."""
+    """Name, bytes and time of change (ns) of a local model's files; a hub id has its name and revision."""
     folder = Path(model_path or "")
     if model_path is None or not folder.is_dir():
         return []

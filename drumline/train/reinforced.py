@@ -1,4 +1,4 @@
-"""The composition root's part for runs that learn from rollouts: config → objective, models besides the policy, and the stream."""
+"""The composition root's part for runs on rollouts: config → objective, models besides the policy, and the stream."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def reinforced(
 
 
 def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: Reading, device: str) -> Readers:
-    """What episodes are asked about, and of whom. Collective: models besides those that learn are built."""
+    """What reads numbers of episodes from each model. Collective: the frozen models are built."""
     log_probs = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature)
     values = algorithm.head == "valued"
     both = log_probs_of(algorithm.loss_chunk, algorithm.generator.temperature, values)
@@ -89,7 +89,7 @@ def build_readers(plan: Plan, algorithm: RolloutSpec, engine: Engine, reading: R
 
 @dataclass
 class Sampling:
-    """Completions by the weights as they are now: the live model's, where it lies whole on this rank, else those of a copy."""
+    """Completions by the weights as they are now: the trained model's, where it is unsharded on this rank, else those of a copy."""
 
     plan: Plan
     algorithm: RolloutSpec

@@ -1,4 +1,4 @@
-"""After memory ran out: what the plan says to it, the nearest plan that fits, and, where that is wanted, a run that goes on with it."""
+"""After memory ran out: what the plan predicted, the nearest plan that fits, and, where that is wanted, a run that goes on with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_REPLANS = 4
 
 @dataclass(frozen=True)
 class Advice:
-    """`line`: what the plan says to it, for the user. `nearest`: the plan to go on with, None where none fits."""
+    """`line`: what the plan predicted, and what to change, for the user. `nearest`: the plan to go on with, None where none fits."""
 
     line: str
     nearest: Candidate | None
@@ -48,11 +48,11 @@ def question(plan: Plan) -> Question:
 
 
 def advise(plan: Plan, out: Exhausted, baseline: Config | None = None) -> Advice:
-    """Hold a plan against what was found when memory ran out, and look for the nearest one that fits into what there really is.
+    """Compare a plan with what was found when memory ran out, and look for the nearest one that fits into what there really is.
     `baseline`: the config that changes are shown against; None: the plan's."""
     baseline = baseline or batched(plan)
     request = question(plan)
-    # As the plans to choose from are estimated, whatever else the plan's own figures were made of.
+    # As the plans to choose from are estimated, whatever else the plan's own estimate was made of.
     predicted = estimate(plan, request.facts, request.cluster)
     if out.killed and plan.device == "cuda":
         host = predicted.host
@@ -94,7 +94,7 @@ def batched(plan: Plan) -> Config:
 
 
 class Replanner:
-    """What the launcher asks when a rank of its run is out of memory."""
+    """Answers the launcher when a rank of its run is out of memory."""
 
     def __init__(self, plan: Plan, plan_path: Path) -> None:
         self.plan, self.plan_path, self.left = plan, plan_path, MOST_REPLANS
@@ -117,7 +117,7 @@ class Replanner:
     def _take(self, advice: Advice, out: Exhausted, step: int) -> None:
         assert advice.nearest is not None
         old, taken = self.plan, advice.nearest
-        # The batch stays as it was said: it is what a resumed run is held against, and micro-batches do not change its numbers.
+        # The batch stays as it was set: a resumed run is compared with it, and micro-batches do not change its numbers.
         plan = self._resolved(taken)
         self.plan = plan.model_copy(update={"config": plan.config.model_copy(update={"batch": self.batch})})
         # The plan that is left, under the first free name: plan-0.json, plan-1.json, …

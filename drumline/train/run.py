@@ -21,7 +21,7 @@ RETURNED = (0, TrainingStopped.exit_code, Preempted.exit_code)  # ends that leav
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, read when it is asked. `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 asked to stop, and saved."""
+    """A run, read anew at each access. `exit_code`: 0 finished; 3 stopped by a policy of the config; 75 saved after a stop signal."""
 
     dir: Path
     exit_code: int = 0
@@ -93,12 +93,12 @@ def train(
     request = requested(config, changes, place, tuple(allow))
     if launched_by() is not None:
         return _join(request, display)
-    heard = Heard(display)
-    with redirect_stderr(heard):
+    stderr = ErrorLine(display)
+    with redirect_stderr(stderr):
         run_dir, code = launch_ranks(request(), display)
     if code in RETURNED:
         return Run(run_dir, code)
-    raise (UserError if code == UserError.exit_code else WorkerFailed)(heard.error or f"{run_dir}: the ranks ended with code {code}")
+    raise (UserError if code == UserError.exit_code else WorkerFailed)(stderr.error or f"{run_dir}: the ranks ended with code {code}")
 
 
 def _join(request: Callable[..., Request], display: bool) -> Run:
@@ -115,7 +115,7 @@ def _join(request: Callable[..., Request], display: bool) -> Run:
     return Run(Path(plan.run_dir))
 
 
-class Heard(io.TextIOBase):
+class ErrorLine(io.TextIOBase):
     """Standard error while ranks run: shown where there is a display; the line of an error is kept."""
 
     def __init__(self, display: bool) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, whoever drives its loop: what is in one, what is said of it, and how long the last one is tried again."""
+"""The checkpoints of a run, whoever drives its loop: what is in one, what is reported of it, and how long the last one is tried again."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Saver:
                 # Looking for room costs nothing; what broke off in the middle of writing is tried ever less often.
                 self.retry_at = result.step + (2**self.failed if result.begun else 0)
                 if self.failed > 1 and not result.begun:
-                    continue  # it was said
+                    continue  # it is reported already
             path = str(result.path) if result.path else None
             spent: dict[str, Any] = {"seconds": result.seconds, "blocked_seconds": result.blocked_seconds}
             self.emit(Save(step=result.step, path=path, bytes=result.bytes, error=result.error, **spent))

@@ -44,8 +44,8 @@ from drumline.parallel.optimizer import MakeOptimizer
 from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
 from drumline.train.build import Start
-from drumline.train.entry import Listener, Speaker, run_start
-from drumline.train.own import MAIN, Engines, Model, Trained, claim, one_line, plan_of, require_several, restarted, scalar, tell
+from drumline.train.entry import MainReporter, Reporter, run_start
+from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_several, restarted, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
@@ -77,7 +77,7 @@ class Session:
 
         Raises UserError, as all of the session does, for what cannot be.
         """
-        sys.excepthook = one_line
+        sys.excepthook = print_error
         ranks = Ranks.from_environment()
         where = str(run_dir or default_run_dir(Path(sys.argv[0] or "session")))
         self.plan = plan_of(strategy, precision, global_samples, micro_batch, where, ranks.world_size, options)
@@ -108,8 +108,8 @@ class Session:
             self.stack.close()
             self._leave(failed=False)
             raise EnvironmentFault(str(failure)) from None
-        self.speaker = Speaker(plan) if self.is_first else Listener()
-        self.emit: Emit = self.speaker.emit
+        self.reporter = MainReporter(plan) if self.is_first else Reporter()
+        self.emit: Emit = self.reporter.emit
         self.goodput = Goodput(self.started)
         self.emit(run_start(plan, str(self.resume) if self.resume else None))
         return self
@@ -123,11 +123,11 @@ class Session:
             raise
         finally:
             if isinstance(error, Exception):
-                tell(error)
+                report(error)
             for model in self._models.values():
                 model.contexts.close()
             self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
-            self.speaker.close(error, self.goodput)
+            self.reporter.close(error, self.goodput)
             self.stack.close()
 
     def _leave(self, failed: bool) -> None:
@@ -174,7 +174,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this is rank 0, which reports for all."""
         return self.ranks.rank == 0
 
     @property
@@ -242,9 +242,9 @@ class Session:
                 what = f"a global batch ended, and its gradients{f' of {min(left)}' if min(left) else ''} were not used"
                 raise UserError(what, where="session.batches", fix="call s.step() after s.backward() in each turn of the loop")
             self._state.step, self._state.position = self.steps + (not self._stepped()), end
-            self._stop_if_asked()
+            self._stop_if_requested()
         self._land()
-        self._stop_if_asked()
+        self._stop_if_requested()
 
     def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor, of: str = MAIN) -> None:
         """Accumulate the gradients of the sum of a micro-batch's losses, in the parameters of one model alone. `weight`: what the sum is
@@ -372,7 +372,7 @@ class Session:
         if self.steps:
             self.saver.save_last(self.metric)
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         if self._signal:
             self._save_last()
             self.saver.leave(self._signal)

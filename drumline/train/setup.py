@@ -95,7 +95,7 @@ def make_plan(request: Request, *, on_progress: OnProgress, dry_run: bool = Fals
 
 def find_roles(config: Config, policy: Found, on_progress: OnProgress) -> dict[str, RolePlan]:
     """By name what each role is and where it lies. Raises ModelError for one that reads other tokens than the policy writes, and for one
-    without a trained head that will not learn."""
+    without a trained head that stays frozen."""
     roles = roles_of(config, policy, lambda model: find_model(model, on_progress, weights=True))
     for name, wanted in config.algorithm.auxiliary_models(config).items():
         model, path = roles[name].model, roles[name].model_path

@@ -105,7 +105,7 @@ def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: E
 
 
 class Patience:
-    """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and once the run is asked to stop half
+    """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and after a stop signal half
     of `launch.grace_seconds`: the other half is for another disk."""
 
     def __init__(self, config: Config, stop_flag: StopFlag) -> None:
@@ -121,7 +121,7 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """Whether to give up; to be asked after each failure."""
+        """Whether to give up. Read it after each failure."""
         self.began = self.began or time.monotonic()
         if self.stop_flag.requested and not self.hurried:
             self.limit = min(self.limit, self.waited + self.config.launch.grace_seconds / 2)

@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> None:
     from drumline.dist.start import start, stop
     from drumline.telemetry.events import EventLog
     from drumline.telemetry.traffic import Traffic
-    from drumline.train.entry import Listener, train_on
+    from drumline.train.entry import Reporter, train_on
     from drumline.train.state import Goodput
 
     share_groups()
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
     with StopFlag() as asked:
         for path in (Path(argument) for argument in arguments if argument != UNCOUNTED):
             plan = Plan.load(path)
-            emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Listener().emit
+            emit = EventLog(Path(plan.run_dir) / "events.jsonl").emit if ranks.rank == 0 else Reporter().emit
             resume = "newest" if any((Path(plan.run_dir) / "checkpoints").glob("step-*")) else None
             train_on(plan, ranks, resume, emit=emit, stop_flag=asked, past=[], goodput=Goodput(time.time()))
     stop()

@@ -18,7 +18,7 @@ import pytest
 from drumline.cli import main
 from drumline.core.signals import CtrlC, Interrupted, LauncherSignals, Stoppable
 from drumline.errors import EnvironmentFault
-from drumline.launchers.environment import TASK, TASKS, another_does, first_rank, launched_by, listen, port_holder, require_rendezvous
+from drumline.launchers.environment import TASK, TASKS, first_rank, launched_by, listen, other_rank_runs, port_holder, require_rendezvous
 
 ALL = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 
@@ -151,10 +151,10 @@ def test_one_task_of_a_job_that_has_more_may_train(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert first_rank() and not another_does("plan")
+    assert first_rank() and not other_rank_runs("plan")
     for name, value in {**ALL, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert not first_rank() and another_does("plan") and another_does("prepare") and not another_does("train")
+    assert not first_rank() and other_rank_runs("plan") and other_rank_runs("prepare") and not other_rank_runs("train")
     monkeypatch.setattr("drumline.train.command.die_with_launchers", lambda: None)  # not with what runs these tests
     for command in (["plan", str(tmp_path / "no.yaml")], ["train", str(tmp_path / "no.yaml"), "--dry-run"]):
         with contextlib.suppress(SystemExit):
@@ -164,7 +164,7 @@ def test_what_one_rank_does_for_all(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == said.err == "", "rank 0 says it"
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not another_does("prepare"), "once on each host"
+    assert not other_rank_runs("prepare"), "once on each host"
 
 
 def test_signals_end_work_that_has_nothing_to_save() -> None:

@@ -18,7 +18,7 @@ import pytest
 from drumline.core.process import ProcessId, here, named, process, this_process
 from drumline.errors import EnvironmentFault
 from drumline.launchers import lease
-from drumline.launchers.lease import NAME, Lease, is_held_by
+from drumline.launchers.lease import NAME, Lease, has_lease
 
 HOLD = "import sys, time; from pathlib import Path; from drumline.launchers.lease import Lease\n"
 HOLD += "with Lease(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)"
@@ -60,7 +60,7 @@ def test_held_renewed_and_given_back(tmp_path: Path) -> None:
     with Lease(tmp_path / "run") as held:
         before = (tmp_path / "run" / NAME).read_bytes()
         assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]
-        assert is_held_by(held.token, tmp_path / "run", 0.0) and not is_held_by("another", tmp_path / "run", 0.0)
+        assert has_lease(held.token, tmp_path / "run", 0.0) and not has_lease("another", tmp_path / "run", 0.0)
         line = refused(tmp_path / "run")
         assert f"pid {os.getpid()} on host {here()[0]}" in line and str(tmp_path / "run") in line and "run.dir=" in line
         until = time.monotonic() + 30
@@ -82,7 +82,7 @@ def test_a_killed_holder_is_followed_at_once(tmp_path: Path, holder: subprocess.
     holder.kill()
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as nobody has asked for its end yet
     with Lease(tmp_path / "run") as held:
-        assert is_held_by(held.token, tmp_path / "run", 0.0)
+        assert has_lease(held.token, tmp_path / "run", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_one_that_cannot_be_seen_is_judged_by_its_counter(tmp_path: Path, other:
         thread.join()
     os.utime(path, (2e9, 2e9))  # clocks differ: the time of the file says nothing
     with Lease(folder) as held:
-        assert is_held_by(held.token, folder, 0.0)
+        assert has_lease(held.token, folder, 0.0)
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 40, b"[1]", b"{}", b"lock of another program\n", b'{"pid": 1}', b"[" * 5000])
@@ -121,7 +121,7 @@ def test_what_is_no_lease_is_waited_for_and_taken_away(tmp_path: Path, text: byt
     (tmp_path / NAME).write_bytes(text)
     began = time.monotonic()
     with Lease(tmp_path) as held:
-        assert time.monotonic() - began >= 0.6 and is_held_by(held.token, tmp_path, 0.0)
+        assert time.monotonic() - began >= 0.6 and has_lease(held.token, tmp_path, 0.0)
 
 
 def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_holder_that_lost_it_ends(tmp_path: Path) -> None:
 def test_it_comes_back_when_somebody_removes_it(tmp_path: Path) -> None:
     with Lease(tmp_path) as held:
         (tmp_path / NAME).unlink()
-        assert is_held_by(held.token, tmp_path, 30.0)
+        assert has_lease(held.token, tmp_path, 30.0)
     assert not (tmp_path / NAME).exists()
 
 
@@ -183,7 +183,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "link", none)
     with Lease(tmp_path) as held:
-        assert is_held_by(held.token, tmp_path, 0.0)
+        assert has_lease(held.token, tmp_path, 0.0)
         assert "in use" in refused(tmp_path)
 
 
