@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from drumline.checkpoint.load import newest, read_state
 from drumline.core.config import Config
-from drumline.core.load import refused
+from drumline.core.load import Draft, refused, validated
 from drumline.core.plan import Plan
 from drumline.core.resolve import resolve
 from drumline.dist.start import leave_process
@@ -66,12 +65,8 @@ def plan_of(
     for name, value in options.items():
         section, _, key = OPTIONS[name].partition(".")
         sections.setdefault(section, {})[key] = value
-    try:
-        config = Config.model_validate({**sections, "strategy": dict(strategy) if isinstance(strategy, Mapping) else {"kind": strategy}})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(first["msg"], where=f"session: {where}", fix="see docs/session.md") from None
+    sections["strategy"] = dict(strategy) if isinstance(strategy, Mapping) else {"kind": strategy}
+    config = validated(Draft("session", sections, {}), [])
     return resolve(config, run_dir=run_dir, machine=detect(), world_size=world_size, facts=None, model_path=None, data=None)
 
 

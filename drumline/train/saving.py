@@ -16,7 +16,7 @@ from drumline.core.signals import StopFlag
 from drumline.dist.reduce import Gather
 from drumline.errors import NotSaved, Preempted
 from drumline.telemetry.events import Emit, Preempt, Save
-from drumline.train.state import Patience, TrainState, fallback_folder
+from drumline.train.state import TrainState, fallback_folder
 
 
 class Saved(Protocol):
@@ -50,19 +50,24 @@ class Saver:
         self.saved_step = self.state.step
 
     def save_last(self, metric: float | None) -> None:
-        """Leave the run with these very weights on disk, trying again while patience lasts. Collective. Raises NotSaved."""
+        """Leave the run with these very weights on disk. A save that fails is tried again: for `checkpoint.wait_seconds`, and after a stop
+        signal for half of `launch.grace_seconds`; the other half is for another disk. Collective. Raises NotSaved."""
         # Waiting first: only then do all ranks know the same of the save in flight, and decide alike.
         self.report(self.checkpointer.wait())
-        patience = Patience(self.plan.config, self.stop_flag)
+        began, limit, hurried = 0.0, self.plan.config.checkpoint.wait_seconds, False
         self.failed = 0
         while self.saved_step != self.state.step:
             self.save(metric)
             results = self.checkpointer.wait()
             self.report(results)
             if self.saved_step != self.state.step:
-                _, (over,) = self.gather({}, float(patience.over))
+                began = began or time.monotonic()
+                waited = time.monotonic() - began
+                if self.stop_flag.requested and not hurried:
+                    hurried, limit = True, min(limit, waited + self.plan.config.launch.grace_seconds / 2)
+                _, (over,) = self.gather({}, float(waited >= limit))
                 if any(over):
-                    self._give_up(f"{results[-1].error}; tried for {patience.waited:.0f} s", metric)
+                    self._give_up(f"{results[-1].error}; tried for {waited:.0f} s", metric)
                 time.sleep(max(1.0, results[-1].seconds))
 
     def leave(self, number: int) -> NoReturn:

@@ -16,7 +16,6 @@ import numpy as np
 
 from drumline.core.config import Config
 from drumline.core.plan import Plan
-from drumline.core.signals import StopFlag
 from drumline.data.stream import Ints
 from drumline.dist.reduce import Gathered
 from drumline.errors import TrainingStopped
@@ -102,31 +101,6 @@ def judge(flight: Flight, plan: Plan, state: TrainState, rescales: bool, emit: E
     if policy == "stop" or state.skips > (MAX_RESCALES if rescale else health.max_skips):
         what = f"loss {loss:g}, gradient norm {grad_norm:g} at step {flight.step}"
         raise TrainingStopped(what + f" ({state.skips} in a row)" * (policy != "stop"), where=where, fix=fix)
-
-
-class Patience:
-    """How long the last save is tried again: `checkpoint.wait_seconds` from its first failure on, and after a stop signal half
-    of `launch.grace_seconds`: the other half is for another disk."""
-
-    def __init__(self, config: Config, stop_flag: StopFlag) -> None:
-        self.config, self.stop_flag = config, stop_flag
-        self.began: float | None = None
-        self.hurried = False
-        self.limit = config.checkpoint.wait_seconds
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the first failure."""
-        return 0.0 if self.began is None else time.monotonic() - self.began
-
-    @property
-    def over(self) -> bool:
-        """Whether to give up. Read it after each failure."""
-        self.began = self.began or time.monotonic()
-        if self.stop_flag.requested and not self.hurried:
-            self.limit = min(self.limit, self.waited + self.config.launch.grace_seconds / 2)
-            self.hurried = True
-        return self.waited >= self.limit
 
 
 def fallback_folder(config: Config, run_dir: str) -> Path | None:
