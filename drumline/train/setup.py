@@ -220,14 +220,11 @@ def resume_from(run_dir: Path, request: Request, plan: Plan) -> str | None:
     """
     if request.resume is None:
         return None
-    if request.resume == "newest":
-        found = newest(run_dir / CHECKPOINTS, verify=False, alone=True)
-        if found.path is not None:
-            _check_same_run(found.path, plan, request.allow)
-        return "newest"
-    path = _named(Path(request.resume))
-    _check_same_run(path, plan, request.allow)
-    return str(path)
+    latest = request.resume == "newest"
+    path = newest(run_dir / CHECKPOINTS, verify=False, alone=True).path if latest else _named(Path(request.resume))
+    if path is not None:
+        _check_same_run(path, plan, request.allow)
+    return "newest" if latest else str(path)
 
 
 def _named(path: Path) -> Path:
