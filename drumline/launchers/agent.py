@@ -221,11 +221,11 @@ class Agent(LocalElasticAgent):
 
     def _end(self, rank: int, code: int) -> RankEnd:
         error = read_error(self.logs / f"rank-{rank}.json")
-        ours = rank in self.killed
-        if ours and error:
+        killed = rank in self.killed
+        if killed and error:
             code = error["exit_code"]  # it had reported why it ends before we killed it
         at = error["time"] if error else self._ended[rank]
-        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", ours, at, self.killed.get(rank, False))
+        return RankEnd(rank, code, error, self.logs / f"rank-{rank}.log", killed, at, self.killed.get(rank, False))
 
     def _processes(self) -> dict[int, Any]:
         context: Any = self._pcontext

@@ -109,8 +109,8 @@ def _progress(events_path: Path, started: float) -> tuple[int, int]:
 
 def exit_code(ends: list[RankEnd], signal: int) -> int | None:
     """The exit code of a launch that is over; None where a rank failed and has to be reported."""
-    killed = any(end.ours for end in ends)
-    codes = {end.exitcode for end in ends if not end.ours or end.error}
+    killed = any(end.killed for end in ends)
+    codes = {end.exitcode for end in ends if not end.killed or end.error}
     if codes == {0} and not killed:
         return 0
     # A rank ends with 75 after the checkpoint is whole on all ranks: what fails while it leaves does not undo it.

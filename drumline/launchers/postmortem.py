@@ -28,16 +28,16 @@ _CERTAIN = re.compile(r"(Type|Attribute|Name|NotImplemented|Import|ModuleNotFoun
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. `ours`: the launcher killed it after another had failed; `stopped`: somebody had suspended it until then. `at`:
+    """How one rank ended. `killed`: by the launcher, after another had failed; `suspended`: somebody had suspended it until then. `at`:
     unix seconds of its error, or of its end."""
 
     rank: int
     exitcode: int
     error: dict[str, Any] | None
     log: Path
-    ours: bool = False
+    killed: bool = False
     at: float = 0.0
-    stopped: bool = False
+    suspended: bool = False
 
     @property
     def signal(self) -> str | None:
@@ -53,8 +53,8 @@ class RankEnd:
         """What the rank reported, or how it died."""
         if self.error:
             return redact(str(self.error["message"]))
-        if self.ours:
-            why = "it was suspended (SIGSTOP)" if self.stopped else "it hung, or waited for another"
+        if self.killed:
+            why = "it was suspended (SIGSTOP)" if self.suspended else "it hung, or waited for another"
             return f"did not end by itself and was killed by the launcher: {why}"
         return f"killed by {self.signal}" if self.signal else f"exited with {self.exitcode}"
 
@@ -67,7 +67,7 @@ class RankEnd:
     @property
     def is_consequence(self) -> bool:
         """It fell because another one had. A C++ exception that nobody caught ends in SIGABRT: what it was is in the log."""
-        if self.ours and not self.error:
+        if self.killed and not self.error:
             return True
         text = self.message if self.signal != "SIGABRT" else "\n".join(_tail(self.log, None))
         return any(phrase in text for phrase in CONSEQUENCES)
@@ -86,31 +86,31 @@ def root_cause(ends: list[RankEnd]) -> RankEnd:
     """The rank to blame: one that was killed from outside, then the first that raised something of its own, then whoever failed or
     reported that it waited in vain. One that the launcher killed, and that had reported nothing, comes last: it may have waited, too."""
     failed = [end for end in ends if end.exitcode != 0]
-    spoke = [end for end in failed if end.error or not end.ours]
+    spoke = [end for end in failed if end.error or not end.killed]
     blamed = [end for end in failed if not end.is_consequence] or spoke or failed
-    return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.ours, not end.stopped, end.at, end.rank))
+    return min(blamed, key=lambda end: (end.signal in (None, "SIGABRT") or end.killed, not end.suspended, end.at, end.rank))
 
 
 def exhausted(cause: RankEnd, kills: tuple[int | None, int | None]) -> Exhausted | None:
     """Whether memory ran out; `kills`: how many processes the kernel had killed for that before the attempt, and after it."""
     before, after = kills
-    if cause.signal == "SIGKILL" and not cause.ours and before is not None and after is not None and after > before:
+    if cause.signal == "SIGKILL" and not cause.killed and before is not None and after is not None and after > before:
         return Exhausted(rank=cause.rank, during="", killed=True)
     return cause.exhausted
 
 
 def report(cause: RankEnd, ends: list[RankEnd]) -> str:
     """The failure as text: rank, cause, its traceback once, the end of its log; other ranks in one line. Without secrets."""
-    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.ours else "")]
+    lines = [f"rank {cause.rank}: {cause.message}" + (f" ({OUT_OF_MEMORY})" if cause.signal == "SIGKILL" and not cause.killed else "")]
     if cause.error and cause.error.get("traceback"):
         lines += ["", *_indent(cause.error["traceback"].rstrip().splitlines())]
     tail = _tail(cause.log, without=cause.error)
     lines += ["", f"last lines of {cause.log}:", *_indent(tail)] if tail else ["", f"its log: {cause.log}"]
-    consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.ours]
+    consequences = [end for end in ends if end.rank != cause.rank and end.exitcode != 0 and not end.killed]
     if consequences:
         lines += ["", "in consequence: " + "; ".join(f"rank {end.rank} {end.message.splitlines()[0][:100]}" for end in consequences)]
-    silent = [end for end in ends if end.rank != cause.rank and end.ours and not end.error]
-    lines += [f"rank {end.rank} {end.message}" for end in silent if end.stopped or cause.is_consequence]
+    silent = [end for end in ends if end.rank != cause.rank and end.killed and not end.error]
+    lines += [f"rank {end.rank} {end.message}" for end in silent if end.suspended or cause.is_consequence]
     return redact("\n".join(lines))
 
 

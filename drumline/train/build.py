@@ -13,7 +13,7 @@ import torch
 
 from drumline.checkpoint.load import check, load, newest, read_state
 from drumline.checkpoint.manifest import read_manifest
-from drumline.checkpoint.ranks import Ranks as Together
+from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.plan import Plan
@@ -114,7 +114,7 @@ def _verification(plan: Plan, ranks: Ranks) -> Future[None]:
 def _agree_on(verification: Future[None]) -> None:
     """Raises DataError on every rank where any has found a cache damaged. Collective."""
     try:
-        Together.all().each(verification.result)
+        RankGroup.all().each(verification.result)
     except RanksError as failure:
         raise DataError(str(failure)) from failure
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from drumline.checkpoint.ranks import Ranks as Together
+from drumline.checkpoint.ranks import Ranks as RankGroup
 from drumline.checkpoint.ranks import RanksError
 from drumline.checkpoint.save import Checkpointer
 from drumline.core.explain import default_run_dir
@@ -103,7 +103,7 @@ class Session:
         self.device = f"cuda:{gpu(self.ranks)}" if plan.device == "cuda" else "cpu"
         self.gather = Gather(self.ranks.rank, self.ranks.world_size, self.device, counts=plan.mesh.counts(self.ranks.rank))
         try:
-            Together.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
+            RankGroup.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
         except RanksError as failure:
             self.stack.close()
             self._leave(failed=False)

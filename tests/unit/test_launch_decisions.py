@@ -21,9 +21,9 @@ def raised(message: str, time: float, code: int = 1) -> dict[str, Any]:
 
 
 def ended(
-    rank: int, code: int, *, error: dict[str, Any] | None = None, ours: bool = False, at: float = 0.0, log: Path | None = None
+    rank: int, code: int, *, error: dict[str, Any] | None = None, killed: bool = False, at: float = 0.0, log: Path | None = None
 ) -> RankEnd:
-    return RankEnd(rank, code, error, log or Path("/nowhere/rank.log"), ours, error["time"] if error else at)
+    return RankEnd(rank, code, error, log or Path("/nowhere/rank.log"), killed, error["time"] if error else at)
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def ended(
         ([ended(0, 1, error=raised("ValueError: y", 9.0)), ended(1, 1, error=raised("ValueError: x", 8.0))], 1),
         ([ended(0, -6, at=9.1), ended(1, 1, error=raised("ValueError: x", 9.0))], 1),
         ([ended(0, -11, at=9.1), ended(1, 1, error=raised(PEER, 9.0))], 0),
-        ([ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=raised("ValueError: x", 9.0), ours=True)], 1),
-        ([ended(0, -9, ours=True), ended(1, 7, at=9.0)], 1),
-        ([ended(0, -9, ours=True), ended(1, 1, error=raised("RuntimeError: Timed out waiting 600000ms for recv", 9.0))], 1),
+        ([ended(0, 1, error=raised(PEER, 9.1)), ended(1, 1, error=raised("ValueError: x", 9.0), killed=True)], 1),
+        ([ended(0, -9, killed=True), ended(1, 7, at=9.0)], 1),
+        ([ended(0, -9, killed=True), ended(1, 1, error=raised("RuntimeError: Timed out waiting 600000ms for recv", 9.0))], 1),
         ([ended(0, 0), ended(1, -9, at=3.0), ended(2, -9, at=2.0)], 2),
     ],
     ids=["kill", "kill, odd words", "closed first", "earlier", "abort after", "segfault", "stuck", "mute", "timeout", "earlier kill"],
@@ -87,15 +87,15 @@ def test_notes_that_are_none(tmp_path: Path, text: str) -> None:
         ([ended(0, 75), ended(1, 75)], 0, 75),
         ([ended(0, 75), ended(1, 1, error=raised(PEER, 1.0))], 0, 75),
         ([ended(0, 75), ended(1, 1, error=raised(PEER, 1.0))], 15, 75),
-        ([ended(0, 2), ended(1, -9, ours=True)], 0, 2),
+        ([ended(0, 2), ended(1, -9, killed=True)], 0, 2),
         ([ended(0, 3), ended(1, 3)], 0, 3),
-        ([ended(0, 75, error=raised("saved", 1.0, 75), ours=True), ended(1, -9, ours=True)], 15, 75),
-        ([ended(0, -15), ended(1, -9, ours=True)], 15, 75),
-        ([ended(0, -9, ours=True), ended(1, -9, ours=True)], 15, 1),
-        ([ended(0, 0), ended(1, -9, ours=True)], 15, 1),
+        ([ended(0, 75, error=raised("saved", 1.0, 75), killed=True), ended(1, -9, killed=True)], 15, 75),
+        ([ended(0, -15), ended(1, -9, killed=True)], 15, 75),
+        ([ended(0, -9, killed=True), ended(1, -9, killed=True)], 15, 1),
+        ([ended(0, 0), ended(1, -9, killed=True)], 15, 1),
         ([ended(0, -9), ended(1, 1)], 0, None),
-        ([ended(0, 1), ended(1, -9, ours=True)], 15, None),
-        ([ended(0, -15), ended(1, -9, ours=True)], 0, None),
+        ([ended(0, 1), ended(1, -9, killed=True)], 15, None),
+        ([ended(0, -15), ended(1, -9, killed=True)], 0, None),
     ],
 )
 def test_exit_code(ends: list[RankEnd], asked: int, code: int | None) -> None:
@@ -173,8 +173,8 @@ TIMED_OUT = "RuntimeError: Timed out waiting 600000ms for recv operation to comp
 
 def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(tmp_path: Path) -> None:
     """Rank 1 got SIGSTOP; rank 0 waited in vain, said so, and could not leave: the launcher killed both."""
-    waited = ended(0, 1, error=raised(TIMED_OUT, 9.0), ours=True)
-    suspended = RankEnd(1, -9, None, tmp_path / "rank-1.log", ours=True, stopped=True)
+    waited = ended(0, 1, error=raised(TIMED_OUT, 9.0), killed=True)
+    suspended = RankEnd(1, -9, None, tmp_path / "rank-1.log", killed=True, suspended=True)
     cause = root_cause([waited, suspended])
     said = report(cause, [waited, suspended])
     assert cause.rank == 0 and said.startswith("rank 0: RuntimeError: Timed out waiting") and "Traceback" in said
@@ -184,9 +184,9 @@ def test_a_rank_that_was_suspended_is_named_beside_the_error_of_one_that_waited(
 
 
 def test_a_rank_that_waited_and_said_nothing_is_not_blamed() -> None:
-    ends = [ended(0, -9, ours=True), ended(1, 1, error=raised(TIMED_OUT, 9.0), ours=True), ended(2, -9, ours=True)]
+    ends = [ended(0, -9, killed=True), ended(1, 1, error=raised(TIMED_OUT, 9.0), killed=True), ended(2, -9, killed=True)]
     assert root_cause(ends).rank == 1
-    silent = [ended(0, -9, ours=True), RankEnd(1, -9, None, Path("/nowhere"), ours=True, stopped=True)]
+    silent = [ended(0, -9, killed=True), RankEnd(1, -9, None, Path("/nowhere"), killed=True, suspended=True)]
     assert root_cause(silent).rank == 1, "of the silent ones the suspended one"
     assert "memory" not in report(silent[0], silent) and "hung" in report(silent[0], silent)
 
