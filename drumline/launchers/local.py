@@ -65,8 +65,7 @@ def launch(
                 return NotSaved.exit_code if code == NotSaved.rank_code else code
             cause = root_cause(ends)
             reached, failed_at = _progress(events_path, started)
-            out, memory_line = exhausted(cause, (kills, groups.oom_kills())), None
-            again = f"{restarts.left} restarts left until the next progress"
+            out, memory_line, again = exhausted(cause, (kills, groups.oom_kills())), None, ""
             if signals.number:
                 reason: str | None = "asked to stop"
             elif out is not None:
@@ -74,6 +73,7 @@ def launch(
                 memory_line, again = out.describe() + (f"; {advice}" if advice else ""), "with that plan"
             else:
                 reason = restarts.decide(reached, failed_at, cause.rank, cause.message)
+                again = f"{restarts.left} restarts left until the next progress"
             _report_failure(cause, ends, attempt, max(failed_at, 0), reason, again, events_path, memory_line)
             if reason is not None:
                 return 1
