@@ -138,10 +138,8 @@ class Engines:
 
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name, engine in self.engines.items():
-            own = {**(state if name == MAIN else state["models"][name]), "step": state["step"]}
-            engine.load_state(
-                own, {key.removeprefix(_under(name, "")): t for key, t in tensors.items() if key.startswith(_under(name, ""))}
-            )
+            own, prefix = {**(state if name == MAIN else state["models"][name]), "step": state["step"]}, _under(name, "")
+            engine.load_state(own, {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)})
             for group, saved in zip(engine.optimizer.param_groups, own.get("groups", ()), strict=False):
                 group.update({key: tuple(value) if isinstance(group.get(key), tuple) else value for key, value in saved.items()})
 

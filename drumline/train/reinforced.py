@@ -96,10 +96,8 @@ class Sampling:
     engine: Engine
     tokenizer: Any
     device: str
-
-    def __post_init__(self) -> None:
-        self._generator: Generator | None = None
-        self._refresh: Callable[[Any], None] | None = None
+    _generator: Generator | None = None
+    _refresh: Callable[[Any], None] | None = None
 
     def __call__(self, requests: list[Request], step: int, greedily: bool) -> list[Completion]:
         """A completion of each request, in their order, the same on every rank. Collective."""

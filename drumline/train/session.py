@@ -106,7 +106,8 @@ class Session:
             RankGroup.all().first(lambda: claim(plan, self.resume, self.allow, self.stack))
         except RanksError as failure:
             self.stack.close()
-            self._leave(failed=False)
+            if self.owns:
+                stop()
             raise EnvironmentFault(str(failure)) from None
         self.reporter = MainReporter(plan) if self.is_first else Reporter()
         self.emit: Emit = self.reporter.emit
@@ -126,13 +127,10 @@ class Session:
                 report(error)
             for model in self._models.values():
                 model.contexts.close()
-            self._leave(failed=not isinstance(error, Preempted | TrainingStopped | None))
+            if self.owns:
+                stop(failed=not isinstance(error, Preempted | TrainingStopped | None))
             self.reporter.close(error, self.goodput)
             self.stack.close()
-
-    def _leave(self, failed: bool) -> None:
-        if self.owns:
-            stop(failed)
 
     def prepare(self, build: Build | Mapping[str, Pair], make_optimizer: MakeOptimizer | None = None) -> Any:
         """(model, optimizer) on this rank: `build()` laid out without memory, spread as planned, and filled by parts;
@@ -389,6 +387,4 @@ class Session:
             raise UserError("no model yet", where="session", fix="call s.prepare(build, make_optimizer) first")
 
 
-def session(*args: Any, **options: Any) -> Session:
-    """A `Session`, to be entered by `with`."""
-    return Session(*args, **options)
+session = Session  # entered by `with`
