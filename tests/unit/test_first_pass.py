@@ -14,7 +14,7 @@ from drumline.algorithms.base import Algorithm, LossOut
 from drumline.core.plan import BatchPlan
 from drumline.data.batches import First, collate
 from drumline.data.stream import GlobalBatch, assign
-from drumline.train import first_pass
+from drumline.train import streams as rank_streams
 from drumline.train.streams import FirstPass, Streams
 from tests.fake_engine import FakeEngine
 
@@ -68,7 +68,7 @@ def told(cut: BatchPlan, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[l
                     return table
                 return torch.stack([of_rank[call] for of_rank in tables]).sum(0)
 
-            monkeypatch.setattr(first_pass, "add_up", add_up)
+            monkeypatch.setattr(rank_streams, "add_up", add_up)
             algorithm = Ranked()
             streams = Streams(
                 batches(order, rank, ranks, cut.accumulation, SIZE),
