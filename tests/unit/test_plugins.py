@@ -127,7 +127,7 @@ def test_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(Request(load_values(config, [])), on_progress=lambda *_: None, dry_run=True)
     assert plan.config.launch.kind == f"{tmp_path}/mine.py:Site" and plan.config.model.builder == "mine.py:build"
     with pytest.raises(EnvironmentFault, match="starts no ranks"):
-        plan.config.launch.start(plan, tmp_path, None, lambda event: None, lambda out, step: ("", None))
+        plan.config.launch.start(plan, tmp_path, None, lambda event: None, lambda out, step: ("", None), None)
     assert requested(config, [], None, ())().world_size is None and "RANK" not in os.environ
     monkeypatch.setenv("HERE_TASK", "1")
     requested(config, [], None, ())
