@@ -83,9 +83,9 @@ def read_text(path: Path, error_type: ErrorType, fix: str | None = None, most: i
         raise error_type("not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
-def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbers: bool = True) -> dict[str, Any]:
-    """The object of a JSON file. `numbers`: whole numbers must fit 64 bits. Raises `error_type`, with the line where there is one."""
-    value = parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers)
+def read_object(path: Path, error_type: ErrorType, fix: str | None = None, *, numbers: bool = True, once: bool = False) -> dict[str, Any]:
+    """The object of a JSON file; `numbers`, `once`: as of `parse_json`. Raises `error_type`, with the line where there is one."""
+    value = parse_json(read_text(path, error_type, fix), str(path), error_type, lines=True, numbers=numbers, once=once)
     if not isinstance(value, dict):
         raise error_type("holds no keys and values", where=str(path), fix=fix or "it is one JSON object")
     return value
@@ -94,8 +94,8 @@ def read_object(path: Path, error_type: ErrorType, fix: str | None = None, numbe
 def parse_json(
     text: str, where: str, error_type: ErrorType, *, lines: bool = False, numbers: bool = False, once: bool = False, fix: str | None = None
 ) -> Any:
-    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `once`: a repeated key is an error, since
-    readers disagree on which of its values to keep. Raises `error_type`."""
+    """The value of a JSON text. `lines`: `where` is a file, and the error names the line. `numbers`: whole numbers must fit 64
+    bits. `once`: a repeated key is an error, since readers disagree on which of its values to keep. Raises `error_type`."""
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -16,11 +16,10 @@ from pydantic import ValidationError
 
 from drumline.core.config import Config
 from drumline.core.mistakes import check_numbers, first_mistake, kinds_at
-from drumline.core.redact import plain
-from drumline.core.secret import withhold
+from drumline.core.redact import plain, withhold
 from drumline.core.yaml_lines import Place, read_yaml, write_yaml
 from drumline.errors import ConfigError
-from drumline.foreign import MIB, first_line, parse_json
+from drumline.foreign import MIB, first_line
 from drumline.foreign import read_text as plain_text
 
 if TYPE_CHECKING:
@@ -111,15 +110,6 @@ def read_text(path: Path) -> str:
     """The text of a config file. Raises ConfigError."""
     text = plain_text(path, ConfigError, "give the path of a YAML; examples/ has some to copy", MOST_CONFIG)
     return text.replace("\t", "  ") if path.suffix == ".json" else text  # JSON may be indented with tabs, YAML may not
-
-
-def read_deepspeed(path: Path) -> dict[str, Any]:
-    """The keys and values of a DeepSpeed JSON, to be judged by `plan.zero`. Raises ConfigError, with the line where there is one."""
-    text = plain_text(path, ConfigError, "strategy.config is a path relative to the YAML")
-    values = parse_json(text, str(path), ConfigError, lines=True, numbers=True, once=True)
-    if not isinstance(values, dict):
-        raise ConfigError("holds no keys and values", where=str(path), fix="a DeepSpeed config is one JSON object")
-    return values
 
 
 @dataclass

@@ -1,4 +1,9 @@
-"""Keeping secrets out of what is written down: events, logs, trackers, error reports."""
+"""Secrets: kept out of what is written down (events, logs, trackers, error reports), and withheld from the config.
+
+A Config holds `${env:NAME}`, and so does all that is made of it: the plan, checkpoints, trackers. Whoever uses the value looks it up in
+its own environment at that moment (`reveal`). A secret that the YAML spells out is moved to this process's environment, which ranks and
+their children inherit, and `${env:DRUMLINE_SECRET_…}` takes its place (`withhold`).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+from drumline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drumline.core.yaml_lines import Place
 
 REDACTED = "[redacted]"
-OURS = "DRUMLINE_SECRET_"  # variables that hold, as JSON, what stood in a YAML (see core.secret)
+OURS = "DRUMLINE_SECRET_"  # variables that hold, as JSON, what stood in a YAML (`withhold`)
 _SPECIAL = "(?:pad|eos|bos|unk|sep|cls)"  # tokens of a vocabulary
 _PASSWORDS = "(?:SECRET|PASSWORD|PASSWD|PASSPHRASE)"
 _KINDS = rf"(?:{_PASSWORDS}S?|(?:[_-]|API|ACCESS)KEY(?:[_-]?ID|S)?|CREDENTIALS?|DATABASE_URL|(?<![A-Z])DSN)"
@@ -23,7 +33,7 @@ PASSWORD = re.compile(rf"{_PASSWORDS}S?$", re.IGNORECASE)  # a number may be one
 # scheme://user:password@, and scheme://token@. What may be long is tried from its beginning alone: a text of n letters takes n steps.
 URL_PASSWORD = re.compile(r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://(?:[^\s/@:]*:(?=[^\s/]+@)|(?=[^\s/@:]{20,}@)))[^\s/]+(?=@)", re.IGNORECASE)
 # `--api-key abc`, and HF_TOKEN=abc or "password": "abc". A bare `key: x` or `token: x` is prose more often than a secret.
-_NAMED = re.compile(
+_ASSIGNED = re.compile(
     rf"((?<![\w-])--[\w-]*(?:{_KINDS}|TOKEN|KEY)[ =]+"
     rf"""|(?<![\w-])(?:[\w-]*[_-](?<!{_SPECIAL}_)TOKEN|[\w-]*{_KINDS})["']?\s*[=:]\s*["']?"""
     r"""|Bearer\s+(?=\S{8}))[^\s"',;]+""",
@@ -31,14 +41,13 @@ _NAMED = re.compile(
 )
 _HINTS = ("token", "key", "secret", "passw", "passphrase", "credential", "database_url", "dsn", "bearer", "://")
 SHORTEST = 8  # characters; a shorter value of some *_KEY would blank out ordinary words
-SHORTEST_KEPT = 4  # of values that somebody said are secret: as words of their own
-_kept: set[str] = set()
+SHORTEST_KEPT = 4  # of values that are known to be secret: as words of their own
+REFERENCE = re.compile(r"\$\{env:([^{}]*)\}")
+# Where they may stand: those who use these values reveal them.
+PLACES = re.compile(r"algorithm\.rewards\.\d+\.options\..+|algorithm\.generator\.url|strategy\.(options|config)\..+", re.DOTALL)
+ALLOWED = "rewards' options, generator.url and a DeepSpeed config may hold one"
+_kept: set[str] = set()  # variables whose values are secret, whatever their names
 Secrets = list[tuple[str, bool]]
-
-
-def keep(name: str) -> None:
-    """From now on the value of this environment variable is secret, whatever its name."""
-    _kept.add(name)
 
 
 def redact(text: str, values: Secrets | None = None) -> str:
@@ -51,15 +60,15 @@ def redact(text: str, values: Secrets | None = None) -> str:
     small = text.lower()
     if not any(hint in small for hint in _HINTS):  # most texts, and long ones fast
         return text
-    return URL_PASSWORD.sub(rf"\1{REDACTED}", _NAMED.sub(rf"\1{REDACTED}", text))
+    return URL_PASSWORD.sub(rf"\1{REDACTED}", _ASSIGNED.sub(rf"\1{REDACTED}", text))
 
 
 def _values() -> Secrets:
-    """Secret values, and whether somebody said that they are."""
+    """Secret values, and whether they are known to be (in the YAML, or looked up for it)."""
     found: Secrets = []
     for name, value in os.environ.items():
         if name.startswith(OURS):
-            found += ((text, True) for text in _texts(json.loads(value)))
+            found += ((str(leaf), True) for leaf in _leaves(json.loads(value)))
         elif name in _kept or _named_so(name):
             found.append((value, name in _kept))
     return found
@@ -70,12 +79,13 @@ def _named_so(name: str) -> bool:
     return SECRET.search(name) is not None
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _leaves(value: Any) -> Iterator[Any]:
+    """What stands in dictionaries and lists, at any depth."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
+            yield from _leaves(inner)
     else:
-        yield str(value)
+        yield value
 
 
 def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> Any:
@@ -99,7 +109,7 @@ def plain(value: Any, secret: bool = False, values: Secrets | None = None) -> An
         return None if math.isnan(value) else str(value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    # Numbers of numpy and torch are asked for Python's own.
+    # `item` gives the numbers of numpy and torch as Python's.
     return plain(value.item() if hasattr(value, "item") else str(value), secret, values)
 
 
@@ -123,9 +133,74 @@ class _Redacting:
 @contextmanager
 def redacted_streams() -> Iterator[None]:
     """Inside, what Python prints to standard output and standard error, which are log files, is redacted."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Redacting(streams[0]), _Redacting(streams[1])
-    try:
+    out, err = cast("Any", _Redacting(sys.stdout)), cast("Any", _Redacting(sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = streams
+
+
+def withhold(value: Any, where: Callable[[Place], str], place: Place = ()) -> Any:
+    """A copy of the config's values in which `${env:…}` stands for each secret. `where`: how an error line names a place.
+
+    Raises ConfigError for a secret, and for an `${env:…}`, where nobody would look it up.
+    """
+    dotted = ".".join(place)
+    if place and _secret(place[-1], value):
+        if PLACES.fullmatch(dotted):
+            name = OURS + re.sub(r"\W", "_", dotted).upper()
+            os.environ[name] = json.dumps(value)
+            return f"${{env:{name}}}"
+        if not place[-1].lower().endswith("token"):  # of a model's config: special tokens
+            raise ConfigError("it would be written into the run folder", where=f"{where(place)} is a secret", fix=f"take it out; {ALLOWED}")
+    if isinstance(value, dict):
+        return {key: withhold(inner, where, (*place, str(key))) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [withhold(inner, where, (*place, str(index))) for index, inner in enumerate(value)]
+    if isinstance(value, str) and REFERENCE.search(value) and not PLACES.fullmatch(dotted):
+        what = f"no ${{env:…}} can stand here: {ALLOWED}"
+        raise ConfigError(what, where=where(place), fix="write the value, or lay it over as an override")
+    return value
+
+
+def withheld() -> dict[str, str]:
+    """The variables of this process that stand for secrets of a YAML."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}
+
+
+def _secret(key: str, value: Any) -> bool:
+    if isinstance(value, str) and REFERENCE.search(value):
+        return False
+    if isinstance(value, str) and URL_PASSWORD.search(value):
+        return True
+    if PASSWORD.search(key):
+        return value is not None and not isinstance(value, bool)
+    # Numbers are left alone: a figure may be named loss_per_token.
+    texts = (leaf for leaf in _leaves(value) if isinstance(leaf, str))
+    return SECRET.search(key) is not None and any(text and not REFERENCE.search(text) for text in texts)
+
+
+def reveal(value: Any, where: str) -> Any:
+    """The value with the environment's in the place of each `${env:NAME}`, at any depth; from then on they are redacted in this process.
+
+    Raises ConfigError for a variable that is not set."""
+    if isinstance(value, dict):
+        return {key: reveal(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [reveal(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole and whole[1].startswith(OURS):
+        return json.loads(_variable(whole[1], where))
+    return REFERENCE.sub(lambda match: _variable(match[1], where), value)
+
+
+def _variable(name: str, where: str) -> str:
+    if value := os.environ.get(name):
+        _kept.add(name)
+        return value
+    section, _, key = where.rpartition(".")  # behind `api_key: ` the line's redaction would look for a secret
+    if name.startswith(OURS):
+        fix = "go on with the YAML that has it, or write ${env:NAME} there and set that variable"
+        raise ConfigError(f"the secret {key!r} is not kept in the run folder", where=section, fix=fix)
+    what = f"the environment variable {name!r}, which {key!r} names, is not set"
+    raise ConfigError(what, where=section, fix=f"export {name}=… on every host, and start again")

@@ -26,9 +26,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from drumline.core.by_name import find_function
-from drumline.core.redact import redact, redacted_streams
+from drumline.core.redact import redact, redacted_streams, reveal
 from drumline.core.rollouts import FunctionReward, MathReward, RegexReward, Reward, TaskReward
-from drumline.core.secret import reveal
 from drumline.errors import ConfigError, DrumlineError
 from drumline.rl.isolated import Channel
 

@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from drumline.core.redact import reveal
 from drumline.core.rollouts import FunctionReward, LengthReward, MathReward, ModelReward, Reward, TaskReward
-from drumline.core.secret import reveal
 from drumline.errors import ConfigError, EnvironmentFault
 from drumline.hardware.detect import usable_cores
 from drumline.rl.isolated import Isolated, Rewarded

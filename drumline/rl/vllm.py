@@ -27,8 +27,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from drumline.core.redact import reveal
 from drumline.core.rollouts import VLLMGenerator as Config
-from drumline.core.secret import reveal
 from drumline.data.templates import end_ids
 from drumline.dist.reduce import from_all
 from drumline.errors import DrumlineError, EnvironmentFault

@@ -19,7 +19,7 @@ from drumline.core.files import write_whole
 from drumline.core.load import to_yaml
 from drumline.core.plan import Plan
 from drumline.core.process import process
-from drumline.core.secret import withheld
+from drumline.core.redact import withheld
 from drumline.core.signals import NOTHING_LOST, Interrupted
 from drumline.dist.start import Ranks, publish, receive, rendezvous
 from drumline.errors import DrumlineError, EnvironmentFault

@@ -11,8 +11,7 @@ import pytest
 
 from drumline.core.files import write_whole
 from drumline.core.load import load, load_text, to_yaml
-from drumline.core.redact import OURS, redact
-from drumline.core.secret import reveal, withheld, withhold
+from drumline.core.redact import OURS, redact, reveal, withheld, withhold
 from drumline.errors import ConfigError
 
 DATA = "data: {train: [{kind: file, path: x.jsonl}]}\n"

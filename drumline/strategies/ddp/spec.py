@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from drumline.core.degrees import Degrees, mixes
 from drumline.core.rule import Case, Refusal, no_option
-from drumline.core.strategy import WITH_MEMORY, CopyOptions, Space, StrategySpec
+from drumline.core.strategy import WITH_MEMORY, CopyOptions, Degrees, Space, StrategySpec, mixes
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 
 

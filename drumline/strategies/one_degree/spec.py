@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from drumline.core.degrees import SCHEDULES, OneDegree, PipelineConfig
 from drumline.core.mesh import Dimension
 from drumline.core.rule import no_option
-from drumline.core.strategy import Schedule, StrategySpec
+from drumline.core.strategy import SCHEDULES, OneDegree, PipelineConfig, Schedule, StrategySpec
 
 
 class TPStrategy(OneDegree):

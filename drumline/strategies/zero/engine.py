@@ -29,7 +29,7 @@ from torch import nn
 
 from drumline.core.mesh import share
 from drumline.core.plan import Plan
-from drumline.core.secret import reveal
+from drumline.core.redact import reveal
 from drumline.models.head import ForwardWithObjective, any_batch, split
 from drumline.models.names import all_tensors, canonical_tensors
 from drumline.models.scores import score_head

@@ -10,13 +10,14 @@ from pydantic import Field
 
 from drumline.core.config import Config
 from drumline.core.facts import ModelFacts
-from drumline.core.load import read_deepspeed
 from drumline.core.mesh import Mesh
 from drumline.core.plan import BatchPlan, Plan
+from drumline.core.redact import withhold
 from drumline.core.rule import Case, Refusal, no_option, recomputes_some
-from drumline.core.secret import withhold
 from drumline.core.section import PathText
 from drumline.core.strategy import OFFLOADED, DataParallel, Engine, Names, Precision, Space, StrategySpec
+from drumline.errors import ConfigError
+from drumline.foreign import read_object
 from drumline.strategies.fsdp2.spec import FSDP2Strategy
 from drumline.strategies.single.spec import SingleStrategy
 from drumline.strategies.zero.config import OFFLOADS, Offload, OffloadField, ZeroPlusPlus, adopt, deepspeed_config
@@ -63,7 +64,8 @@ class Zero(ZeroCosts):
         if not isinstance(self.config, str):
             return self
         file = base_dir / self.config
-        own = withhold(read_deepspeed(file), lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
+        values = read_object(file, ConfigError, "strategy.config is the path of one JSON object, relative to the YAML", once=True)
+        own = withhold(values, lambda place: f"{file}: {'.'.join(place[2:])}", ("strategy", "config"))
         return self.model_copy(update={"config": own})
 
     def adopted(self, config: Config) -> Config:
