@@ -253,7 +253,7 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 def kinds_at(place: Place) -> list[str]:
     """The values that `kind` may have in the section at a place; empty where there is no such key."""
-    return [kind for model in models_at(place) for kind in literal_kinds(model)]
+    return list(dict.fromkeys(kind for model in models_at(place) for kind in literal_kinds(model)))
 
 
 def keys_at(place: Place, kind: str | None = None) -> list[str]:

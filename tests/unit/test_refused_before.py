@@ -107,6 +107,11 @@ def test_rollouts_that_cannot_be(tmp_path: Path, overrides: list[str], line: str
         assert refused.value.line().startswith(line) and refused.value.exit_code == 2
 
 
+def test_kinds_that_several_algorithms_have_are_named_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.generator.* there are hf, continuous, vllm$"):
+        prompts(tmp_path, [], "algorithm.generator={max_new_tokens: 8}")
+
+
 def test_weights_are_not_negative(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.curriculum.*-1 given, 0 or more is wanted"):
         prompts(tmp_path, [], CURRICULUM("{one: 1, two: -1}"))
