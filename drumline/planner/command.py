@@ -11,11 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from drumline.core.load import Loaded
-from drumline.core.model import ModelConfig
 from drumline.errors import UserError
 from drumline.planner.cluster import network_assumed
 from drumline.planner.cost.estimate import estimate
-from drumline.planner.question import FLAGS, Flags, ask, load_with_flags
+from drumline.planner.question import FLAGS, Flags, Found, ask, load_with_flags
 from drumline.planner.report import table
 from drumline.planner.report.as_json import as_json, candidate, catalog
 from drumline.planner.report.check import show_probes
@@ -85,23 +84,23 @@ def plan(options: Options) -> int:
         answer = search(question)
         with bars(aside) as on_progress:
             if options.trace:
-                answer = _traced(answer, made.model, made.model_path, on_progress)
+                answer = _traced(answer, made.policy, on_progress)
             if options.probe is not None:
                 answer = options.probe(answer, loaded, on_progress)
         _answer(answer, loaded, options, console, aside)
     return 0
 
 
-def _traced(answer: Answer, model: ModelConfig, model_path: str | None, on_progress: OnProgress) -> Answer:
-    """The answer with new estimates for the first TRACED; one that does not fit any more is refused. `model`: its config is at `model_path`
-    or written out. What cannot be traced keeps its estimate."""
+def _traced(answer: Answer, policy: Found, on_progress: OnProgress) -> Answer:
+    """The answer with new estimates for the first TRACED; one that does not fit any more is refused. What cannot be
+    traced keeps its estimate."""
     from drumline.planner.tracing.trace import trace
 
     question, made, refused, total = answer.question, list[Candidate](), list(answer.refused), min(TRACED, len(answer.ranked))
     for number, best in enumerate(answer.ranked[:TRACED]):
         on_progress("tracing activations of the best", number, total)
-        config = best.layout.config.model_copy(update={"model": model})
-        found = trace(config, model_path, best.layout, question.facts)
+        config = best.layout.config.model_copy(update={"model": policy.model})
+        found = trace(config, policy.path, best.layout, question.facts)
         if found is not None:
             best = replace(best, estimate=estimate(best.layout, question.facts, question.cluster, found))
         if best.estimate.verdict == "no":

@@ -56,7 +56,12 @@ class Flags:
         if self.adapter is not None and self.adapter not in ADAPTERS:
             raise UserError(f"no adapter {self.adapter!r}", where="--adapter", fix=" or ".join(ADAPTERS))
         model = self.model and json.dumps(shapes.hub_id(self.model))
-        cluster = None if self.cluster is None else _devices(self.cluster)
+        cluster = self.cluster
+        if cluster is not None:
+            if not cluster.strip():
+                raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
+            keys = cluster_from_string(cluster)  # so that an override can add more
+            cluster = json.dumps(keys) if isinstance(keys, dict) and not cluster.lstrip().startswith("{") else cluster
         values = vars(self) | {"model": model, "cluster": cluster, "adapter": self.adapter and ADAPTERS[self.adapter]}
         return {f"{key}={values[name]}": f"--{name} {getattr(self, name)}" for name, key in KEYS.items() if values[name] is not None}
 
@@ -93,22 +98,13 @@ def load_with_flags(config: str | Path | Mapping[str, Any] | None, overrides: li
         return Loaded(load_text(WITHOUT_DATA, [*made, *overrides], FLAGS), Path(FLAGS), Path())
 
 
-def _devices(text: str) -> str:
-    """The short form of a cluster as keys, so that an override can add more."""
-    if not text.strip():
-        raise UserError("is empty", where="--cluster", fix="such as 4x4090; leave it out for this machine")
-    made = cluster_from_string(text)
-    return json.dumps(made) if isinstance(made, dict) and not text.lstrip().startswith("{") else text
-
-
 @dataclass(frozen=True)
 class PlanRequest:
-    """`question`, and `notes` for the user on how it came about. `model`, `model_path`: where the policy's config is."""
+    """`question`, `notes` for the user on how it came about, and where the config of the policy is."""
 
     question: Question
     notes: tuple[str, ...]
-    model: ModelConfig
-    model_path: str | None
+    policy: Found
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ def ask(loaded: Loaded, on_progress: OnProgress) -> PlanRequest:
     processes = config.launch.nproc or max(1, len(machine.devices))
     cluster = cluster_of(described, machine, processes, calibration_for(machine))
     question = assemble(config, policy, roles, data, cluster, may_install=not cluster.found)
-    return PlanRequest(question, (*notes, *cluster.notes), policy.model, policy.path)
+    return PlanRequest(question, (*notes, *cluster.notes), policy)
 
 
 def assemble(

@@ -10,8 +10,19 @@ from drumline.errors import UserError
 from drumline.planner.report.table import CATEGORIES, SECONDS, gradients_at_peak
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 
-Row = tuple[str, str, str]  # what, how much, where it comes from
+Line = tuple[str, str, str]  # what, how much, where it comes from
 MASTER = 4  # bytes of the fp32 copy that DeepSpeed keeps of each weight where it computes in 16 bits
+PHASES = {
+    "forward": "through the blocks, the last one running",
+    "loss": "the loss, from the head's logits",
+    "head": "backward through the head",
+    "blocks": "backward through the blocks, the last one running",
+    "end": "backward's end: all gradients are there",
+    "clip": "the norm of all gradients",
+    "step": "the optimizer's update",
+    "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
+    "rollout": "sampling from the policy",
+}
 HOST = {
     "load": "while weights are read",
     "train": "while it trains",
@@ -53,10 +64,15 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     if sent:
         across = f", {cluster.inter.name} between hosts" if cluster.nodes > 1 else ""
         sent.append(("in all", f"{traffic.total / GB:.3g}", f"over {cluster.intra.name}{across}"))
+    phases = [
+        (phase, f"{bytes_ / GB:.2f}", PHASES.get(phase, "") + (" ← the peak" if bytes_ == estimate.memory.peak else ""))
+        for phase, bytes_ in estimate.memory.phases.items()
+        if phase != "rollout" or found.layout.config.algorithm.rollout is not None
+    ]
     parts = [
         ("What runs", _runs(found)),
         (f"Memory of the fullest device, GB, at its peak in {estimate.memory.phase}", _memory(question, found)),
-        ("The same, phase by phase, GB", _phases(found)),
+        ("The same, phase by phase, GB", phases),
         ("Memory of a host, GB", [(part, f"{getattr(estimate.host, part) / GB:.1f}", f"{text} {of}") for part, text in HOST.items()]),
         ("Seconds of a step", _seconds(question, found)),
         ("GB that a device sends in a step", sent),
@@ -70,7 +86,7 @@ def explain(answer: Answer, name: str, tokens: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _runs(found: Candidate) -> list[Row]:
+def _runs(found: Candidate) -> list[Line]:
     layout, mesh = found.layout, found.layout.mesh
     ranks = " × ".join(f"{name} {size}" for name, size in mesh.model_dump().items())
     tokens = f"{layout.tokens_per_step:,.0f} a step: rows are {layout.tokens_per_row:,.0f} tokens on average, {layout.length:,} at most"
@@ -90,7 +106,7 @@ def _runs(found: Candidate) -> list[Row]:
 # ---------------------------------------------------------------------------------------------------------------- memory
 
 
-def _memory(question: Question, found: Candidate) -> list[Row]:
+def _memory(question: Question, found: Candidate) -> list[Line]:
     memory, facts, layout = found.estimate.memory, question.facts, found.layout
     copy = MASTER if layout.engine == "deepspeed" and layout.precision != "fp32" else 0
     moments = (8 if layout.config.optimizer.kind == "adamw" else 4) + copy
@@ -120,29 +136,6 @@ def _memory(question: Question, found: Candidate) -> list[Row]:
     return [*made, ("peak", f"{memory.peak / GB:.2f}", "of tensors"), ("needs", f"{memory.reserved / GB:.2f}", factor)]
 
 
-PHASES = {
-    "forward": "through the blocks, the last one running",
-    "loss": "the loss, from the head's logits",
-    "head": "backward through the head",
-    "blocks": "backward through the blocks, the last one running",
-    "end": "backward's end: all gradients are there",
-    "clip": "the norm of all gradients",
-    "step": "the optimizer's update",
-    "average": "gradients averaged behind backward, where neither DDP nor FSDP2 does it",
-    "rollout": "sampling from the policy",
-}
-
-
-def _phases(found: Candidate) -> list[Row]:
-    phases, most = found.estimate.memory.phases, found.estimate.memory.peak
-    rollout = found.layout.config.algorithm.rollout is not None
-    return [
-        (name, f"{bytes_ / GB:.2f}", PHASES.get(name, "") + (" ← the peak" if bytes_ == most else ""))
-        for name, bytes_ in phases.items()
-        if name != "rollout" or rollout
-    ]
-
-
 def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> str:
     """Bytes as `unit` × parameters / ranks where that is exact, else as bytes for each parameter."""
     if not bytes_ or not number_:
@@ -156,7 +149,7 @@ def _shared(bytes_: int, number_: int, unit: int, of: str, layout: Layout) -> st
 # -------------------------------------------------------------------------------------------------------- time and bytes
 
 
-def _seconds(question: Question, found: Candidate) -> list[Row]:
+def _seconds(question: Question, found: Candidate) -> list[Line]:
     estimate, layout, cluster, facts = found.estimate, found.layout, question.cluster, question.facts
     spent, number_ = estimate.seconds, found.devices
     flops = layout.tokens_per_step * facts.flops_per_token
@@ -178,7 +171,7 @@ def _seconds(question: Question, found: Candidate) -> list[Row]:
     return [*rows, ("step", number(spent.total), f"{estimate.tokens_per_s:,.0f} tokens/s of all devices")]
 
 
-def _run(question: Question, found: Candidate, tokens: float | None) -> list[Row]:
+def _run(question: Question, found: Candidate, tokens: float | None) -> list[Line]:
     estimate, steps = found.estimate, found.layout.steps
     mfu = "–" if estimate.mfu is None else f"{estimate.mfu:.1%}"
     rows = [("MFU", mfu, "model FLOP/s of the datasheet's; computing again for checkpointing does not count")]

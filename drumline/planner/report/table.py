@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from rich import box
@@ -19,12 +18,11 @@ from drumline.core.cluster import MOST_NODES
 from drumline.core.config import LoRAConfig
 from drumline.core.estimate import HostMemory, Memory
 from drumline.core.explain import count
-from drumline.core.facts import with_lora
 from drumline.errors import PlanError, UserError
 from drumline.hardware.catalog import DEVICES, GIGA, LINKS, TERA
 from drumline.planner.report.as_json import VERSION, candidate
 from drumline.planner.report.yaml_output import overrides
-from drumline.planner.search.advice import Change, max_batch, max_length, what_if
+from drumline.planner.search.advice import Change, max_batch, max_length, what_if, with_adapter
 from drumline.planner.search.answer import GB, Answer, Candidate, Question, number
 from drumline.planner.search.auto import disagreements, with_little_room
 from drumline.planner.search.search import search
@@ -216,12 +214,11 @@ def _show_remarks(answer: Answer, console: Console) -> None:
     if question.cluster.host_memory_bytes is None and (needs := first.estimate.host.most / GB) > 64:
         line = f"A host's memory is not known: the first wants {needs:.0f} GB. cluster.host_memory_gb=… says what there is."
         console.print(f"{line}\n", markup=False)
-    config, adapter = question.config, LoRAConfig()
+    config = question.config
     if config.adapter.kind != "none" or config.head != "lm" or not ("offload" in first.name or first.estimate.verdict == "tight"):
         return
-    facts = with_lora(question.facts, adapter)
-    found = search(replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)) if facts else None
-    if found is not None and found.ranked:
+    adapted = with_adapter(question, LoRAConfig())
+    if adapted is not None and (found := search(adapted)).ranked:
         best = found.ranked[0].estimate
         speed = best.tokens_per_s / first.estimate.tokens_per_s
         text = f"{best.memory.reserved / GB:.1f} GB a device, {best.tokens_per_s:,.0f} tokens/s ({speed:.1f} ×)"

@@ -18,7 +18,7 @@ from drumline.core.strategy import StrategySpec
 from drumline.errors import PlanError
 from drumline.planner.cluster import with_nodes
 from drumline.planner.search.answer import Answer, Candidate, Question, gb, why_not
-from drumline.planner.search.search import evaluate, fits, search, search_space
+from drumline.planner.search.search import CHECKPOINTING, evaluate, fits, search, search_space
 
 STEP = 64  # tokens; rows that are advised are a multiple of it long
 SHORT = 512  # tokens; no shorter row is advised
@@ -111,9 +111,8 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
     if config.adapter.kind == "none" and config.head == "lm":
         adapters = {"adapter=lora": LoRAConfig(), "adapter={kind: lora, quantize: 4bit}": LoRAConfig(quantize="4bit")}
         for what, adapter in list(adapters.items())[: 2 if cluster.device.kind == "cuda" else 1]:
-            facts = with_lora(question.facts, adapter)
-            if facts is not None:
-                yield what, replace(question, config=config.model_copy(update={"adapter": adapter}), facts=facts)
+            if (adapted := with_adapter(question, adapter)) is not None:
+                yield what, adapted
     tokens = _largest(lambda n: fits(_of_length(question, n)), SHORT, config.data.max_length - 1, STEP)
     if tokens is not None:
         yield f"data.max_length={tokens}", _of_length(question, tokens)
@@ -127,6 +126,12 @@ def _proposals(question: Question) -> Iterator[tuple[str, Question]]:
             spread = f"{nodes} × {per_node}" if nodes > 1 else f"{per_node}"
             yield f"{spread} devices in place of {cluster.world_size}", larger
             return
+
+
+def with_adapter(question: Question, adapter: LoRAConfig) -> Question | None:
+    """The question with this adapter; None where `with_lora` cannot count it."""
+    facts = with_lora(question.facts, adapter)
+    return None if facts is None else replace(question, config=question.config.model_copy(update={"adapter": adapter}), facts=facts)
 
 
 def _of_length(question: Question, tokens: int) -> Question:
@@ -177,8 +182,6 @@ def _largest(good: Callable[[int], bool], first: int, last: int, step: int) -> i
 # numbers (up to rounding): smaller micro-batches with more accumulation, activation checkpointing, chunks of the cross-entropy, states
 # sharded over the ranks there are, states kept on the host.
 
-HEAVIER = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}
-
 
 def find_fallbacks(question: Question, plan: Plan, limit: int, below: int, baseline: Config) -> tuple[list[Candidate], Candidate | None]:
     """(candidates that fit into `limit` bytes of a device and peak below `below`, the nearest to `plan` first; the leanest of all, which
@@ -218,13 +221,14 @@ def _variants(plan: Plan, by_micro_batch: bool) -> Iterator[tuple[int, Config]]:
     config, batch = plan.config, plan.batch
     per_rank = batch.micro_batch * batch.accumulation
     micros = [m for m in range(batch.micro_batch, 0, -1) if per_rank % m == 0 and (m == batch.micro_batch or not by_micro_batch)]
+    heavier = CHECKPOINTING[CHECKPOINTING.index(plan.activation_checkpointing) :]
     algorithm = config.algorithm
     chunks: list[AlgorithmSpec] = [algorithm]
     if isinstance(algorithm, ChunkedSpec) and not algorithm.loss_chunk and algorithm.rollout is None:
         usual = type(algorithm).model_fields["loss_chunk"].default
         chunks.append(algorithm.model_copy(update={"loss_chunk": usual}))
     spreads = [(0, config.strategy), *config.strategy.fallbacks(plan.mesh.data_ranks * plan.mesh.cp > 1, plan.device)]
-    for micro, kept, loss, (cost, strategy) in product(micros, HEAVIER[plan.activation_checkpointing], chunks, spreads):
+    for micro, kept, loss, (cost, strategy) in product(micros, heavier, chunks, spreads):
         fewer = micro < batch.micro_batch
         changes = fewer + (kept != plan.activation_checkpointing) + (loss is not algorithm) + cost
         if not changes:

@@ -90,12 +90,9 @@ def disagreements(answer: Answer) -> tuple[Disagreement, ...]:
         says = f"{name} ({when}: {count(question.facts.parameters)} on {question.cluster.world_size})"
         if isinstance(theirs, Refused):
             found.append(Disagreement(heuristic, says, theirs.reason))
-        elif answer.ranked:
-            first, ours = answer.ranked[0], theirs.estimate.tokens_per_s
-            if faster(first.estimate, theirs.estimate) and first.estimate.verdict == "fits":
-                ratio = first.estimate.tokens_per_s / ours
-                reason = f"{ours:,.0f} tokens/s, {first.name} {first.estimate.tokens_per_s:,.0f} ({ratio:.2f} ×)"
-                found.append(Disagreement(heuristic, says, reason))
+        elif answer.ranked and faster(answer.ranked[0].estimate, theirs.estimate) and answer.ranked[0].estimate.verdict == "fits":
+            first, speed, ours = answer.ranked[0].name, answer.ranked[0].estimate.tokens_per_s, theirs.estimate.tokens_per_s
+            found.append(Disagreement(heuristic, says, f"{ours:,.0f} tokens/s, {first} {speed:,.0f} ({speed / ours:.2f} ×)"))
     return tuple(found)
 
 

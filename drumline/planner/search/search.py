@@ -2,7 +2,7 @@
 
 search space (families, strategies) ──▶ rules ──▶ micro-batch × checkpointing ──▶ estimate ──▶ best of each strategy ──▶ FEW of each family
 
-The search keeps the best of each strategy alone, so memory does not grow with the cluster; it makes whole plans for those few.
+The search keeps only the best few candidates of a family, so memory does not grow with the cluster; whole plans are made of those alone.
 """
 
 from __future__ import annotations
