@@ -16,7 +16,7 @@ from drumline.core.model import ModelConfig
 from drumline.data.batches import TokenBatch
 from drumline.models.build import build_model
 from drumline.models.head import ForwardWithObjective
-from drumline.strategies.single.transform import Scattered
+from drumline.strategies.dp.transform import Scattered
 from tests.tiny import tiny_model_dir
 
 

@@ -1,14 +1,12 @@
-"""One process: nothing to spread over, or nn.DataParallel, kept for completeness."""
+"""One process, and nothing to spread over."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from drumline.core.mesh import Mesh
-from drumline.core.plan import Plan
-from drumline.core.rule import Case, Refusal, no_option, sees
-from drumline.core.strategy import DataParallel, Space, StrategySpec
+from drumline.core.rule import no_option
+from drumline.core.strategy import Space, StrategySpec
 
 
 class OneProcess(StrategySpec):
@@ -30,44 +28,3 @@ class SingleStrategy(OneProcess):
     @classmethod
     def candidates(cls, space: Space) -> Iterator[StrategySpec]:
         yield cls()
-
-
-class DPStrategy(OneProcess):
-    """nn.DataParallel: one process, a thread a device."""
-
-    position: ClassVar[int] = 2
-    simplicity: ClassVar[int] = 1
-    kind: Literal["dp"] = "dp"
-
-    def refusals(self, case: Case) -> Iterator[Refusal]:
-        algorithm = case.config.algorithm
-        if sees(case):
-            reason = "nn.DataParallel cuts every tensor of a batch into equal runs, and rows have uneven numbers of patches"
-            yield Refusal("images × dp", reason, "use strategy=ddp")
-        if case.device == "cuda" and (algorithm.rows_per_sample > 1 or algorithm.pairs_with_previous):
-            reason = "nn.DataParallel cuts a batch into runs of rows, and the two answers of a pair would land on two GPUs"
-            yield Refusal("dp × pairs", reason, "use strategy=ddp")
-        if case.config.compile.enabled:
-            reason = "nn.DataParallel copies modules at each step, and a compiled block goes on with the weights it was compiled for"
-            yield Refusal("dp × compile", reason, "use strategy=ddp, or compile.enabled=false", "compile.enabled")
-
-    def data_parallel(self, mesh: Mesh) -> DataParallel:
-        return "dp"
-
-    def devices_per_rank(self, devices: int) -> int:
-        return devices
-
-    def notes(self, plan_world: int, devices: int, micro_batch: int) -> list[str]:
-        lines = [
-            "strategy dp: nn.DataParallel, kept for completeness. One Python process feeds all GPUs, copies the weights to each at each"
-            " forward and sums the gradients on the first; strategy ddp has none of that, and is faster on one machine too"
-        ]
-        if devices == 1:
-            return [*lines, "strategy dp: there is one device, so it is the same as single"]
-        share = f"strategy dp: each micro-batch of {micro_batch} samples is cut over {devices} GPUs"
-        return [*lines, share + (f", of which {devices - micro_batch} get none" if micro_batch < devices else "")]
-
-    def spread(self, plan: Plan, whole: Any, model: Any, roots: list[tuple[Any, Any]], values: Any) -> Any:
-        from drumline.strategies.single.transform import spread
-
-        return spread(plan, model, roots[0][0], values)

@@ -1,0 +1,21 @@
+"""Context parallelism by its name."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from drumline.core.mesh import Dimension
+from drumline.core.strategy import OneDegree
+
+
+class CPStrategy(OneDegree):
+    position: ClassVar[int] = 11
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "cp"
+    kind: Literal["cp"] = "cp"
+    method: Literal["ulysses", "ring"] = Field("ulysses", description="As cp_method of the other strategies.")
+
+    def context_method(self) -> Literal["ulysses", "ring"]:
+        return self.method

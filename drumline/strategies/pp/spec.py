@@ -1,0 +1,24 @@
+"""Pipeline parallelism by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from drumline.core.mesh import Dimension
+from drumline.core.strategy import SCHEDULES, OneDegree, PipelineConfig, Schedule, StrategySpec
+
+
+class PPStrategy(OneDegree, PipelineConfig):
+    position: ClassVar[int] = 12
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "pp"
+    kind: Literal["pp"] = "pp"
+
+    def pipeline_schedule(self) -> tuple[Schedule, int]:
+        return self.stages()
+
+    def variants(self) -> Iterator[StrategySpec]:
+        yield self
+        if "schedule" not in self.model_fields_set:
+            yield from (self.model_copy(update={"schedule": schedule}) for schedule in SCHEDULES)

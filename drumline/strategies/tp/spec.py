@@ -1,0 +1,15 @@
+"""Tensor parallelism by its name."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from drumline.core.mesh import Dimension
+from drumline.core.strategy import OneDegree
+
+
+class TPStrategy(OneDegree):
+    position: ClassVar[int] = 10
+    compared: ClassVar[bool] = True
+    dimension: ClassVar[Dimension] = "tp"
+    kind: Literal["tp"] = "tp"
