@@ -133,6 +133,6 @@ def match(numbers_N4: Tensor) -> Tensor:
     return matched_3N.T
 
 
-def _of_same_rank(values_N: Tensor, others_N: Tensor) -> Tensor:
-    """For each of `values_N` the one of `others_N` that has its rank."""
-    return torch.empty_like(others_N).scatter_(0, values_N.argsort(stable=True), others_N.sort(stable=True).values)
+def _of_same_rank(values_N: Tensor, ranked_N: Tensor) -> Tensor:
+    """For each of `values_N` the one of `ranked_N` that has its rank."""
+    return torch.empty_like(ranked_N).scatter_(0, values_N.argsort(stable=True), ranked_N.sort(stable=True).values)

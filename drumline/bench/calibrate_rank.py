@@ -22,7 +22,7 @@ import torch.distributed as dist
 from drumline.bench.calibrate import MIB, Task, group_sizes, write
 from drumline.dist.start import Ranks, start, stop
 from drumline.hardware.calibration import Calibration, Measured, Product, line_through
-from drumline.telemetry.traffic import SentBytes
+from drumline.telemetry.traffic import CommunicatedBytes
 
 Products = dict[str, tuple[Product, ...]]  # by precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,7 +144,7 @@ def collectives(task: Task, ranks: Ranks) -> dict[tuple[str, int], Measured]:
         group = dist.new_group(range(size))
         if ranks.rank < size:
             for kind in KINDS:
-                points = [_sent(_collective(kind, bytes_, size, group, task.device), group, task) for bytes_ in task.sizes]
+                points = [_measured(_collective(kind, bytes_, size, group, task.device), group, task) for bytes_ in task.sizes]
                 found[kind, size] = line_through(points)
         dist.barrier()
     if ranks.world_size > 1:
@@ -164,9 +164,9 @@ def _collective(kind: str, bytes_: int, size: int, group: Any, device: str) -> C
     }[kind]
 
 
-def _sent(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
+def _measured(call: Callable[[], Any], group: Any, task: Task) -> tuple[float, float]:
     """(bytes that a rank sends, least seconds of a call when all start together)."""
-    with SentBytes() as sent:
+    with CommunicatedBytes() as sent:
         call()
     times = []
     for _ in range(task.repeats):

@@ -35,7 +35,7 @@ from drumline import __version__
 from drumline.checkpoint.manifest import STATE, UNFINISHED, FileRecord, Manifest, folder_name, write_durable, write_manifest
 from drumline.checkpoint.ranks import Ranks, RanksError, describe_error
 from drumline.checkpoint.retention import Retention
-from drumline.checkpoint.storage import Writer, written_tensors
+from drumline.checkpoint.storage import Writer, records_of
 from drumline.errors import EnvironmentFault
 
 # Free space that a save requires, as a multiple of its estimated bytes.
@@ -208,7 +208,7 @@ class Checkpointer:
                 torch=torch.__version__,
                 world_size=self.ranks.size,
                 files=files,
-                tensors=written_tensors(folder),
+                tensors=records_of(folder),
             )
             write_manifest(folder, manifest)
             return self.retention.commit(folder, manifest), manifest

@@ -117,7 +117,7 @@ def read_index(folder: Path, manifest: Manifest) -> Metadata:
     return cast(Metadata, index)
 
 
-def written_tensors(folder: Path) -> dict[str, TensorRecord]:
+def records_of(folder: Path) -> dict[str, TensorRecord]:
     """The unsharded tensors of a folder that dcp.save has just written, from its index."""
     with open_regular(folder / INDEX) as file:
         return tensor_records(_IndexUnpickler(file).load())

@@ -137,7 +137,7 @@ def nearest(name: str, known: list[str]) -> list[str]:
 DRIVERS = ("B200", "H200", "H200 NVL", "H100", "H100 NVL", "H100 PCIe", "A100", "A800", "H20", "GB200", "V100 SXM2", "V100 SXM3", "L40S",
            "RTX A6000", "RTX 6000 Ada", "A10", "T4", "RTX 3090", "RTX 4090", "RTX 5090", "MI300X")  # fmt: skip
 # A slice of a device, or another chip that carries the name of a known one.
-OTHERS = {"MIG", "Laptop", "Ti", "D", "Max"}
+NOT_DEVICES = {"MIG", "Laptop", "Ti", "D", "Max"}
 
 
 def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec | None:
@@ -145,7 +145,7 @@ def by_driver(device_name: str, memory_bytes: int | None = None) -> DeviceSpec |
     parts = device_name.replace("-", " ").split()
     # Whole words that stand next to each other, so that A10 is not found in A100.
     found = [key for key in DRIVERS if f" {key} " in f" {' '.join(parts)} "]
-    if not found or OTHERS & set(parts):
+    if not found or NOT_DEVICES & set(parts):
         return None
     known = plain(max(found, key=len))
     specs = [spec for name, spec in DEVICES.items() if re.sub(r"-\d+g$", "", name) == known]

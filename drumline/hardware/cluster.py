@@ -95,31 +95,31 @@ class Cluster:
         line = self.calibration.disk.get(direction)
         return bytes_ / DISK[direction] if line is None or bytes_ <= 0 else line.seconds(bytes_)
 
-    def collective_seconds(self, kind: Collective, bytes_sent: float, ranks: int, per_node: int | None = None) -> float:
+    def collective_seconds(self, kind: Collective, volume: float, ranks: int, per_node: int | None = None) -> float:
         """Seconds of one collective on a large tensor, in the ring algorithm; 0 with one rank alone.
 
-        `bytes_sent`: what a rank sends, as `telemetry.traffic` counts it; `ranks`: of the group, of which `per_node` share a host
+        `volume`: what a rank sends, as `telemetry.traffic` counts it; `ranks`: of the group, of which `per_node` share a host
         (None: as many as fit). On one host what was measured goes before the link's datasheet. Over several hosts a ring leaves
         each host once, and all groups that cross at the same time share its network card; pairs of an all-to-all cross each on
         their own. NCCL has faster ways for some (trees for small tensors, reductions in the NVSwitch: 482 GB/s for 368 on 8×H200), so
         this errs to the slow side.
         """
-        if ranks < 2 or bytes_sent <= 0:
+        if ranks < 2 or volume <= 0:
             return 0.0
         together = min(ranks, self.per_node) if per_node is None else min(per_node, ranks)
         steps = ring_steps(kind, ranks)
         if together >= ranks:
             line = self.calibration.line(kind, ranks)
             if line is not None:
-                return line.seconds(bytes_sent)
-            return BASE_LATENCY + steps * self.intra.latency + bytes_sent / self.intra.reached(ranks)
+                return line.seconds(volume)
+            return BASE_LATENCY + steps * self.intra.latency + volume / self.intra.reached(ranks)
         if kind == "all_to_all":
-            leaving = self.per_node * bytes_sent * (ranks - together) / (ranks - 1)
+            leaving = self.per_node * volume * (ranks - together) / (ranks - 1)
         else:
-            leaving = bytes_sent * max(1.0, self.per_node / together)
+            leaving = volume * max(1.0, self.per_node / together)
         across = leaving / self.inter.reached(ranks)
         measured = self.calibration.line(kind, together)
-        within = bytes_sent / (measured.bandwidth if measured else self.intra.reached(together)) if together > 1 else 0.0
+        within = volume / (measured.bandwidth if measured else self.intra.reached(together)) if together > 1 else 0.0
         outside = min(steps, ring_steps(kind, -(-ranks // together)))
         latency = outside * self.inter.latency + (steps - outside) * self.intra.latency
         return BASE_LATENCY + latency + max(across, within)

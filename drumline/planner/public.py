@@ -20,7 +20,7 @@ from drumline.report.bars import aside
 
 
 @dataclass(frozen=True)
-class Choice:
+class RankedPlan:
     """One plan that fits. `seconds`: of a step; `memory_bytes`: reserved on the fullest device; `verdict`: fits or tight."""
 
     candidate: Candidate
@@ -77,15 +77,15 @@ class Plans:
     notes: tuple[str, ...]
 
     @cached_property
-    def ranked(self) -> tuple[Choice, ...]:
-        return tuple(Choice(candidate, self.answer) for candidate in self.answer.ranked)
+    def ranked(self) -> tuple[RankedPlan, ...]:
+        return tuple(RankedPlan(candidate, self.answer) for candidate in self.answer.ranked)
 
     @property
     def refused(self) -> tuple[Refused, ...]:
         return self.answer.refused
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> RankedPlan:
         """Raises PlanError, with what would help, where nothing fits."""
         if not self.ranked:
             raise refusal(self.answer, nothing_fits(self.answer))

@@ -8,8 +8,8 @@
     live.base, live.peak, live.peaks       # bytes; {"forward": bytes, "backward": …, "clip": …, "step": …}
 
 A CPU has no allocator that counts. As torch.distributed._tools.mem_tracker does it, storages are counted (not tensors: views share one),
-each with a weak reference, whose callback runs when it is freed. It may be entered beside `telemetry.traffic.SentBytes`, in either order. A
-step under it takes several times as long.
+each with a weak reference, whose callback runs when it is freed. It may be entered beside `telemetry.traffic.CommunicatedBytes`, in either
+order. A step under it takes several times as long.
 
 Not seen: what a kernel takes and gives back inside of itself; what compiled code (torch.compile) keeps for its own backward.
 """

@@ -36,7 +36,7 @@ _C10D = {name: (index, share) for share, index, names, _ in _RING for name in na
 _FUNCTIONAL = {name: share for share, _, _, names in _RING for name in names.split()}
 
 
-class SentBytes(TorchDispatchMode):
+class CommunicatedBytes(TorchDispatchMode):
     """While it is entered, adds up in `total` what this rank sends by collectives of this thread and of its backward."""
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class SentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as the collectives and local operators that it is made of
-        self.total += _sent(func, args)
+        self.total += _volume(func, args)
         return func(*args, **(kwargs or {}))
 
 
-def _sent(func: Any, args: tuple[Any, ...]) -> float:
+def _volume(func: Any, args: tuple[Any, ...]) -> float:
     """Bytes that one call of an operator sends from this rank."""
     name = func.overloadpacket.__name__
     if func.namespace == "c10d" and name in _C10D:
@@ -81,7 +81,7 @@ class Traffic:
         self.kind, self.device = kind, device
         self.known: dict[str, float] = {}
         self.steps = 0
-        self._mode: SentBytes | None = None
+        self._mode: CommunicatedBytes | None = None
 
     def due(self, step: int) -> bool:
         """Whether the step after `step` steps is counted."""
@@ -91,7 +91,7 @@ class Traffic:
         """Around the parts of a step whose collectives count; it may be entered several times a step."""
         if not self.due(step) or not dist.is_initialized():
             return contextlib.nullcontext()
-        self._mode = self._mode or SentBytes()
+        self._mode = self._mode or CommunicatedBytes()
         return self._mode
 
     def end_step(self, step: int, whole: bool) -> int | None:

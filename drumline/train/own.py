@@ -155,7 +155,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params" and fits(value)} for group in optimizer.param_groups]
 
 
-def require_several(plan: Plan, models: int) -> None:
+def require_one_model(plan: Plan, models: int) -> None:
     """Raises UserError where a strategy takes one model alone."""
     if models == 1:
         return

@@ -45,7 +45,7 @@ from drumline.strategies.build import build_module
 from drumline.telemetry.events import Emit, Eval, Step
 from drumline.train.build import Start
 from drumline.train.entry import MainReporter, Reporter, run_start
-from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_several, restarted, scalar
+from drumline.train.own import MAIN, Engines, Model, Trained, claim, plan_of, print_error, report, require_one_model, restarted, scalar
 from drumline.train.saving import Saver
 from drumline.train.state import Flight, Goodput, TrainState, judge
 from drumline.vendor.torch import tree_map_only
@@ -140,7 +140,7 @@ class Session:
         if self._models or not pairs or any(make is None for _, make in pairs.values()) or any("/" in n or "." in n for n in pairs):
             what = "prepare takes build and make_optimizer, or {name: (build, make_optimizer)}, once"
             raise UserError(what, where="session.prepare", fix="see docs/session.md")
-        require_several(self.plan, len(pairs))
+        require_one_model(self.plan, len(pairs))
         found = None
         if self.resume:
             found = Start.find(self.plan, "newest" if self.resume is True else str(self.resume))

@@ -18,7 +18,7 @@ def steps(plan: Any) -> dict[str, Any]:
     from drumline.algorithms.base import policy_objective
     from drumline.strategies.build import build_engine
     from drumline.telemetry.memory_tracker import LiveBytes
-    from drumline.telemetry.traffic import SentBytes
+    from drumline.telemetry.traffic import CommunicatedBytes
 
     objective, engine = policy_objective(plan.config.algorithm.build()), build_engine(plan, "cpu")
     rows = plan.batch.micro_batch * plan.batch.rows_per_sample
@@ -28,7 +28,7 @@ def steps(plan: Any) -> dict[str, Any]:
         engine.step(1e-3, engine.grad_norm(), torch.tensor(True))
     gc.collect()
     live = LiveBytes()
-    with SentBytes(), live:
+    with CommunicatedBytes(), live:
         engine.forward_backward(batches, objective, 100.0)
         held = engine.memory_stats()
         live.phase = "clip"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from drumline.parallel.compress import BLOCK, KINDS, Compressor, decode, encode
-from drumline.telemetry.traffic import SentBytes
+from drumline.telemetry.traffic import CommunicatedBytes
 from tests.strategies import Compression
 
 
@@ -106,7 +106,7 @@ def test_a_step_with_nan_is_not_remembered(group: dist.ProcessGroup, kind: str) 
 
 
 def test_sent_bytes_counts_what_is_called_by_the_ring(group: dist.ProcessGroup) -> None:
-    with SentBytes() as mode:
+    with CommunicatedBytes() as mode:
         dist.all_reduce(torch.ones(10))
         dist.all_gather_into_tensor(torch.ones(10), torch.ones(10))
     assert mode.total == 0, "one rank sends nothing"

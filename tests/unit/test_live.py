@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drumline.telemetry.memory_tracker import LiveBytes, MemoryStats
-from drumline.telemetry.traffic import SentBytes
+from drumline.telemetry.traffic import CommunicatedBytes
 
 KB = 1000 * 4  # bytes of a vector of 1000
 
@@ -13,7 +13,7 @@ KB = 1000 * 4  # bytes of a vector of 1000
 def test_a_peak_known_by_hand() -> None:
     x, w = torch.zeros(1000), torch.zeros(1000, requires_grad=True)
     live = LiveBytes()
-    with SentBytes(), live:
+    with CommunicatedBytes(), live:
         base = live.base
         assert base >= 2 * KB
         y = x * w

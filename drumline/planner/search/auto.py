@@ -70,8 +70,8 @@ def heuristic_first(answer: Answer) -> tuple[Answer, str]:
     line = f"{name} by the heuristic `{auto.guide}` ({when}), as set"
     if isinstance(theirs, Refused):
         return answer, f"{line}: {theirs.reason}"
-    others = (candidate for candidate in answer.ranked if candidate.name != name)
-    return replace(answer, ranked=(theirs, *others)), f"First: {line}"
+    rest = (candidate for candidate in answer.ranked if candidate.name != name)
+    return replace(answer, ranked=(theirs, *rest)), f"First: {line}"
 
 
 def _proposed(answer: Answer, heuristic: str) -> tuple[str, str, Candidate | Refused]:
@@ -136,13 +136,13 @@ def with_little_room(answer: Answer) -> str:
 
 
 def _why(answer: Answer) -> str:
-    first, *others = answer.ranked
-    second = next((other for other in others if other.family != first.family), None)
+    first, *rest = answer.ranked
+    second = next((other for other in rest if other.family != first.family), None)
     batch, estimated = first.layout.batch, first.estimate
     kind = first.layout.activation_checkpointing
     if estimated.verdict != "fits":
         reason = f"tight, and none of {answer.looked_at} layouts fits with room"
-    elif any(c.estimate.tokens_per_s > estimated.tokens_per_s and c.estimate.verdict == "fits" for c in others):
+    elif any(c.estimate.tokens_per_s > estimated.tokens_per_s and c.estimate.verdict == "fits" for c in rest):
         reason = f"of {answer.looked_at} layouts as fast as any that fits (within {TIE:.0%}), and simpler"
     else:
         reason = f"of {answer.looked_at} layouts the fastest predicted to fit"

@@ -154,8 +154,8 @@ class ZeroCosts(StrategySpec):
         width, beside = WIDTH[layout.precision], LOW if low else 0
         if layout.device == "cuda" and (optimizer, parameters) != ("none", "none"):
             # For offloading: the low weights that its step writes, and one gradient.
-            written = cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size
-            between += width * (written + cut.largest)
+            shard = cut.pieces if parameters != "none" else cut.flat // layout.mesh.world_size
+            between += width * (shard + cut.largest)
         if self.stage < 3:
             load = FULL * facts.parameters + max(beside * facts.parameters, between)
         else:
