@@ -25,7 +25,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 @pytest.mark.parametrize(
     ("kind", "options", "strategy", "says"),
     [
-        ("gemma2", {"head_dim": 8, "num_key_value_heads": 2}, {"kind": "cp"}, "does not go through transformers' attention interface"),
+        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"kind": "cp"}, "does not go through transformers' attention interface"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"kind": "ddp", "cp": 2}, "layers of kind conv mix tokens without attention"),
         ("llama", {}, {"kind": "cp"}, ""),
         ("llama", {}, {"kind": "pp"}, ""),
@@ -126,7 +126,7 @@ def test_a_prompt_that_leaves_no_room_for_its_completion(tmp_path: Path) -> None
     ("kind", "options", "sections", "line"),
     [
         ("llama", {}, {"strategy": "cp"}, ""),
-        ("gemma2", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
+        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, {"strategy": "cp"}, "strategy: cp × the model: context parallelism cannot"),
         ("llama", {}, {"adapter": {"kind": "lora", "targets": ["nowhere"]}}, "adapter.targets: no linear layer"),
         ("bloom", {"intermediate_size": None}, {}, "data.packing: packing × the model: BloomForCausalLM does not keep the documents"),
         ("bloom", {"intermediate_size": None}, {"data": {"packing": False}}, ""),
