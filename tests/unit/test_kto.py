@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from drumline.algorithms.base import LossOut
+from drumline.algorithms.dpo.spec import DPOConfig
+from drumline.core.algorithm import AlgorithmSpec
 from drumline.core.data import DataConfig
 from drumline.data.sources import Row
 from drumline.errors import DataError
@@ -77,6 +79,11 @@ def test_losses_figures_and_gradients_are_trls(name: str, cuts: list[list[int]])
     assert figures.pop("loss") == pytest.approx(case["loss"], **CLOSE)
     assert figures == pytest.approx(case["figures"], **CLOSE)
     close(gradients(policy), case["gradients"])
+
+
+@pytest.mark.parametrize("spec", [KTOConfig.model_validate({}), DPOConfig(), DPOConfig(loss="aot")], ids=lambda spec: spec.kind)
+def test_a_first_pass_is_planned(spec: AlgorithmSpec) -> None:
+    assert (spec.build().first_pass is not None) == bool(spec.extra_forwards)
 
 
 def test_the_plugin_is_small() -> None:

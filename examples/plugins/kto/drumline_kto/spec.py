@@ -21,6 +21,7 @@ class KTOConfig(ReferencedSpec, ChunkedSpec):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "kl", "margin", "reward_chosen", "reward_rejected")
     head_outputs: ClassVar[frozenset[Any]] = frozenset({"log_probs"})
     pairs_with_previous: ClassVar[bool] = True
+    extra_forwards: ClassVar[int] = 1  # of the KL
     beta: Above0 = Field(0.1, description="How closely the policy is held to the reference.")
     desirable_weight: Above0 = Field(1.0, description="Weight of the losses of good answers.")
     undesirable_weight: Above0 = Field(1.0, description="Weight of the losses of bad answers.")
@@ -52,8 +53,7 @@ class KTOConfig(ReferencedSpec, ChunkedSpec):
 
         from drumline.data.batches import First, learned_segment
 
-        numbers = torch.zeros(rows, dtype=torch.float64)
-        batch = answer_batch([learned_segment(length)] * rows, [True] * rows, 0, length)
+        numbers, batch = torch.zeros(rows, dtype=torch.float64), answer_batch([learned_segment(length)] * rows, [True] * rows, 0, length)
         return replace(batch, reference_B=numbers, first=First(numbers[:, None]))
 
     def build(self) -> Any:
