@@ -119,6 +119,7 @@ def test_ranks_die_with_their_launcher(name: str, config: Path, tmp_path: Path) 
     assert gone(str(run), 60), "deepspeed's own inner launcher ends when it has seen that its ranks are gone"
 
 
+@pytest.mark.full
 def test_a_launcher_that_contradicts_the_config(config: Path, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(config.read_text() + "strategy: ddp\n")
     code, out = ran(LINES["accelerate launch, FSDP"][0], tmp_path / "c.yaml", f"run.dir={tmp_path / 'run'}")

@@ -189,6 +189,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(config: Path
     same(run, reference)
 
 
+@pytest.mark.full  # tests/distributed/test_resume_pairs.py has the numbers
 def test_other_world_size_walks_through_the_same_samples(config: Path, tmp_path: Path) -> None:
     run, reference = tmp_path / "run", tmp_path / "reference"
     still = "model.config.attention_dropout=0.0"  # random numbers belong to a rank: with others of those, dropout differs

@@ -133,6 +133,7 @@ def test_two_processes_at_once_come_to_the_same_folder(cache: Path, site: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_conversion_leaves_nothing_that_counts(cache: Path, site: Path) -> None:
     process = resolving(site, cache, "stop_half_way")
     assert process.stdout is not None and process.stdout.readline() == "half\n"

@@ -45,8 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2, bf16": {"strategy": "fsdp2", "precision": "bf16"},
 }
 
-# Pairs of rows, and weights that are gathered. `--full` has the rest.
-KEPT = ("pairs", "fsdp2, bf16")
+# Weights that are gathered. `--full` has the rest.
+KEPT = ("fsdp2, bf16",)
 ONE = {"global_samples": 2, "micro_batch": 2}
 
 Made = Callable[[str], tuple[Plan, ModelFacts]]
