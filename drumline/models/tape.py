@@ -21,7 +21,7 @@ from drumline.dist.seeds import derive, drawing
 from drumline.errors import ModelError
 from drumline.models.names import file_name
 from drumline.models.shards import Loaded, Source, Whole, copy_part
-from drumline.vendor.torch import TorchDispatchMode, tree_leaves, tree_map_only
+from drumline.vendor.torch import TorchDispatchMode, device_constructors, tree_leaves, tree_map_only
 
 logger = logging.getLogger(__name__)
 Build = Callable[[], nn.Module]
@@ -37,6 +37,8 @@ def lay_out_module(build: Build, seed: int, device: str) -> tuple[nn.Module, Sou
     in host memory on each rank instead, from the same seed, and moved to `device`; the reason is logged.
     """
     tape = _Tape()
+    # Made while transformers had replaced torch.linspace, torch's list of what a device context governs lacks it from then on.
+    device_constructors.cache_clear()
     try:
         with drawing(seed), torch.device("meta"), tape:
             model = _module(build())

@@ -14,6 +14,7 @@ PLACES = {
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "current_graph_task_id": "torch:_C._current_graph_task_id",
+    "device_constructors": "torch.utils._device:_device_constructors",
     "foreach_add_": "torch:_foreach_add_",
     "foreach_copy_": "torch:_foreach_copy_",
     "foreach_mul_": "torch:_foreach_mul_",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.init import trunc_normal_
+from transformers.initialization import meta_device_safe_creation_ops
 
 from drumline.core.config import Config
 from drumline.core.mesh import Mesh
@@ -22,6 +23,7 @@ from drumline.models.tape import Played, lay_out_module
 from drumline.parallel.engine import OpenEngine
 from drumline.parallel.own_pipeline import cut, trace
 from drumline.strategies.build import build_module
+from drumline.vendor.torch import device_constructors
 from tests.distributed.staged import Staged, sequence
 from tests.harness import ENV
 
@@ -84,7 +86,7 @@ def test_a_seed_gives_the_same_weights_whatever_part_is_asked_for() -> None:
 class Looks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.arange(3.0)]
+        self.layer, self.rates = nn.Linear(4, 4), [rate.item() for rate in torch.linspace(0, 1, 3)]
 
 
 class Listed(nn.Module):
@@ -102,6 +104,9 @@ class Drawn(nn.Module):
 
 @pytest.mark.parametrize("build", [Looks, Listed, Drawn])
 def test_what_the_tape_does_not_have_is_built_whole(build: type[nn.Module]) -> None:
+    device_constructors.cache_clear()
+    with meta_device_safe_creation_ops(), torch.device("meta"):
+        torch.empty(1)  # a model of transformers was made before
     (first, source), (again, _) = lay_out_module(build, 3, "cpu"), lay_out_module(build, 3, "cpu")
     assert isinstance(source, Loaded)
     assert all(torch.equal(a, b) and not a.is_meta for a, b in zip(first.parameters(), again.parameters(), strict=True))
