@@ -202,10 +202,8 @@ def drumline(bench: dict[str, Any], work: Path) -> None:
 
     run_dir = work / bench["run"]
     request = requested(work / "bench.yaml", [f"run.dir={run_dir}"], None, (), None)()
-    with EarlyRanks(request.loaded.config, run_dir / "plan.json") as early:
+    with EarlyRanks(request.loaded.config) as early:
         with uncollected():
-            from transformers import PreTrainedModel  # noqa: F401
-
             from drumline.launchers.local import launch
             from drumline.train.setup import claim_run_dir, make_plan
 

@@ -170,7 +170,6 @@ def become(module: str, arguments: list[str], env: dict[str, str], streams: tupl
         sys.argv = [module, *arguments]
         handler = importlib.import_module(HANDLER)
         handler.Popen = RankFork  # type: ignore[attr-defined]
-        importlib.import_module("drumline.core.process").Early._execute_child = RankFork._execute_child
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

@@ -1,17 +1,17 @@
 """Which process on which host, distinct from all others, past and present; how one is started, and tied to the one that started it.
 
     python -m drumline.core.process PARENT_PID MODULE|SCRIPT.py ARGUMENTS...               # which dies with its parent
-    python -m drumline.core.process PARENT_PID --early IMPORTED MODULE ARGUMENTS...        # the same, begun by `Early.begin`
 
 The standard library alone: torch takes seconds to import, and a launcher that is killed meanwhile may leave no rank behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import faulthandler
 import gc
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -22,10 +22,12 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,40 +162,73 @@ def tied(module: str, *arguments: str) -> list[str]:
     return ["-u", "-X", "faulthandler", "-m", "drumline.core.process", str(os.getpid()), module, *arguments]
 
 
-class Early(subprocess.Popen[bytes]):
-    """A module in a process that dies with this one: it imports `imported`, then waits for its arguments, its environment and the files for
-    its output. `arguments` are what they will begin with, for who looks at the processes. It ends if this process closes its stdin."""
+class Early(ForkProcess):
+    """A fork of this process, which dies with it, and waits until `begin` says what it shall be. It has the methods of Popen that torch's
+    agent needs. This process must have one thread of Python, and none of OpenMP: a fork has the forking thread alone."""
 
-    def __init__(self, imported: str, module: str, *arguments: str, env: Mapping[str, str]) -> None:
-        command = [sys.executable, *tied("--early", imported, module, *arguments)]
-        nowhere = subprocess.DEVNULL
-        super().__init__(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, env=env, start_new_session=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent, (self._question, self._answer) = os.getpid(), os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of OpenBLAS's threads, which take care of forks
+            self.start()
+        os.close(self._question)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str], out: str, err: str) -> bool:
         """Have it go on as `command` (an interpreter and what `tied` gave). False where it has ended."""
         message = {"arguments": command[len(tied("")) :], "env": dict(env), "streams": [os.devnull, out, err]}
-        assert self.stdin is not None
         try:
-            with self.stdin:
-                self.stdin.write(json.dumps(message).encode())
+            with os.fdopen(self._answer, "w") as pipe:
+                pipe.write(json.dumps(message) + "\n")
         except BrokenPipeError:
             return False
         return self.poll() is None
 
+    def run(self) -> None:
+        """The fork's side: signals, streams, variables and arguments are those of a new process, before it goes on as one."""
+        die_with_parent(self.parent)
+        os.setsid()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        sys.unraisablehook = sys.__unraisablehook__
+        with os.fdopen(self._question) as pipe:
+            message = json.loads(pipe.readline() or sys.exit())  # no more: a later fork has the other end, too
+        for stream, path in enumerate(message["streams"]):
+            file = os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, stream)
+            os.close(file)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, buffering=1) for number, mode in enumerate("rww"))
+        faulthandler.enable()
+        os.environ.clear()
+        os.environ.update(message["env"])
+        sys.argv = message["arguments"]
+        try:
+            _go_on()
+        finally:
+            atexit._run_exitfuncs()
 
-def _wait(imported: str) -> None:
-    """The process's side of `Early`: sys.argv, the environment and the standard streams are as they shall be when it comes back."""
-    with uncollected():
-        importlib.import_module(imported)
-        gc.freeze()
-    message = json.loads(sys.stdin.buffer.read() or sys.exit())
-    for number, path in enumerate(message["streams"]):
-        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(message["env"])
-    sys.argv = message["arguments"]
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self.pid is not None:
+            os.kill(self.pid, number)
+
+
+def _go_on() -> None:
+    """Become the module or the script that is the first of sys.argv."""
+    if sys.argv[0].endswith(".py"):
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 @contextmanager
@@ -256,10 +291,4 @@ def fork() -> int:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
-    if sys.argv[0] == "--early":
-        _wait(sys.argv[1])
-    if sys.argv[0].endswith(".py"):
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as python SCRIPT.py has it
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    _go_on()

@@ -1,27 +1,44 @@
-"""Ranks that are started before there is a plan: they import what training needs while the launcher plans. No torch here."""
+"""Ranks that are there before there is a plan: forks of the launcher, which has imported what they need. No torch at the top."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import sys
+import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any, Self
 
 from drumline.core.config import Config
-from drumline.core.process import Early
+from drumline.core.process import Early, uncollected
 from drumline.core.resolve import default_processes
 from drumline.hardware.detect import likely_gpus, usable_cores
 
+THREADS = "OMP_NUM_THREADS"
+
 
 class EarlyRanks:
-    """As many ranks as there will most likely be, if each has a core. Those that nobody began are killed at the end of the `with`."""
+    """As many ranks as there will most likely be. Those that nobody began are killed at the end of the `with`.
 
-    def __init__(self, config: Config, plan_path: Path) -> None:
-        number, cores = default_processes(config, 0 if config.run.device == "cpu" else likely_gpus()), usable_cores()
-        self.env = {"OMP_NUM_THREADS": str(cores // number), **os.environ}
-        imported = "drumline.train.build" if config.plain else "drumline.train.preload"
-        started = range(number if number <= cores else 0)
-        self.waiting = [Early(imported, "drumline.train.entry", str(plan_path), env=self.env) for _ in started]
+    The launcher and its ranks then import torch and transformers once, not each for itself. There are none where a fork would not be
+    safe: beside other threads, or where this process has used torch already.
+    """
+
+    def __init__(self, config: Config) -> None:
+        known = os.environ.get(THREADS)
+        number = default_processes(config, 0 if config.run.device == "cpu" else likely_gpus())
+        self.threads = known or str(max(1, usable_cores() // number))
+        self.waiting: list[Early] = []
+        if sys.platform != "linux" or threading.active_count() > 1 or "torch" in sys.modules:
+            return
+        os.environ[THREADS] = self.threads  # which torch reads as it is imported
+        with uncollected():
+            importlib.import_module("drumline.train.build" if config.plain else "drumline.train.preload")
+        if known is None:
+            del os.environ[THREADS]
+        gc.freeze()
+        self.waiting += [Early() for _ in range(number)]
 
     def __enter__(self) -> Self:
         return self
@@ -34,17 +51,16 @@ class EarlyRanks:
         for early in self.waiting:
             early.kill()
         for early in self.waiting:
-            early.communicate()
+            early.join()
         self.waiting.clear()
 
     def take(
         self, usual: Callable[..., Any], args: list[str], *, env: dict[str, str], stdout: IO[str], stderr: IO[str], **options: Any
     ) -> Any:
-        """In the place of `usual`, which is Popen: a rank that waits already, unless its environment, in which it has imported torch, is
-        not that of the plan: another number of ranks has other numbers of threads."""
-        while self.waiting and self.env.items() <= env.items():
+        """In the place of `usual`, which is Popen: a rank that waits already, unless the plan's ranks have another number of threads."""
+        while self.waiting and env[THREADS] == self.threads:
             early = self.waiting.pop(0)
             if early.begin(args, env, stdout.name, stderr.name):
                 return early
-            early.wait()
+            early.join()
         return usual(args=args, env=env, stdout=stdout, stderr=stderr, **options)

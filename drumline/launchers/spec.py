@@ -26,7 +26,7 @@ class LocalLauncher(LauncherSpec):
     def early(self, config: Config, plan_path: Path) -> EarlyRanks:
         from drumline.launchers.early import EarlyRanks
 
-        return EarlyRanks(config, plan_path)
+        return EarlyRanks(config)
 
     def require(self) -> None:
         """Raises EnvironmentFault for a port that is taken."""

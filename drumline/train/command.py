@@ -96,9 +96,6 @@ def launch_ranks(request: Request, display: bool) -> tuple[Path, int]:
             from drumline.train.replan import Replanner
             from drumline.train.setup import claim_run_dir, make_plan
 
-            if not config.plain:
-                from transformers import PreTrainedModel  # noqa: F401 - what planning needs of it, too, imported uncollected
-
         with aside(display) as on_progress:
             plan = make_plan(request, on_progress=on_progress)
         notes(plan.data.left_out if plan.data else ())

@@ -36,19 +36,22 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(run_dir: Path) -> dict[int, int]:
-    """Rank → process id of the workers of the run in `run_dir`. What they print goes to logs/attempt-A/rank-R.out: one that was started
-    before there was a plan was told its rank later."""
+    """Rank → process id of the run in `run_dir`: whose output goes to logs/attempt-A/rank-R.out, and whose parent's does not."""
     found: dict[int, int] = {}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        line = process.info["cmdline"] or []
-        if "drumline.train.entry" in line and any(str(run_dir) in part for part in line):
-            try:
-                log = Path(f"/proc/{process.info['pid']}/fd/1").readlink().name
-            except FileNotFoundError:  # it has ended
-                continue
-            if log.endswith(".out"):
-                found[int(log.removeprefix("rank-").removesuffix(".out"))] = process.info["pid"]
+    outputs = {process.pid: (process.info["ppid"], _output(process.pid)) for process in psutil.process_iter(["ppid"])}
+    for pid, (parent, output) in outputs.items():
+        ours = output.suffix == ".out" and run_dir.resolve() in output.parents
+        if ours and outputs.get(parent, (0, Path()))[1] != output:
+            found[int(output.stem.removeprefix("rank-"))] = pid
     return found
+
+
+def _output(pid: int) -> Path:
+    """Where a process prints to; an empty path for one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:
+        return Path()
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.faults.live import gone, kill, ranks_of, wait_for
-from tests.harness import ENV, chat_rows, drumline, start_drumline, survivors, write_config, write_rows
+from tests.harness import ENV, chat_rows, drumline, start_drumline, start_interpreter, survivors, write_config, write_rows
 from tests.tiny import tiny_model_dir
 
 
@@ -66,29 +66,30 @@ def test_stopped_while_it_tokenises(model: Path, tmp_path: Path, number: signal.
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)], ids=lambda s: s.name)
 def test_stopped_while_a_rank_waits_for_the_plan(model: Path, tmp_path: Path, number: signal.Signals) -> None:
-    config, plan = write_config(tmp_path, model, data={"packing": False}), str(tmp_path / "run" / "plan.json")
+    config = write_config(tmp_path, model, data={"packing": False})
     write_rows(tmp_path / "train.jsonl", chat_rows(4000, longest=400))
-    process = start_drumline("train", config)
+    process = start_interpreter("train", config)
     deadline = time.monotonic() + 90
     while not list((tmp_path / "cache").glob(".tmp-*")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.02)
-    assert len(survivors(plan)) == 1 and not Path(plan).exists()
+    line = psutil.Process(process.pid).cmdline()
+    assert [child.cmdline() for child in psutil.Process(process.pid).children()].count(line) == 1 and not (tmp_path / "run").exists()
     process.send_signal(number)
     assert process.wait(60) == (-number if number == signal.SIGKILL else 75)
     assert gone(str(tmp_path), 1.0)
 
 
 def test_a_rank_is_there_before_its_plan(model: Path, tmp_path: Path) -> None:
-    """Started while the launcher plans, it imports meanwhile. After a failure it is a new one."""
+    """The launcher has forked it before it planned. After a failure it is a process of its own."""
     config, run = write_config(tmp_path, model, run={"steps": 3000}), tmp_path / "run"
-    process = start_drumline("train", config)
+    process = start_interpreter("train", config)
     wait_for(run, "save", 2, process)
     first = ranks_of(run)
-    assert list(first) == [0] and "--early" in psutil.Process(first[0]).cmdline()
+    assert list(first) == [0] and psutil.Process(first[0]).cmdline() == psutil.Process(process.pid).cmdline()
     kill(first[0])
     wait_for(run, "restore", 2, process)
     second = ranks_of(run)
-    assert list(second) == [0] and "--early" not in psutil.Process(second[0]).cmdline()
+    assert list(second) == [0] and "drumline.train.entry" in psutil.Process(second[0]).cmdline()
     process.terminate()
     assert process.wait(90) == 75 and gone(str(tmp_path), 1.0)
 

@@ -1,100 +1,104 @@
-"""Ranks that are started while the launcher plans: told later what they are, used if the plan is as foreseen, and never left behind."""
+"""Ranks that are forked while the launcher plans: used if the plan is as foreseen, and never left behind."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
 
 from drumline.core.config import Config
-from drumline.core.load import Request, load
-from drumline.core.process import Early, tied
 from drumline.errors import PlanError
 from drumline.launchers.early import EarlyRanks
-from drumline.train.command import launch_ranks
-from tests.harness import write_config
+from tests.harness import ENV, write_config
 
-SCRIPT = """
-import gc, json, os, sys
-print(json.dumps([sys.argv[1:], os.environ["RANK"], "BEFORE" in os.environ, "colorsys" in sys.modules, gc.isenabled()]))
+RANK = """
+import json, os, signal, sys
+default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+print(json.dumps([sys.argv[1:], __name__, os.environ["RANK"], "BEFORE" in os.environ, os.getsid(0) == os.getpid(), default]))
 print("an error", file=sys.stderr)
+sys.exit(7)
+"""
+# What a launcher does, in a process that imports next to nothing.
+LAUNCHER = """
+import json, os, signal, sys, types
+sys.modules["drumline.train.preload"] = types.ModuleType("preload")
+from drumline.core.config import Config
+from drumline.core.process import tied
+from drumline.launchers.early import EarlyRanks
+signal.signal(signal.SIGTERM, lambda *more: None)
+folder, case = sys.argv[1:]
+config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": "cpu"}})
+ranks = EarlyRanks(config)
+children = [early.pid for early in ranks.waiting]
+
+def take(threads):
+    with open(folder + "/out", "w") as out, open(folder + "/err", "w") as err:
+        command = [sys.executable, *tied(folder + "/rank.py", "plan.json")]
+        env = {"RANK": "7", "OMP_NUM_THREADS": threads, "PATH": os.environ["PATH"]}
+        return ranks.take(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
+
+if case == "begun":
+    early = take(ranks.threads)
+    print(json.dumps([early.pid == children[0], early.wait(30), early.poll()]))
+elif case == "other threads":
+    print(json.dumps([take("33"), len(ranks.waiting)]))
+elif case == "dead":
+    for early in ranks.waiting:
+        early.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, early.pid, os.WEXITED | os.WNOWAIT)
+    print(json.dumps([take(ranks.threads), len(ranks.waiting)]))
+ranks.end()
+print(json.dumps([os.path.exists(f"/proc/{pid}") for pid in children]))
+if case == "killed":
+    EarlyRanks(config)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """EarlyRanks that import next to nothing and then are a script."""
-    monkeypatch.setattr("drumline.launchers.early.Early", lambda imported, module, *more, env: Early("colorsys", module, *more, env=env))
-    monkeypatch.setenv("BEFORE", "1")
-    (tmp_path / "rank.py").write_text(SCRIPT)
-    config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}, "run": {"device": "cpu"}})
-    monkeypatch.setattr("drumline.launchers.early.usable_cores", lambda: 4)
-    with EarlyRanks(config, tmp_path / "run" / "plan.json") as made:
-        yield made
+def launcher(folder: Path, case: str) -> list[Any]:
+    """What LAUNCHER prints, a value a line."""
+    (folder / "rank.py").write_text(RANK)
+    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"} | {"BEFORE": "1"}
+    command = [sys.executable, "-c", LAUNCHER, str(folder), case]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.stderr, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def take(ranks: EarlyRanks, folder: Path, env: dict[str, str]) -> Any:
-    """As torch's agent asks; `usual` comes back where no early rank will do."""
-    files: list[IO[str]] = [(folder / name).open("w") for name in ("out", "err")]
-    with files[0] as out, files[1] as err:
-        command = [sys.executable, *tied(str(folder / "rank.py"), "plan.json", "--resume", "newest")]
-        return ranks.take(lambda **options: "usual", command, env=env, stdout=out, stderr=err, start_new_session=True)
-
-
-def test_goes_on_as_it_is_told(ranks: EarlyRanks, tmp_path: Path) -> None:
-    env = dict(ranks.env)
-    del ranks.env["BEFORE"], env["BEFORE"]
-    first, waiting = ranks.waiting
-    assert psutil.Process(first.pid).cmdline()[-2:] == ["drumline.train.entry", str(tmp_path / "run" / "plan.json")]
-    assert take(ranks, tmp_path, {**env, "RANK": "7"}) is first and first.wait(30) == 0
-    assert json.loads((tmp_path / "out").read_text()) == [["plan.json", "--resume", "newest"], "7", False, True, True]
+def test_goes_on_as_a_new_process_would(tmp_path: Path) -> None:
+    assert launcher(tmp_path, "begun") == [[True, 7, 7], [False, False]]
+    assert json.loads((tmp_path / "out").read_text()) == [["plan.json"], "__main__", "7", False, True, True]
     assert (tmp_path / "err").read_text() == "an error\n"
-    ranks.end()
-    assert waiting.returncode == -signal.SIGKILL and not ranks.waiting
 
 
-def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(ranks: EarlyRanks, tmp_path: Path) -> None:
-    assert ranks.env["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "2")
-    assert take(ranks, tmp_path, {**ranks.env, "OMP_NUM_THREADS": "3"}) == "usual" and len(ranks.waiting) == 2
-    for early in ranks.waiting:
-        early.kill()
-        os.waitid(os.P_PID, early.pid, os.WEXITED | os.WNOWAIT)
-    assert take(ranks, tmp_path, ranks.env) == "usual" and not ranks.waiting
+@pytest.mark.parametrize(("case", "waiting"), [("other threads", 2), ("dead", 0)])
+def test_a_rank_whose_threads_are_others_or_that_has_died_is_started_as_usual(tmp_path: Path, case: str, waiting: int) -> None:
+    assert launcher(tmp_path, case) == [["usual", waiting], [False, False]]
 
 
-def test_ends_if_it_is_told_nothing(tmp_path: Path) -> None:
-    early = Early("colorsys", "drumline.train.entry", env=os.environ)
-    early.communicate(timeout=30)
-    assert early.returncode == 0
+def test_they_are_killed_with_the_launcher(tmp_path: Path) -> None:
+    assert launcher(tmp_path, "killed") == [[False, False]]
+    _, alive = psutil.wait_procs([p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])], timeout=3.0)
+    assert not alive
 
 
-def test_they_are_there_before_the_plan_and_gone_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[psutil.Process] = []
+def test_there_are_none_where_this_process_has_used_torch(tmp_path: Path) -> None:
+    import torch  # noqa: F401
 
-    def refuse(request: Request, **options: Any) -> None:
-        deadline = time.monotonic() + 30  # a process that was just started has no command line for a moment
-        while not any(str(tmp_path / "run" / "plan.json") in child.cmdline() for child in seen):
-            assert time.monotonic() < deadline
-            seen[:] = psutil.Process().children()
-        raise PlanError("no such plan", where="strategy", fix="take another")
-
-    monkeypatch.setattr("drumline.train.setup.make_plan", refuse)
-    config = write_config(tmp_path, tmp_path / "model")
-    with pytest.raises(PlanError):
-        launch_ranks(Request(load(config, [])), display=False)
-    assert seen and not any(child.is_running() and str(tmp_path) in " ".join(child.cmdline()) for child in seen)
-    assert not (tmp_path / "run").exists()
-
-
-def test_with_fewer_cores_than_ranks_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("drumline.launchers.early.usable_cores", lambda: 1)
     config = Config.model_validate({"data": {"train": [{"kind": "file", "path": "x"}]}, "launch": {"nproc": 2}})
-    with EarlyRanks(config, tmp_path / "plan.json") as ranks:
+    with EarlyRanks(config) as ranks:
         assert not ranks.waiting
+
+
+def test_they_are_gone_where_there_is_no_plan(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "no-model")
+    command = [sys.executable, "-m", "drumline", "train", str(config)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == PlanError.exit_code and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])]
+    assert not (tmp_path / "run").exists()
